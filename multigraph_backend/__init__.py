@@ -1,0 +1,64 @@
+"""multigraph: a backend for stock torch.compile.
+
+    torch.compile(model, backend="multigraph", options={...})
+
+Dynamo traces once; multigraph compiles that graph as one generic graph and, lazily, as any number of variants for
+sizes that were declared.  Importing this package is light: torch loads the backend by its entry point when it is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multigraph_backend.backend import multigraph
+    from multigraph_backend.marks import mark
+    from multigraph_backend.options import Options, OptionsError
+    from multigraph_backend.predicates import And, Eq, In, MultipleOf, Predicate, Range
+    from multigraph_backend.report import Explanation, explain
+    from multigraph_backend.trace import reset_stats, stats
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "And": "predicates",
+    "Eq": "predicates",
+    "Explanation": "report",
+    "In": "predicates",
+    "MultipleOf": "predicates",
+    "Options": "options",
+    "OptionsError": "options",
+    "Predicate": "predicates",
+    "Range": "predicates",
+    "explain": "report",
+    "mark": "marks",
+    "multigraph": "backend",
+    "reset_stats": "trace",
+    "stats": "trace",
+}
+
+__all__ = [
+    "And",
+    "Eq",
+    "Explanation",
+    "In",
+    "MultipleOf",
+    "Options",
+    "OptionsError",
+    "Predicate",
+    "Range",
+    "explain",
+    "mark",
+    "multigraph",
+    "reset_stats",
+    "stats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,268 @@
+"""The user's options, read once, checked once, and never again in doubt.
+
+`torch.compile(model, backend="multigraph", options={...})` passes a bare dict, a server may pass none at all
+and set an environment variable instead, and a mistyped key that is silently dropped costs a day. All of it
+ends here, in one frozen `Options`, which every other part reads.
+
+In:  the dict given in code, the mode, the environment variable ``MULTIGRAPH_OPTIONS``, the names of the
+     model.
+Out: an `Options`, or an `OptionsError` that says which option, what is accepted, what was given, and where.
+
+Invariant: an `Options` that `Options.build` returned holds only values that the other parts accept as they
+are. Nothing process-wide is changed: what the user wants of Inductor is kept as patches, to be applied around
+each compile.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, cast
+
+from multigraph_backend.predicates import Predicate, did_you_mean, predicate_from_json, shown
+
+VARIABLE = "MULTIGRAPH_OPTIONS"
+
+
+class OptionsError(ValueError):
+    """An option is unknown, or its value is not accepted."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. Hashable, and equal by value.
+
+    specialize: conditions to compile variants for, in the order declared; none holds an `In`
+    compile: "lazy", at the first call that matches, or "eager", all declared ones at once
+    on_failure: what becomes of a call whose variant fails to compile: "fallback", generic; "raise", an error
+    compile_timeout: seconds that a late compile may take before the call goes on without it; None: no limit
+    compiler: what lowers each graph, a backend's name or a callable of a graph module and its example inputs
+    inductor: patches of Inductor's configuration, sorted by name; those of the mode are among them
+    mode: the mode of `torch.compile`; None is the default one
+    """
+
+    specialize: tuple[Predicate, ...] = ()
+    compile: Literal["lazy", "eager"] = "lazy"
+    on_failure: Literal["fallback", "raise"] = "fallback"
+    compile_timeout: float | None = 600.0
+    compiler: str | Callable[..., Any] = "inductor"
+    inductor: tuple[tuple[str, object], ...] = ()
+    mode: str | None = None
+
+    def __hash__(self) -> int:
+        # Callables and the values of patches take no part: they may be unhashable.
+        compiler = self.compiler if isinstance(self.compiler, str) else None
+        knobs = tuple(name for name, _ in self.inductor)
+        return hash((self.specialize, self.compile, self.on_failure, self.compile_timeout, compiler, knobs))
+
+    @staticmethod
+    def build(
+        options: Mapping[str, object] | None = None,
+        mode: str | None = None,
+        model_names: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> Options:
+        """Merge and check what was asked for.
+
+        options: as given to `torch.compile`; a key replaces the same key of the environment
+        mode: as given to `torch.compile`; replaces the key "mode", which both sources may hold too
+        model_names: what the environment may call this model, such as its class and "forward"
+        environ: the environment, `os.environ` if None
+
+        ``MULTIGRAPH_OPTIONS`` is a JSON object of names or globs to options. Of its entries "*" is applied
+        first, then other globs in their order, then exact names; each replaces single keys of those before.
+
+        Raises OptionsError.
+        """
+        given = _from_environment(os.environ if environ is None else environ, model_names)
+        given.update(_from_code(options, mode))
+        for key, value in given.items():
+            if key not in _READERS:
+                where = f"{did_you_mean(key, _READERS)}{value.origin}"
+                raise OptionsError(f"unknown option {key!r}{where}; valid options: {', '.join(_READERS)}")
+        read = {key: _READERS[key](value) for key, value in given.items()}
+        knobs: dict[str, object] = {}
+        compiler = read.get("compiler", "inductor")
+        for key in ("mode", "inductor"):
+            if compiler != "inductor" and read.get(key):
+                given[key].refuse("none", f"only Inductor has it, and the compiler is {compiler!r}")
+        if read.get("mode") is not None:
+            knobs.update(_modes()[cast(str, read["mode"])])
+        knobs.update(cast(Mapping[str, object], read.get("inductor", {})))
+        read["inductor"] = tuple(sorted(knobs.items(), key=lambda item: item[0]))
+        return Options(**cast(dict[str, Any], read))
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The value given for an option, and where: nothing for code, else its place in the environment."""
+
+    option: str
+    value: object
+    origin: str = ""
+
+    def refuse(self, expected: str, detail: str = "") -> NoReturn:
+        """Raise OptionsError: the option's name, what it accepts, what was given, where, and perhaps more."""
+        got = f"got {shown(self.value)}{self.origin}" + (f"; {detail}" if detail else "")
+        raise OptionsError(f"option {self.option!r}: expected {expected}, {got}")
+
+
+def _from_code(options: object, mode: object) -> dict[str, _Given]:
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionsError(f"options must be a mapping of names to values, got {shown(options)}")
+    given = _named(options or {}, "")
+    if mode is not None:
+        if "mode" in given and given["mode"].value != mode:
+            given["mode"].refuse(f"{mode!r}, as the argument mode says")
+        given["mode"] = _Given("mode", mode)
+    return given
+
+
+def _from_environment(environ: Mapping[str, str], model_names: Sequence[str]) -> dict[str, _Given]:
+    text = environ.get(VARIABLE, "")
+    if not text.strip():
+        return {}
+    try:
+        entries = json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise OptionsError(f"{VARIABLE} is not valid JSON: {error.msg} at {place}") from error
+    if not isinstance(entries, dict):
+        raise OptionsError(f"{VARIABLE} must be an object of model names to options, got {shown(entries)}")
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise OptionsError(f"{VARIABLE}[{name!r}] must be an object of options, got {shown(entry)}")
+    exact = [name for name in entries if name in model_names]
+    others = [name for name in entries if name not in exact and name != "*"]
+    globs = [name for name in others if any(fnmatch.fnmatchcase(model, name) for model in model_names)]
+    given: dict[str, _Given] = {}
+    for name in [*(["*"] if "*" in entries else []), *globs, *exact]:
+        given.update(_named(entries[name], f" (in {VARIABLE}[{name!r}])"))
+    return given
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries: dict[str, object] = {}
+    for key, value in pairs:
+        if key in entries:
+            raise OptionsError(f"{VARIABLE} says {key!r} twice in one object")
+        entries[key] = value
+    return entries
+
+
+def _named(options: Mapping[Any, object], origin: str) -> dict[str, _Given]:
+    for key in options:
+        if not isinstance(key, str):
+            raise OptionsError(f"the name of an option must be a str, got {shown(key)}{origin}")
+    return {key: _Given(key, value, origin) for key, value in options.items()}
+
+
+def _read_specialize(given: _Given) -> tuple[Predicate, ...]:
+    if isinstance(given.value, Mapping | Predicate):
+        given.refuse("a list of conditions", "wrap it in a list")
+    if not isinstance(given.value, list | tuple):
+        given.refuse("a list of conditions")
+    predicates: list[Predicate] = []
+    for index, entry in enumerate(given.value):
+        here = _Given(f"{given.option}[{index}]", entry, given.origin)
+        if not isinstance(entry, Mapping | Predicate):
+            here.refuse("an object of size names to values, or a predicate")
+        try:
+            predicate = entry if isinstance(entry, Predicate) else predicate_from_json(entry)
+        except (TypeError, ValueError) as error:
+            raise OptionsError(f"option {here.option!r}: {error}{given.origin}") from error
+        if not predicate.satisfiable:
+            here.refuse("a condition that some sizes satisfy", f"nothing satisfies {predicate}")
+        if all(facts.unconstrained for facts in predicate.facts().values()):
+            here.refuse("a condition that some sizes do not satisfy", "the generic graph serves every size")
+        predicates.extend(predicate.alternatives())
+    return tuple(predicates)
+
+
+def _read_choice(*choices: str) -> Callable[[_Given], str]:
+    def read(given: _Given) -> str:
+        if not isinstance(given.value, str) or given.value not in choices:
+            hint = did_you_mean(given.value, choices) if isinstance(given.value, str) else ""
+            given.refuse(" or ".join(map(repr, choices)) + hint)
+        return given.value
+
+    return read
+
+
+def _read_timeout(given: _Given) -> float | None:
+    value = given.value
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        given.refuse("a number of seconds greater than 0, or None for no limit")
+    return float(value)
+
+
+def _read_compiler(given: _Given) -> str | Callable[..., Any]:
+    if callable(given.value) or (isinstance(given.value, str) and given.value):
+        return given.value
+    given.refuse("the name of a backend, or a callable of a graph module and its example inputs")
+
+
+def _read_mode(given: _Given) -> str | None:
+    if given.value is None or given.value == "default":
+        return None
+    modes = _modes()
+    if not isinstance(given.value, str) or given.value not in modes:
+        hint = did_you_mean(given.value, modes) if isinstance(given.value, str) else ""
+        given.refuse(f"one of {', '.join(map(repr, modes))}{hint}")
+    return given.value
+
+
+def _read_inductor(given: _Given) -> dict[str, object]:
+    if given.value is None:
+        return {}
+    if not isinstance(given.value, Mapping):
+        given.refuse("a mapping of names in torch._inductor.config to values")
+    if not given.value:
+        return {}
+    from multigraph_backend import _compat
+
+    known = _compat.inductor_config_names()
+    patches: dict[str, object] = {}
+    for key, value in given.value.items():
+        here = _Given(f"{given.option}[{key!r}]", value, given.origin)
+        name = key.replace("-", "_") if isinstance(key, str) else ""
+        if name not in known:
+            where = f"{did_you_mean(name, known)}{given.origin}"
+            raise OptionsError(f"option {here.option!r}: torch._inductor.config has no such name{where}")
+        if name in patches:
+            raise OptionsError(f"option {here.option!r}: {name!r} is given twice{given.origin}")
+        patches[name] = _of_type(here, _compat.inductor_config_type(name))
+    return patches
+
+
+def _of_type(given: _Given, kind: type | None) -> object:
+    """The value, copied if mutable; refused if Inductor declares a plain type that it is not of."""
+    value = given.value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is not None and kind is not type(None) and not isinstance(value, kind):
+        given.refuse(f"a value of type {kind.__name__}")
+    return value.copy() if isinstance(value, list | dict | set) else value
+
+
+def _modes() -> Mapping[str, Mapping[str, object]]:
+    from multigraph_backend import _compat
+
+    return _compat.inductor_modes()
+
+
+_READERS: dict[str, Callable[[_Given], object]] = {
+    "specialize": _read_specialize,
+    "compile": _read_choice("lazy", "eager"),
+    "on_failure": _read_choice("fallback", "raise"),
+    "compile_timeout": _read_timeout,
+    "compiler": _read_compiler,
+    "inductor": _read_inductor,
+    "mode": _read_mode,
+}

@@ -1,0 +1,411 @@
+"""Options: what is accepted, what is refused and in which words, and how code and environment combine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+import multigraph_backend
+from multigraph_backend.options import Options, OptionsError
+from multigraph_backend.predicates import And, Eq, In, MultipleOf, Range
+
+KNOBS: dict[str, tuple[object, type | None]] = {
+    "max_autotune": (False, bool),
+    "max_fusion_size": (64, int),
+    "triton.cudagraphs": (False, bool),
+    "coordinate_descent_tuning": (False, bool),
+    "realize_scale": (1.5, float),
+    "cpp_wrapper_name": ("none", str),
+    "post_grad_custom_pre_pass": (None, type(None)),
+    "disabled_passes": ([], None),
+}
+MODES: dict[str, dict[str, object]] = {
+    "default": {},
+    "reduce-overhead": {"triton.cudagraphs": True},
+    "max-autotune": {"max_autotune": True, "triton.cudagraphs": True, "coordinate_descent_tuning": True},
+}
+
+
+@pytest.fixture
+def inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small Inductor, the same for every version of torch."""
+    stub = SimpleNamespace(
+        inductor_config_names=lambda: {name: value for name, (value, _) in KNOBS.items()},
+        inductor_config_type=lambda name: KNOBS[name][1],
+        inductor_modes=lambda: MODES,
+    )
+    monkeypatch.setitem(sys.modules, "multigraph_backend._compat", stub)
+    monkeypatch.setattr(multigraph_backend, "_compat", stub, raising=False)
+
+
+def build(
+    options: Any = None, mode: Any = None, names: tuple[str, ...] = (), env: Mapping[str, object] | str = ""
+) -> Options:
+    """Build with an environment of its own, given as text or as what the JSON says."""
+    text = env if isinstance(env, str) else json.dumps(env)
+    return Options.build(options, mode, names, {"MULTIGRAPH_OPTIONS": text} if text else {})
+
+
+def error(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(OptionsError) as caught:
+        build(*args, **kwargs)
+    return str(caught.value)
+
+
+# ---- values ----
+
+
+def test_defaults() -> None:
+    assert build() == Options() == build({}) == build(mode="default") == build({"inductor": {}})
+    assert_expected_inline(
+        repr(Options()),
+        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, compiler='inductor', inductor=(), mode=None)""",  # noqa: E501
+    )
+
+
+def test_values_are_kept() -> None:
+    def lower(gm: object, example_inputs: object) -> object:
+        return gm
+
+    options = build(
+        {
+            "compile": "eager",
+            "on_failure": "raise",
+            "compile_timeout": 30,
+            "compiler": lower,
+            "specialize": (),
+        }
+    )
+    assert options == Options(compile="eager", on_failure="raise", compile_timeout=30.0, compiler=lower)
+    assert isinstance(options.compile_timeout, float)
+    assert build({"compile_timeout": None}).compile_timeout is None
+    assert build({"compiler": "aot_eager"}).compiler == "aot_eager"
+
+
+def test_specialize_declares_one_variant_per_listed_value() -> None:
+    options = build(
+        {
+            "specialize": [
+                {"x[0]": 1},
+                {"x[0]": [2, 4], "n": [3, 5]},
+                {"x[1]": {"min": 1, "max": 512}},
+                In("x[0]", [8, 16]),
+                And(MultipleOf("x[1]", 64), Eq("n", 1)),
+            ]
+        }
+    )
+    assert_expected_inline(
+        "\n".join(map(str, options.specialize)),
+        """\
+x[0] == 1
+x[0] == 2 and n == 3
+x[0] == 2 and n == 5
+x[0] == 4 and n == 3
+x[0] == 4 and n == 5
+1 <= x[1] <= 512
+x[0] == 8
+x[0] == 16
+x[1] % 64 == 0 and n == 1""",
+    )
+    assert options.specialize[0] == Eq("x[0]", 1)
+    assert options.specialize[5] == Range("x[1]", 1, 512)
+
+
+def test_unknown_options() -> None:
+    texts = [error({key: 1}) for key in ("specialise", "Compile", "timeout", "zzz")]
+    texts.append(error(env={"*": {"specialise": 1}}))
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode
+unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode
+unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode
+unknown option 'zzz'; valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode
+unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode""",  # noqa: E501
+    )
+
+
+def test_wrong_values() -> None:
+    wrong: list[object] = [
+        {"compile": "background"},
+        {"compile": "Eager"},
+        {"compile": True},
+        {"on_failure": "ignore"},
+        {"compile_timeout": 0},
+        {"compile_timeout": -1.5},
+        {"compile_timeout": True},
+        {"compile_timeout": float("nan")},
+        {"compile_timeout": float("inf")},
+        {"compile_timeout": "600"},
+        {"compiler": ""},
+        {"compiler": None},
+        {"specialize": "auto"},
+        {"specialize": None},
+        {"specialize": {"x[0]": 1}},
+        {"specialize": Eq("x[0]", 1)},
+        {"specialize": [{"x[0]": 1}, 8]},
+        {"specialize": ["x[0]"]},
+        {"specialize": [{"x[0]": {"multipleof": 16}}]},
+        {"specialize": [{"x[0]": 1}, {"x[0]": 1.0}]},
+        {"specialize": [{"x[0]": []}]},
+        {"specialize": [And(Eq("x", 1), Eq("x", 2))]},
+        {"specialize": [{}]},
+        {"specialize": [{"x[0]": {}}]},
+        {"specialize": [MultipleOf("x", 1)]},
+        {"inductor": True},
+        {3: 4},
+        [("compile", "lazy")],
+        "compile",
+    ]
+    assert_expected_inline(
+        "\n".join(error(options) for options in wrong),
+        """\
+option 'compile': expected 'lazy' or 'eager', got 'background' (str)
+option 'compile': expected 'lazy' or 'eager' (did you mean 'eager'?), got 'Eager' (str)
+option 'compile': expected 'lazy' or 'eager', got True (bool)
+option 'on_failure': expected 'fallback' or 'raise', got 'ignore' (str)
+option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got 0 (int)
+option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got -1.5 (float)
+option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got True (bool)
+option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got nan (float)
+option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got inf (float)
+option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got '600' (str)
+option 'compiler': expected the name of a backend, or a callable of a graph module and its example inputs, got '' (str)
+option 'compiler': expected the name of a backend, or a callable of a graph module and its example inputs, got None (NoneType)
+option 'specialize': expected a list of conditions, got 'auto' (str)
+option 'specialize': expected a list of conditions, got None (NoneType)
+option 'specialize': expected a list of conditions, got {'x[0]': 1} (dict); wrap it in a list
+option 'specialize': expected a list of conditions, got Eq(name='x[0]', value=1) (Eq); wrap it in a list
+option 'specialize[1]': expected an object of size names to values, or a predicate, got 8 (int)
+option 'specialize[0]': expected an object of size names to values, or a predicate, got 'x[0]' (str)
+option 'specialize[0]': 'x[0]': unknown key 'multipleof' (did you mean 'multiple_of'?); allowed: min, max, multiple_of
+option 'specialize[1]': 'x[0]': expected an int, a list of ints or an object, got 1.0 (float)
+option 'specialize[0]': expected a condition that some sizes satisfy, got {'x[0]': []} (dict); nothing satisfies x[0] in ()
+option 'specialize[0]': expected a condition that some sizes satisfy, got And(Eq(name='x', value=1), Eq(name='x', value=2)) (And); nothing satisfies x in ()
+option 'specialize[0]': expected a condition that some sizes do not satisfy, got {} (dict); the generic graph serves every size
+option 'specialize[0]': expected a condition that some sizes do not satisfy, got {'x[0]': {}} (dict); the generic graph serves every size
+option 'specialize[0]': expected a condition that some sizes do not satisfy, got MultipleOf(name='x', factor=1) (MultipleOf); the generic graph serves every size
+option 'inductor': expected a mapping of names in torch._inductor.config to values, got True (bool)
+the name of an option must be a str, got 3 (int)
+options must be a mapping of names to values, got [('compile', 'lazy')] (list)
+options must be a mapping of names to values, got 'compile' (str)""",  # noqa: E501
+    )
+
+
+def test_long_values_are_shortened_in_errors() -> None:
+    assert len(error({"compile": "x" * 10_000})) < 400
+
+
+# ---- Inductor ----
+
+
+@pytest.mark.usefixtures("inductor")
+def test_mode_and_patches_combine() -> None:
+    assert build(mode="reduce-overhead").inductor == (("triton.cudagraphs", True),)
+    options = build({"inductor": {"triton.cudagraphs": False, "realize_scale": 2}}, mode="max-autotune")
+    assert options.mode == "max-autotune"
+    assert options.inductor == (
+        ("coordinate_descent_tuning", True),
+        ("max_autotune", True),
+        ("realize_scale", 2.0),
+        ("triton.cudagraphs", False),
+    )
+    assert build({"inductor": {"max-autotune": True}}).inductor == (("max_autotune", True),)
+    assert build({"inductor": None}).inductor == ()
+    assert build({"inductor": {"post_grad_custom_pre_pass": print}}).inductor == (("post_grad_custom_pre_pass", print),)
+    assert build({"mode": "reduce-overhead"}) == build(mode="reduce-overhead")
+    assert MODES["max-autotune"]["triton.cudagraphs"] is True, "the mode itself must not change"
+
+
+@pytest.mark.usefixtures("inductor")
+def test_wrong_inductor_values() -> None:
+    texts = [
+        error({"inductor": {"max_autotun": True}}),
+        error({"inductor": {"zzz": True}}),
+        error({"inductor": {3: True}}),
+        error({"inductor": {"max_autotune": 1}}),
+        error({"inductor": {"max_fusion_size": 1.0}}),
+        error({"inductor": {"realize_scale": True}}),
+        error({"inductor": {"max_autotune": True, "max-autotune": False}}),
+        error(mode="max-autotun"),
+        error(mode=3),
+        error({"mode": "max-autotune"}, mode="reduce-overhead"),
+        error({"compiler": "eager", "inductor": {"max_autotune": True}}),
+        error({"compiler": "eager"}, mode="max-autotune"),
+        error({"compiler": "eager"}, env={"*": {"mode": "max-autotune"}}),
+    ]
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+option "inductor['max_autotun']": torch._inductor.config has no such name (did you mean 'max_autotune'?)
+option "inductor['zzz']": torch._inductor.config has no such name
+option 'inductor[3]': torch._inductor.config has no such name
+option "inductor['max_autotune']": expected a value of type bool, got 1 (int)
+option "inductor['max_fusion_size']": expected a value of type int, got 1.0 (float)
+option "inductor['realize_scale']": expected a value of type float, got True (bool)
+option "inductor['max-autotune']": 'max_autotune' is given twice
+option 'mode': expected one of 'default', 'reduce-overhead', 'max-autotune' (did you mean 'max-autotune'?), got 'max-autotun' (str)
+option 'mode': expected one of 'default', 'reduce-overhead', 'max-autotune', got 3 (int)
+option 'mode': expected 'reduce-overhead', as the argument mode says, got 'max-autotune' (str)
+option 'inductor': expected none, got {'max_autotune': True} (dict); only Inductor has it, and the compiler is 'eager'
+option 'mode': expected none, got 'max-autotune' (str); only Inductor has it, and the compiler is 'eager'
+option 'mode': expected none, got 'max-autotune' (str) (in MULTIGRAPH_OPTIONS['*']); only Inductor has it, and the compiler is 'eager'""",  # noqa: E501
+    )
+    assert build({"compiler": "eager", "inductor": {}}, mode="default").compiler == "eager"
+
+
+@pytest.mark.usefixtures("inductor")
+def test_equal_and_hashable_by_value() -> None:
+    one = build({"inductor": {"disabled_passes": ["a"], "max_fusion_size": 3}, "specialize": [{"x": 1}]})
+    other = build({"specialize": [Eq("x", 1)], "inductor": {"max_fusion_size": 3, "disabled_passes": ["a"]}})
+    assert one == other
+    assert hash(one) == hash(other)
+    changed = build({"inductor": {"disabled_passes": ["b"], "max_fusion_size": 3}, "specialize": [{"x": 1}]})
+    assert one != changed
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, gm: object, example_inputs: object) -> object:
+            return gm
+
+    assert hash(build({"compiler": Unhashable()})) == hash(build({"compiler": Unhashable()}))
+
+
+@pytest.mark.usefixtures("inductor")
+def test_later_changes_to_what_was_given_have_no_effect() -> None:
+    passes = ["a"]
+    given: dict[str, Any] = {"inductor": {"disabled_passes": passes}, "specialize": [{"x": 1}]}
+    options = build(given)
+    passes.append("b")
+    given["specialize"].append({"x": 2})
+    assert options.inductor == (("disabled_passes", ["a"]),)
+    assert options.specialize == (Eq("x", 1),)
+
+
+def test_the_real_inductor() -> None:
+    from torch._inductor import config, list_mode_options
+
+    before = config.get_config_copy()
+    options = build({"inductor": {"max-autotune-gemm": True}}, mode="max-autotune")
+    wanted = {**list_mode_options()["max-autotune"], "max_autotune_gemm": True}
+    assert dict(options.inductor) == wanted
+    for mode, patches in list_mode_options().items():
+        assert dict(build(mode=mode).inductor) == patches
+        assert build({"inductor": patches}).inductor == build(mode=mode).inductor
+    assert "did you mean 'max_autotune'?" in error({"inductor": {"max_autotun": True}})
+    assert "expected a value of type bool, got 1 (int)" in error({"inductor": {"max_autotune": 1}})
+    assert "expected one of 'default'" in error(mode="fastest")
+    for name, value in before.items():
+        assert dict(build({"inductor": {name: value}}).inductor) == {name: value}
+    assert config.get_config_copy() == before
+
+
+# ---- the environment ----
+
+
+def test_environment_goes_from_general_to_exact() -> None:
+    env = {
+        "LlamaForCausalLM": {"compile_timeout": 4},
+        "Llama*": {"compile_timeout": 3, "on_failure": "raise"},
+        "*": {"compile_timeout": 1, "compile": "eager", "on_failure": "fallback"},
+        "*ForCausalLM": {"compile_timeout": 2},
+        "llama*": {"compile_timeout": 9},
+        "forward": {"specialize": [{"x[0]": 1}]},
+    }
+    everything = Options(specialize=(Eq("x[0]", 1),), compile="eager", on_failure="raise", compile_timeout=4.0)
+    assert build(names=("LlamaForCausalLM", "forward"), env=env) == everything
+    assert build(names=("LlamaModel",), env=env) == Options(compile="eager", on_failure="raise", compile_timeout=3.0)
+    assert build(names=("OPTForCausalLM",), env=env) == Options(compile="eager", compile_timeout=2.0)
+    assert build(names=("ResNet",), env=env) == build(env=env) == Options(compile="eager", compile_timeout=1.0)
+    assert build(names=("ResNet",), env={"OPT*": {"compile": "eager"}}) == Options()
+
+
+def test_globs_apply_in_their_order() -> None:
+    first = {"Llama*": {"compile_timeout": 3}, "*ForCausalLM": {"compile_timeout": 2}}
+    last = dict(reversed(first.items()))
+    assert build(names=("LlamaForCausalLM",), env=first).compile_timeout == 2
+    assert build(names=("LlamaForCausalLM",), env=last).compile_timeout == 3
+
+
+def test_a_name_that_looks_like_a_glob_is_matched_exactly_too() -> None:
+    env = {"f[0]": {"compile_timeout": 3}, "f*": {"compile_timeout": 2}}
+    assert build(names=("f[0]",), env=env).compile_timeout == 3
+    assert build(names=("f0",), env=env).compile_timeout == 2
+
+
+@pytest.mark.usefixtures("inductor")
+def test_code_replaces_the_environment_key_by_key() -> None:
+    env = {"*": {"compile": "eager", "compile_timeout": 1, "mode": "max-autotune"}}
+    assert build({"compile_timeout": 5}, env=env) == Options(
+        compile="eager",
+        compile_timeout=5.0,
+        mode="max-autotune",
+        inductor=tuple(sorted(MODES["max-autotune"].items())),
+    )
+    assert build(mode="reduce-overhead", env=env).inductor == (("triton.cudagraphs", True),)
+    assert build({"specialize": []}, env={"*": {"specialize": "auto"}}).specialize == ()
+
+
+def test_wrong_environment() -> None:
+    wrong: list[Mapping[str, object] | str] = [
+        '{"*": {"compile": "eager"',
+        '{\n  "*": {compile: "eager"}\n}',
+        "lazy",
+        "[]",
+        {"*": ["compile"]},
+        {"Unrelated": "eager"},
+        '{"*": {"compile": "eager", "compile": "lazy"}}',
+        {"*": {"compile": "background"}},
+        {"f*": {"specialize": [{"x[0]": True}]}},
+        {"f*": {"specialize": {"x[0]": 1}}},
+        {"forward": {"inductor": 3}},
+    ]
+    assert_expected_inline(
+        "\n".join(error(names=("forward",), env=env) for env in wrong),
+        """\
+MULTIGRAPH_OPTIONS is not valid JSON: Expecting ',' delimiter at line 1, column 26
+MULTIGRAPH_OPTIONS is not valid JSON: Expecting property name enclosed in double quotes at line 2, column 9
+MULTIGRAPH_OPTIONS is not valid JSON: Expecting value at line 1, column 1
+MULTIGRAPH_OPTIONS must be an object of model names to options, got [] (list)
+MULTIGRAPH_OPTIONS['*'] must be an object of options, got ['compile'] (list)
+MULTIGRAPH_OPTIONS['Unrelated'] must be an object of options, got 'eager' (str)
+MULTIGRAPH_OPTIONS says 'compile' twice in one object
+option 'compile': expected 'lazy' or 'eager', got 'background' (str) (in MULTIGRAPH_OPTIONS['*'])
+option 'specialize[0]': 'x[0]': expected an int, a list of ints or an object, got True (bool) (in MULTIGRAPH_OPTIONS['f*'])
+option 'specialize': expected a list of conditions, got {'x[0]': 1} (dict) (in MULTIGRAPH_OPTIONS['f*']); wrap it in a list
+option 'inductor': expected a mapping of names in torch._inductor.config to values, got 3 (int) (in MULTIGRAPH_OPTIONS['forward'])""",  # noqa: E501
+    )
+    assert build(env="  \n") == Options()
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGRAPH_OPTIONS", '{"*": {"compile": "eager"}}')
+    assert Options.build().compile == "eager"
+    assert Options.build({"compile": "lazy"}).compile == "lazy"
+    monkeypatch.delenv("MULTIGRAPH_OPTIONS")
+    assert Options.build() == Options()
+
+
+def test_reading_options_does_not_import_torch() -> None:
+    code = """
+import sys, types
+package = types.ModuleType("multigraph_backend")
+package.__path__ = [sys.argv[1]]
+sys.modules["multigraph_backend"] = package
+from multigraph_backend import learning, options
+built = options.Options.build({"specialize": [{"x[0]": 8}], "compile": "eager"}, None, (), {})
+assert len(built.specialize) == 1
+assert learning.understand(lambda n: n == 8)
+print("torch" in sys.modules)
+"""
+    where = multigraph_backend.__path__[0]
+    run = subprocess.run([sys.executable, "-c", code, where], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
