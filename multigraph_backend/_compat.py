@@ -1,0 +1,256 @@
+"""Every private torch symbol that multigraph uses, and nothing else touches one.
+
+torch's compiler stack has no public seam for what a backend with late compiles needs: symbolic shapes, tracing
+contexts, the compile lock.  Each such symbol is a row of `SYMBOLS`: where it lives, in which torch versions it
+was seen, which feature needs it, and what must be true of it (parameters or attributes that are used).  Names are
+resolved at first use as attributes of this module (`_compat.ShapeEnv`); a missing one raises `MissingSymbol`,
+and `missing("variants")` tells beforehand, so that the feature is turned off with one line and nothing else.
+
+The functions below the table hide what differs between versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SEEN = ("2.11", "2.13", "2.15")
+
+
+class MissingSymbol(RuntimeError):
+    """A private torch symbol is not where it was seen: this torch version differs from those tested."""
+
+
+@dataclass(frozen=True)
+class PrivateSymbol:
+    """One private symbol: `module.attribute`, the feature that needs it, and the names it must carry.
+
+    `shape` lists parameters (of a callable) or attributes (of a class or object) that multigraph relies on.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    feature: str = "variants"
+    shape: tuple[str, ...] = ()
+    seen: tuple[str, ...] = SEEN
+
+    def load(self) -> Any:
+        value: Any = importlib.import_module(self.module)
+        for part in self.attribute.split("."):
+            value = getattr(value, part)
+        return value
+
+    def problem(self) -> str | None:
+        """Why the symbol cannot be used, or None."""
+        try:
+            value = self.load()
+        except (ImportError, AttributeError) as error:
+            return f"{self.module}.{self.attribute} is missing ({error})"
+        lacking = [part for part in self.shape if not _carries(value, part)]
+        return f"{self.module}.{self.attribute} lacks {', '.join(lacking)}" if lacking else None
+
+
+def _carries(value: Any, part: str) -> bool:
+    if hasattr(value, part) or part in getattr(value, "__annotations__", ()):
+        return True
+    try:
+        return part in inspect.signature(value).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+_SYMPY = "torch.utils._sympy"
+_S = PrivateSymbol
+
+SYMBOLS: dict[str, PrivateSymbol] = {
+    row.name: row
+    for row in (
+        # symbolic shapes
+        _S("ShapeEnv", _SHAPES, "ShapeEnv", shape=("create_symbol", "create_symintnode", "create_symfloatnode",
+           "create_unbacked_symint", "evaluate_expr", "ignore_fresh_unbacked_symbols", "_constrain_range_for_size",
+           "_update_var_to_range", "replace")),
+        _S("DimDynamic", _SHAPES, "DimDynamic", shape=("DYNAMIC", "STATIC", "UNBACKED", "INFER_STRIDE")),
+        _S("StatefulSymbolicContext", _SHAPES, "StatefulSymbolicContext",
+           shape=("tensor_source", "shape_env_to_source_to_symbol_cache", "view_base_context")),
+        _S("StatelessSymbolicContext", _SHAPES, "StatelessSymbolicContext",
+           shape=("dynamic_sizes", "dynamic_strides", "constraint_sizes", "constraint_strides")),
+        _S("StrictMinMaxConstraint", _SHAPES, "StrictMinMaxConstraint", shape=("vr", "warn_only")),
+        _S("SYMPY_INTERP", _SHAPES, "SYMPY_INTERP"),
+        _S("SymTypes", "torch.fx.experimental.sym_node", "SymTypes"),
+        _S("PythonPrinter", f"{_SYMPY}.printers", "PythonPrinter", shape=("doprint",)),
+        _S("SymT", f"{_SYMPY}.symbol", "SymT", shape=("UNBACKED_INT", "UNBACKED_FLOAT", "FLOAT")),
+        _S("symbol_is_type", f"{_SYMPY}.symbol", "symbol_is_type"),
+        _S("ValueRanges", f"{_SYMPY}.value_ranges", "ValueRanges"),
+        _S("Mod", f"{_SYMPY}.functions", "Mod"),
+        _S("int_oo", f"{_SYMPY}.numbers", "int_oo"),
+        # sources and tracing
+        _S("TensorProperty", "torch._dynamo.source", "TensorProperty", shape=("SIZE", "STRIDE", "STORAGE_OFFSET")),
+        _S("TensorPropertySource", "torch._dynamo.source", "TensorPropertySource", shape=("base", "prop", "idx")),
+        _S("ConstantSource", "torch._dynamo.source", "ConstantSource", shape=("source_name",)),
+        _S("LocalSource", "torch._dynamo.source", "LocalSource", shape=("local_name",)),
+        _S("TracingContext", "torch._guards", "TracingContext", shape=("fake_mode", "try_get")),
+        _S("tracing", "torch._guards", "tracing", shape=("context",)),
+        _S("DuplicateInputs", "torch._guards", "DuplicateInputs", shape=("input_source_a", "input_source_b")),
+        _S("StorageOverlap", "torch._guards", "StorageOverlap",
+           shape=("overlapping_sources", "non_overlapping_sources")),
+        _S("compute_overlapping_tensors", "torch._C._dynamo.guards", "compute_overlapping_tensors"),
+        _S("InstructionTranslator", "torch._dynamo.symbolic_convert", "InstructionTranslator",
+           feature="names", shape=("current_tx",)),
+        _S("FakeTensorMode", "torch._subclasses.fake_tensor", "FakeTensorMode", shape=("shape_env", "from_tensor")),
+        _S("FakeTensor", "torch._subclasses.fake_tensor", "FakeTensor"),
+        _S("HigherOrderOperator", "torch._ops", "HigherOrderOperator"),
+        # the state around a compile
+        _S("compile_lock", "torch._dynamo.convert_frame", "compile_lock",
+           shape=("acquire", "release", "_is_owned", "_release_save")),
+        _S("compile_flag", "torch.compiler", "_is_compiling_flag"),
+        _S("_stance", "torch._dynamo.eval_frame", "_stance", feature="stances", shape=("stance",)),
+        _S("maybe_disable_inference_mode", "torch._dynamo.utils", "maybe_disable_inference_mode"),
+        _S("maybe_disable_inference_mode_for_fake_prop", "torch._dynamo.utils",
+           "maybe_disable_inference_mode_for_fake_prop"),
+        _S("preserve_rng_state", "torch._dynamo.utils", "preserve_rng_state"),
+        _S("disable_current_modes", "torch.utils._python_dispatch", "_disable_current_modes"),
+        _S("is_traceable_wrapper_subclass", "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+        _S("PreserveDispatchKeyGuard", "torch._C", "_PreserveDispatchKeyGuard"),
+        _S("revert_all_patches", "torch.fx._symbolic_trace", "_maybe_revert_all_patches"),
+        _S("inductor_config", "torch._inductor", "config", shape=("patch", "get_config_copy")),
+        _S("dynamo_config", "torch._dynamo", "config", shape=("patch", "get_config_copy")),
+        _S("functorch_config", "torch._functorch", "config",
+           shape=("patch", "get_config_copy", "force_non_lazy_backward_lowering", "enable_autograd_cache")),
+        _S("compiler_config", "torch.compiler", "config", shape=("patch", "cache_key_tag")),
+        # compilers
+        _S("compile_fx", "torch._inductor.compile_fx", "compile_fx",
+           shape=("model_", "example_inputs_", "config_patches", "ignore_shape_env")),
+        _S("lookup_backend", "torch._dynamo.backends.registry", "lookup_backend"),
+        _S("InvalidCxxCompiler", "torch._inductor.exc", "InvalidCxxCompiler", feature="messages"),
+        _S("list_mode_options", "torch._inductor", "list_mode_options", feature="modes"),
+        # marks
+        _S("mark_dynamic", "torch._dynamo.decorators", "mark_dynamic", feature="marks",
+           shape=("specialize_on", "min", "max")),
+        _S("mark_unbacked", "torch._dynamo.decorators", "mark_unbacked", feature="marks", shape=("specialize_on",)),
+    )
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    row = SYMBOLS.get(name)
+    if row is None:
+        raise AttributeError(f"multigraph_backend._compat knows no torch symbol {name!r}")
+    try:
+        value = row.load()
+    except (ImportError, AttributeError) as error:
+        raise MissingSymbol(
+            f"torch {torch.__version__} has no {row.module}.{row.attribute}, which {row.feature} needs "
+            f"(seen in torch {', '.join(row.seen)})"
+        ) from error
+    if name not in _CHANGING:
+        globals()[name] = value
+    return value
+
+
+# rebound by torch at run time, so never kept
+_CHANGING = frozenset({"_stance", "compile_flag"})
+
+
+def missing(feature: str) -> list[str]:
+    """What `feature` lacks in this torch, one line a symbol; empty when it can be used."""
+    return [problem for row in SYMBOLS.values() if row.feature == feature and (problem := row.problem())]
+
+
+# ---------------------------------------------------------------- differences between versions
+
+
+def source_name(source: Any) -> str:
+    """The name of a Dynamo source: a method up to some version, a property after it."""
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def sympy_expr(value: Any) -> Any:
+    """A size, stride, offset or symbolic number as a sympy expression."""
+    import sympy
+
+    if isinstance(value, __getattr__("SymTypes")):
+        return value.node.expr
+    return sympy.Integer(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def stance() -> str:
+    """torch's current stance (`torch.compiler.set_stance`)."""
+    return str(__getattr__("_stance").stance)
+
+
+def config_is_per_context() -> bool:
+    """Whether config overrides live in context variables (2.13 on) rather than in the process (2.11)."""
+    entry = next(iter(__getattr__("inductor_config")._config.values()))
+    return isinstance(getattr(entry, "user_override", None), contextvars.ContextVar)
+
+
+@contextlib.contextmanager
+def compile_session() -> Iterator[None]:
+    """Mark the process as compiling.
+
+    Up to 2.13 `make_fx` sets a process-wide tracing flag, and calls of compiled functions in other threads raise
+    while it is set, unless this one is set too.
+    """
+    old = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = old
+
+
+def owns_compile_lock() -> bool:
+    """Whether the calling thread is inside one of Dynamo's compiles."""
+    return bool(__getattr__("compile_lock")._is_owned())
+
+
+def take_over_compile_lock() -> None:
+    """Free Dynamo's compile lock from a thread that hangs and will never release it.
+
+    An `RLock` knows its owner, so a late release by that thread raises there and disturbs nobody.
+    """
+    with contextlib.suppress(RuntimeError):
+        __getattr__("compile_lock")._release_save()
+
+
+def inductor_config_names() -> Mapping[str, object]:
+    """Inductor's knobs and their current values."""
+    values: Mapping[str, object] = __getattr__("inductor_config").get_config_copy()
+    return values
+
+
+def inductor_config_type(name: str) -> type | None:
+    """The declared type of one of Inductor's knobs, None where it has none that can be checked."""
+    kind = __getattr__("inductor_config").get_type(name)
+    return kind if isinstance(kind, type) else None
+
+
+def inductor_modes() -> Mapping[str, Mapping[str, object]]:
+    """The modes of torch.compile and the Inductor knobs each stands for."""
+    modes: Mapping[str, Mapping[str, object]] = __getattr__("list_mode_options")()
+    return modes
+
+
+def root_frame() -> tuple[Any, Mapping[str, Any]] | None:
+    """Code object and locals of the user's function that Dynamo is compiling, None outside of a trace."""
+    try:
+        translator = __getattr__("InstructionTranslator").current_tx()
+    except Exception:  # not inside a trace: torch raises an AttributeError of its own thread-local
+        return None
+    return translator.f_code, translator.f_locals
+
+
+def lookup_compiler(compiler: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A torch.compile backend by name; a callable is returned as it is."""
+    found: Callable[..., Any] = __getattr__("lookup_backend")(compiler)
+    return found

@@ -1,0 +1,34 @@
+"""Names of sizes and integer inputs, as the user wrote them.
+
+Dynamo names an input by its source: `L['batch']['ids'][0]`, `L['self']._modules['l']._parameters['weight']`.  A user
+declares `batch['ids'][0][1]`, dimension 1 of that tensor.  This module turns one into the other, and nothing else
+in the package parses a source's text.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LOCAL = re.compile(r"^[LG]\[(['\"])(.+?)\1\]")
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([A-Za-z_]\w*)\1\]")
+_QUOTED = re.compile(r'\["([^"\']*)"\]')
+
+
+def input_name(source_name: str) -> str:
+    """`L['batch']['ids'][0]` -> `batch['ids'][0]`; module members are written with dots.
+
+    What is no local or global (a constant, a name made by torch) stays as it is.
+    """
+    name = _LOCAL.sub(lambda match: match.group(2), source_name)
+    name = _MEMBER.sub(lambda match: f".{match.group(2)}", name)
+    return _QUOTED.sub(r"['\1']", name)
+
+
+def size_name(source_name: str, dim: int) -> str:
+    """The name of dimension `dim` of the tensor with this source: `x[0]`."""
+    return f"{input_name(source_name)}[{dim}]"
+
+
+def normalized(declared: str) -> str:
+    """A declared name without the liberties that Python allows: spaces, double quotes."""
+    return _QUOTED.sub(r"['\1']", declared.replace(" ", ""))
