@@ -1,0 +1,312 @@
+"""Which variant runs a call: rules over sizes in, one generated Python function out.
+
+In: columns (Python text of each declared size over the argument tuple `a`) and rules in declared order, each a
+conjunction of facts about columns, or with a callable of the user that has to be asked (opaque).
+Out: source text of `dispatch(*a)`.  First declared match wins; the last target is the generic graph.
+
+How it stays flat: the sizes of the last call are tried first; then a table of sizes seen before; a new combination
+is looked up by `find`: one table per column for equalities, bisection for ranges, then what remains in order.
+Opaque rules are asked at every call, in their place in the order.
+
+Everything here is pure: text and tables are functions of the rules.  `install` compiles the text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from multigraph_backend.facts import Facts
+
+MOST_REMEMBERED = 1 << 16  # sizes seen before that are kept; then the table starts anew
+
+NOTHING = -1
+
+# condition over the argument tuple (None: always), call counter, code (None only where the condition never holds)
+Ready = tuple[Callable[[Sequence[Any]], bool] | None, Callable[[], object], Callable[..., Any] | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A call goes to `target` if each column's value fits its facts and, where given, the opaque check agrees.
+
+    `check` names the object that is asked with the value of `check_column`.
+    """
+
+    target: int
+    terms: tuple[tuple[int, Facts], ...] = ()
+    check: str | None = None
+    check_column: int = 0
+
+    def holds(self, values: Sequence[int]) -> bool:
+        """Whether the terms hold; the check is not asked."""
+        return all(facts.holds(values[column]) for column, facts in self.terms)
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """For one column, which target each interval of integers goes to: `targets[bisect_right(bounds, n)]`."""
+
+    column: int
+    bounds: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive rules without an opaque check, sorted by how they are found."""
+
+    tables: tuple[tuple[int, dict[int, int]], ...]  # column, value -> target
+    intervals: tuple[Intervals, ...]
+    others: tuple[Rule, ...]  # in declared order
+    always: int  # the target if everything else fails, NOTHING if none
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Segments and opaque rules in turn, in declared order; `generic` is the target when none matches."""
+
+    columns: tuple[str, ...]
+    steps: tuple[Segment | Rule, ...]
+    generic: int
+
+
+def plan(columns: Sequence[str], rules: Sequence[Rule], generic: int) -> Plan:
+    """Sort rules into tables, intervals and tests.  Targets must ascend with the declared order."""
+    if any(first.target >= second.target for first, second in pairwise(rules)):
+        raise ValueError("rules must be in the order of their targets")
+    steps: list[Segment | Rule] = []
+    pending: list[Rule] = []
+    for rule in rules:
+        if rule.check is None:
+            pending.append(rule)
+            continue
+        if pending:
+            steps.append(_segment(pending))
+            pending = []
+        steps.append(rule)
+    if pending:
+        steps.append(_segment(pending))
+    return Plan(tuple(columns), tuple(steps), generic)
+
+
+def _segment(rules: Sequence[Rule]) -> Segment:
+    tables: dict[int, dict[int, int]] = {}
+    ranges: dict[int, list[tuple[Facts, int]]] = {}
+    others: list[Rule] = []
+    always = NOTHING
+    for rule in rules:
+        if not rule.terms:
+            always = rule.target
+            break  # what follows can never be reached
+        if len(rule.terms) == 1:
+            ((column, facts),) = rule.terms
+            if facts.values is not None:
+                table = tables.setdefault(column, {})
+                for value in facts.values:
+                    table.setdefault(value, rule.target)
+                continue
+            if facts.multiple_of == 1:
+                ranges.setdefault(column, []).append((facts, rule.target))
+                continue
+        others.append(rule)
+    return Segment(
+        tables=tuple(sorted(tables.items())),
+        intervals=tuple(_intervals(column, entries) for column, entries in sorted(ranges.items())),
+        others=tuple(others),
+        always=always,
+    )
+
+
+def _intervals(column: int, entries: Sequence[tuple[Facts, int]]) -> Intervals:
+    """Cut the integers at every bound; each piece goes to the first range that holds it."""
+    cuts = sorted(
+        {facts.min for facts, _ in entries if facts.min is not None}
+        | {facts.max + 1 for facts, _ in entries if facts.max is not None}
+    )
+    inside = [cuts[0] - 1, *cuts] if cuts else [0]
+    targets = [next((target for facts, target in entries if facts.holds(value)), NOTHING) for value in inside]
+    bounds, kept = [], [targets[0]]
+    for cut, target in zip(cuts, targets[1:], strict=True):
+        if target != kept[-1]:
+            bounds.append(cut)
+            kept.append(target)
+    return Intervals(column, tuple(bounds), tuple(kept))
+
+
+def choose(planned: Plan, values: Sequence[int], ask: Callable[[str, int], bool]) -> int:
+    """What the generated function decides, read off the plan: the reference for tests and reports."""
+    for step in planned.steps:
+        if isinstance(step, Rule):
+            assert step.check is not None
+            if step.holds(values) and ask(step.check, values[step.check_column]):
+                return step.target
+        elif (found := _choose_in(step, values)) != NOTHING:
+            return found
+    return planned.generic
+
+
+def _choose_in(segment: Segment, values: Sequence[int]) -> int:
+    found = [table.get(values[column], NOTHING) for column, table in segment.tables]
+    found += [entry.targets[bisect_right(entry.bounds, values[entry.column])] for entry in segment.intervals]
+    found += [rule.target for rule in segment.others if rule.holds(values)]
+    return min((target for target in found if target != NOTHING), default=segment.always)
+
+
+# ---------------------------------------------------------------- source text
+
+
+def source(planned: Plan) -> str:
+    """The text of `dispatch(*a)`; names it uses are bound by `install`."""
+    names = [f"n{index}" for index in range(len(planned.columns))]
+    key = names[0] if len(names) == 1 else f"({', '.join(names)})"
+    opaque = any(isinstance(step, Rule) for step in planned.steps)
+    lines: list[str] = []
+    for index, step in enumerate(planned.steps):
+        if isinstance(step, Segment):
+            lines += _find_source(index, step, names)
+    lines.append("def dispatch(*a):")
+    lines += [f"    {name} = {code}" for name, code in zip(names, planned.columns, strict=True)]
+    if not planned.steps:
+        lines.append(f"    t = {planned.generic}")
+    elif not names:
+        # every condition was decided when Dynamo traced: the first that holds is the whole region
+        lines += _always_source(planned)
+    elif opaque:
+        lines += _ordered_source(planned, names, key)
+    else:
+        lines += [
+            f"    key = {key}",
+            "    seen = last[0]",
+            "    if seen[0] == key:",
+            "        t = seen[1]",
+            "    else:",
+            "        t = known0.get(key, -1)",
+            "        if t < 0:",
+            f"            t = remember(known0, key, find0({', '.join(names)}))",
+            "        last[0] = (key, t)",
+        ]
+    lines += [
+        "    check, tick, run = ready[t]",
+        "    if check is None or check(a):",
+        "        tick()",
+        "        return run(*a)",
+        "    return missed(t, a)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _always_source(planned: Plan) -> list[str]:
+    first = planned.steps[0]
+    if not isinstance(first, Segment):
+        raise ValueError("an opaque rule needs a column")
+    return [f"    t = {first.always if first.always != NOTHING else planned.generic}"]
+
+
+def _ordered_source(planned: Plan, names: Sequence[str], key: str) -> list[str]:
+    """Segments and opaque rules in turn, each tried while nothing matched."""
+    lines = [f"    key = {key}", "    t = -1"]
+    for index, step in enumerate(planned.steps):
+        if isinstance(step, Rule):
+            tests = [_term_source(names[column], facts) for column, facts in step.terms]
+            tests.append(f"{step.check}({names[step.check_column]})")
+            lines += [f"    if t < 0 and {' and '.join(tests)}:", f"        t = {step.target}"]
+            continue
+        lines += [
+            "    if t < 0:",
+            f"        t = known{index}.get(key, -2)",
+            "        if t == -2:",
+            f"            t = remember(known{index}, key, find{index}({', '.join(names)}))",
+        ]
+    lines += ["    if t < 0:", f"        t = {planned.generic}"]
+    return lines
+
+
+def _find_source(index: int, segment: Segment, names: Sequence[str]) -> list[str]:
+    lines = [f"def find{index}({', '.join(names)}):"]
+    fallback = f"otherwise{index}"
+    lines.append(f"    best = {fallback}")
+    for column, _ in segment.tables:
+        lines += [
+            f"    t = table{index}_{column}.get({names[column]}, -1)",
+            "    if 0 <= t < best or best < 0 <= t:",
+            "        best = t",
+        ]
+    for entry in segment.intervals:
+        where = f"{index}_{entry.column}"
+        lines += [
+            f"    t = targets{where}[bisect_right(bounds{where}, {names[entry.column]})]",
+            "    if 0 <= t < best or best < 0 <= t:",
+            "        best = t",
+        ]
+    for rule in segment.others:
+        tests = " and ".join(_term_source(names[column], facts) for column, facts in rule.terms)
+        lines += [
+            f"    if 0 <= best < {rule.target}:",
+            "        return best",
+            f"    if {tests}:",
+            f"        return {rule.target}",
+        ]
+    lines.append("    return best")
+    return lines
+
+
+def _term_source(name: str, facts: Facts) -> str:
+    if facts.values is not None:
+        return f"{name} == {facts.values[0]}" if len(facts.values) == 1 else f"{name} in {facts.values}"
+    parts = []
+    if facts.min is not None and facts.max is not None:
+        parts.append(f"{facts.min} <= {name} <= {facts.max}")
+    elif facts.min is not None:
+        parts.append(f"{name} >= {facts.min}")
+    elif facts.max is not None:
+        parts.append(f"{name} <= {facts.max}")
+    if facts.multiple_of > 1:
+        parts.append(f"{name} % {facts.multiple_of} == 0")
+    return " and ".join(parts) or "True"
+
+
+def _remember(table: dict[Any, int], key: Any, target: int) -> int:
+    if len(table) >= MOST_REMEMBERED:
+        table.clear()
+    table[key] = target
+    return target
+
+
+def install(
+    planned: Plan,
+    ready: Sequence[Ready],
+    missed: Callable[[int, tuple[Any, ...]], Any],
+    checks: Mapping[str, Callable[[int], bool]],
+) -> Callable[..., Any]:
+    """Compile the generated text.
+
+    `missed(target, args)` runs a call for which `ready[target]` has no code or its condition fails.  Entries of
+    `ready` may be replaced at any time.
+    """
+    namespace: dict[str, Any] = {
+        "ready": ready,
+        "missed": missed,
+        "last": [(None, planned.generic)],
+        "remember": _remember,
+        "bisect_right": bisect_right,
+        **checks,
+    }
+    opaque = any(isinstance(step, Rule) for step in planned.steps)
+    for index, step in enumerate(planned.steps):
+        if not isinstance(step, Segment):
+            continue
+        namespace[f"known{index}"] = {}
+        unmatched = NOTHING if opaque else planned.generic
+        namespace[f"otherwise{index}"] = step.always if step.always != NOTHING else unmatched
+        for column, table in step.tables:
+            namespace[f"table{index}_{column}"] = table
+        for entry in step.intervals:
+            namespace[f"targets{index}_{entry.column}"] = entry.targets
+            namespace[f"bounds{index}_{entry.column}"] = entry.bounds
+    exec(compile(source(planned), "<multigraph dispatcher>", "exec"), namespace)  # text made above, from integers
+    function: Callable[..., Any] = namespace["dispatch"]
+    return function

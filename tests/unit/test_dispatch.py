@@ -1,0 +1,225 @@
+"""The dispatcher decides as the rules say, for every kind of rule and order; its text stays what it is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+from multigraph_backend import dispatch
+from multigraph_backend.dispatch import Rule
+from multigraph_backend.facts import Facts
+
+
+def first_match(rules: Sequence[Rule], values: Sequence[int], ask: Callable[[str, int], bool], generic: int) -> int:
+    """The definition: rules in order, nothing clever."""
+    for rule in rules:
+        if rule.holds(values) and (rule.check is None or ask(rule.check, values[rule.check_column])):
+            return rule.target
+    return generic
+
+
+def installed(
+    columns: Sequence[str], rules: Sequence[Rule], checks: dict[str, Callable[[int], bool]] | None = None
+) -> Callable[..., Any]:
+    """A dispatcher whose targets return their own number."""
+    generic = len(rules)
+    ready = [(None, lambda: None, lambda *args, number=number: number) for number in range(generic + 1)]
+
+    def missed(target: int, args: tuple[Any, ...]) -> int:
+        raise AssertionError(f"target {target} was ready")
+
+    return dispatch.install(dispatch.plan(columns, rules, generic), ready, missed, checks or {})
+
+
+def random_facts(random_: random.Random) -> Facts:
+    kind = random_.randrange(4)
+    if kind == 0:
+        return Facts(values=(random_.randint(0, 12),))
+    if kind == 1:
+        low = random_.randint(0, 12)
+        return Facts(min=random_.choice([None, low]), max=random_.choice([None, low + random_.randint(0, 6)]))
+    if kind == 2:
+        return Facts(multiple_of=random_.randint(2, 5))
+    return Facts(min=random_.randint(0, 6), multiple_of=random_.randint(1, 4))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_call_goes_to_the_first_rule_that_holds(seed: int) -> None:
+    random_ = random.Random(seed)
+    columns = ["a[0]", "a[1]"]
+    asked = {f"check{number}": random_.randint(2, 5) for number in range(12)}
+    rules = []
+    for number in range(random_.randint(1, 12)):
+        chosen = random_.sample([0, 1], random_.randint(1, 2)) if random_.random() > 0.03 else []
+        terms = tuple((column, random_facts(random_)) for column in chosen)
+        check = f"check{number}" if random_.random() < 0.15 else None
+        rules.append(Rule(number, terms, check, random_.randrange(2)))
+
+    def ask(name: str, value: int) -> bool:
+        return value % asked[name] == 1
+
+    checks = {name: (lambda value, name=name: ask(name, value)) for name in asked}
+    call = installed(columns, rules, checks)
+    planned = dispatch.plan(columns, rules, len(rules))
+    cases = list(itertools.product(range(18), repeat=2))
+    random_.shuffle(cases)
+    for values in (*cases, *cases[:50]):
+        wanted = first_match(rules, values, ask, len(rules))
+        assert call(*values) == wanted
+        assert dispatch.choose(planned, values, ask) == wanted
+
+
+def test_the_same_sizes_twice_and_many_sizes_do_not_confuse_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MOST_REMEMBERED", 4)
+    rules = [Rule(0, ((0, Facts(values=(3,))),)), Rule(1, ((0, Facts(multiple_of=2)),))]
+    call = installed(["a[0]"], rules)
+    for value in [3, 3, 4, 4, 3, *range(20), *range(20), 3]:
+        assert call(value) == (0 if value == 3 else 1 if value % 2 == 0 else 2)
+
+
+def test_the_text_for_equalities_and_ranges_looks_up_and_bisects() -> None:
+    rules = [
+        Rule(0, ((0, Facts(values=(1,))),)),
+        Rule(1, ((0, Facts(values=(8,))),)),
+        Rule(2, ((0, Facts(min=2, max=64)),)),
+        Rule(3, ((0, Facts(multiple_of=16)), (1, Facts(values=(4,))))),
+    ]
+    planned = dispatch.plan(["a[0]", "a[2].size(1)"], rules, 4)
+    assert_expected_inline(
+        dispatch.source(planned),
+        """\
+def find0(n0, n1):
+    best = otherwise0
+    t = table0_0.get(n0, -1)
+    if 0 <= t < best or best < 0 <= t:
+        best = t
+    t = targets0_0[bisect_right(bounds0_0, n0)]
+    if 0 <= t < best or best < 0 <= t:
+        best = t
+    if 0 <= best < 3:
+        return best
+    if n0 % 16 == 0 and n1 == 4:
+        return 3
+    return best
+def dispatch(*a):
+    n0 = a[0]
+    n1 = a[2].size(1)
+    key = (n0, n1)
+    seen = last[0]
+    if seen[0] == key:
+        t = seen[1]
+    else:
+        t = known0.get(key, -1)
+        if t < 0:
+            t = remember(known0, key, find0(n0, n1))
+        last[0] = (key, t)
+    check, tick, run = ready[t]
+    if check is None or check(a):
+        tick()
+        return run(*a)
+    return missed(t, a)
+""",
+    )
+    (segment,) = planned.steps
+    assert isinstance(segment, dispatch.Segment)
+    assert segment.tables == ((0, {1: 0, 8: 1}),)
+    assert segment.intervals == (dispatch.Intervals(0, (2, 65), (-1, 2, -1)),)
+
+
+def test_the_text_for_an_opaque_check_asks_in_its_place() -> None:
+    rules = [
+        Rule(0, ((0, Facts(values=(1,))),)),
+        Rule(1, (), "check1", 0),
+        Rule(2, ((0, Facts(multiple_of=16)),)),
+    ]
+    assert_expected_inline(
+        dispatch.source(dispatch.plan(["a[0]"], rules, 3)),
+        """\
+def find0(n0):
+    best = otherwise0
+    t = table0_0.get(n0, -1)
+    if 0 <= t < best or best < 0 <= t:
+        best = t
+    return best
+def find2(n0):
+    best = otherwise2
+    if 0 <= best < 2:
+        return best
+    if n0 % 16 == 0:
+        return 2
+    return best
+def dispatch(*a):
+    n0 = a[0]
+    key = n0
+    t = -1
+    if t < 0:
+        t = known0.get(key, -2)
+        if t == -2:
+            t = remember(known0, key, find0(n0))
+    if t < 0 and check1(n0):
+        t = 1
+    if t < 0:
+        t = known2.get(key, -2)
+        if t == -2:
+            t = remember(known2, key, find2(n0))
+    if t < 0:
+        t = 3
+    check, tick, run = ready[t]
+    if check is None or check(a):
+        tick()
+        return run(*a)
+    return missed(t, a)
+""",
+    )
+
+
+def test_without_rules_a_call_goes_straight_to_generic() -> None:
+    assert_expected_inline(
+        dispatch.source(dispatch.plan([], [], 0)),
+        """\
+def dispatch(*a):
+    t = 0
+    check, tick, run = ready[t]
+    if check is None or check(a):
+        tick()
+        return run(*a)
+    return missed(t, a)
+""",
+    )
+
+
+@pytest.mark.parametrize("kind", ["equalities", "ranges"])
+def test_the_text_does_not_grow_with_the_number_of_rules(kind: str) -> None:
+    def lines(count: int) -> int:
+        facts = [
+            Facts(values=(number,)) if kind == "equalities" else Facts(min=10 * number, max=10 * number + 9)
+            for number in range(count)
+        ]
+        rules = [Rule(number, ((0, entry),)) for number, entry in enumerate(facts)]
+        return dispatch.source(dispatch.plan(["a[0]"], rules, count)).count("\n")
+
+    assert lines(1024) == lines(2)
+
+
+def test_a_call_whose_condition_fails_or_whose_code_is_missing_is_reported_with_its_target() -> None:
+    rules = [Rule(0, ((0, Facts(values=(5,))),))]
+    ready: list[Any] = [(lambda args: args[0] < 0, lambda: None, None), (None, lambda: None, lambda *args: "generic")]
+    seen = []
+    call = dispatch.install(
+        dispatch.plan(["a[0]"], rules, 1), ready, lambda target, args: seen.append((target, args)), {}
+    )
+    assert call(6) == "generic"
+    assert call(5) is None
+    assert seen == [(0, (5,))]
+    ready[0] = (None, lambda: None, lambda *args: "variant")  # published later
+    assert call(5) == "variant"
+
+
+def test_rules_out_of_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="order"):
+        dispatch.plan(["a[0]"], [Rule(1), Rule(0)], 2)
