@@ -1,0 +1,93 @@
+"""The backend: what `torch.compile(model, backend="multigraph")` calls with each graph that Dynamo traced.
+
+In: a graph module and example inputs, inside Dynamo's trace.  Out: a callable over the same inputs.  Nothing is
+compiled here: the graph is captured, and compiled when a call needs it.
+
+Stock dispatch is taken over: Dynamo reads the marks (`shape_env.specializations`) right after the backend returned, so
+they are removed last thing, and no dispatcher of its own is installed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from multigraph_backend import _compat, capture, region, user_code
+from multigraph_backend.compile_state import CompileState
+from multigraph_backend.options import Options
+
+log = logging.getLogger(__name__)
+
+
+class Multigraph:
+    """A torch.compile backend: `backend="multigraph"`, or this object itself.
+
+    Idea: one trace, several backend specializations, dispatched per call (PyTorch pull requests 152596, 153433 and
+    153449).
+    """
+
+    compiler_name = "multigraph"
+    __name__ = "multigraph"
+
+    def __call__(
+        self,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, object] | None = None,
+        name: str | None = None,
+    ) -> Callable[..., Any]:
+        """Take one Dynamo graph.
+
+        `mode` and `options` as in torch.compile (see `Options`); `name` labels the regions in reports.  Raises
+        `OptionsError` for what is not accepted.
+        """
+        code = user_code.current()
+        accepted = Options.build(options, mode, code.models)
+        try:
+            lacking = _compat.missing("variants")
+            if lacking:
+                return _compile_at_once(gm, example_inputs, accepted, code, f"this torch differs: {lacking[0]}")
+            try:
+                graph = capture.capture(gm, example_inputs, code)
+            except capture.CannotCapture as reason:
+                return _compile_at_once(gm, example_inputs, accepted, code, str(reason))
+            return region.Region(graph, accepted, CompileState.take(), name).dispatcher()
+        finally:
+            _take_over_marks()
+
+    def reset(self) -> None:
+        """Called by `torch._dynamo.reset()`: Dynamo drops the code that holds the regions, reports start anew."""
+        region.live.clear()
+
+    def __repr__(self) -> str:
+        return "<torch.compile backend multigraph>"
+
+
+def _compile_at_once(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options, code: user_code.UserCode, reason: str
+) -> Callable[..., Any]:
+    """As any other backend does: one generic compile, in Dynamo's trace and under its guards."""
+    started = time.perf_counter()
+    if options.compiler == "inductor":
+        run: Callable[..., Any] = _compat.compile_fx(
+            gm, list(example_inputs), config_patches=dict(options.inductor) or None
+        )
+    else:
+        run = _compat.lookup_compiler(options.compiler)(gm, list(example_inputs))
+    return region.compiled_at_once(run, code, options, time.perf_counter() - started, reason)
+
+
+def _take_over_marks() -> None:
+    context = _compat.TracingContext.try_get()
+    shape_env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    if shape_env is not None and hasattr(shape_env, "specializations"):
+        shape_env.specializations.clear()
+
+
+multigraph = Multigraph()

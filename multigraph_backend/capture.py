@@ -1,0 +1,405 @@
+"""What is kept of one Dynamo graph, so that it can be compiled again and again later.
+
+In: the graph module and example inputs of a backend call, while Dynamo's tracing context is still there.
+Out: a `CapturedGraph`: its own copy of the structure (tensors shared), for each placeholder the sizes, strides and
+offset it has over Dynamo's symbols, for each symbol its range and where its value is found among the run-time
+arguments, the guards that Dynamo put on them, and the marks of the user.
+
+Invariants: no tensor is cloned (a cloned static-address parameter is a wrong number after the first optimizer step);
+nothing of Dynamo's tracer stays alive; Dynamo's ShapeEnv is only read.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sympy
+import torch
+
+from multigraph_backend import _compat, naming
+from multigraph_backend.user_code import UserCode
+
+
+class CannotCapture(Exception):
+    """This graph cannot be compiled late; it has to be compiled at once, as one generic graph."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where the value of a symbol is found among the arguments of a call."""
+
+    kind: Literal["arg", "item", "size", "stride", "offset"]
+    index: int
+    dim: int = 0
+
+    def read(self, args: Sequence[Any]) -> Any:
+        value = args[self.index]
+        match self.kind:
+            case "arg":
+                return value
+            case "item":
+                return value.item()
+            case "size":
+                return value.size(self.dim)
+            case "stride":
+                return value.stride(self.dim)
+            case "offset":
+                return value.storage_offset()
+
+    def code(self) -> str:
+        """The same as Python text over the argument tuple `a`."""
+        value = f"a[{self.index}]"
+        match self.kind:
+            case "arg":
+                return value
+            case "item":
+                return f"{value}.item()"
+            case "size":
+                return f"{value}.size({self.dim})"
+            case "stride":
+                return f"{value}.stride({self.dim})"
+            case "offset":
+                return f"{value}.storage_offset()"
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Sizes, strides and offset of one tensor input over Dynamo's symbols; `memo` by the name of their source."""
+
+    source: Any
+    size: tuple[sympy.Expr, ...]
+    stride: tuple[sympy.Expr, ...]
+    offset: sympy.Expr
+    memo: Mapping[str, sympy.Expr]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder: a tensor (`layout`), a symbolic number (`expr`), or anything else (neither)."""
+
+    name: str
+    source: Any
+    layout: TensorLayout | None = None
+    expr: sympy.Expr | None = None
+    static: bool = False  # a parameter or buffer whose address torch keeps
+    into_subgraph: bool = False  # operand of a higher-order operator
+
+
+@dataclass(frozen=True)
+class SymbolInfo:
+    """One symbol of Dynamo's trace that the graph's inputs carry."""
+
+    location: Location | None
+    source: Any
+    lower: Any
+    upper: Any
+    positive: bool | None
+    unbacked: bool
+    is_float: bool
+
+
+@dataclass(frozen=True)
+class NamedSize:
+    """A size or integer input that a condition can be declared on: over symbols, and where a call has it."""
+
+    expr: sympy.Expr
+    location: Location
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One entry of a stock `specialize_on`: the size's name, the user's callable, the size over symbols if known."""
+
+    name: str
+    check: Callable[[int], object]
+    index: int | None
+    dim: int
+
+
+@dataclass
+class CapturedGraph:
+    """See the module's text.  `copy_module()` gives a compile its own structure."""
+
+    module: torch.fx.GraphModule
+    inputs: tuple[Input, ...]
+    symbols: dict[sympy.Symbol, SymbolInfo]
+    guards: tuple[Any, ...]
+    shape_env_settings: dict[str, Any]
+    sizes: dict[str, NamedSize]  # every named size and integer input of the graph
+    traced_names: dict[str, str]  # as Dynamo calls it -> as the user calls it, where they differ
+    marks: tuple[Mark, ...]
+    mutates_inputs: bool
+    outputs: tuple[str, ...]  # "tensor" or "other", in order
+    code: UserCode
+    notes: list[str] = field(default_factory=list)
+
+    def copy_module(self) -> torch.fx.GraphModule:
+        return _copy_structure(self.module)
+
+    def find(self, declared: str) -> NamedSize | int | None:
+        """What a declared name stands for: a size or integer input, a constant of the trace, or nothing."""
+        name = naming.normalized(declared)
+        size = self.sizes.get(self.traced_names.get(name, name))
+        return size if size is not None else self.code.integers.get(name)
+
+    def values(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """The value of every symbol that the inputs carry, in a call with `args`."""
+        return {symbol: info.location.read(args) for symbol, info in self.symbols.items() if info.location is not None}
+
+
+# ---------------------------------------------------------------- structure
+
+
+_KEPT_ATTRIBUTES = ("_param_name_to_source", "_backend_id", "compile_subgraph_reason")
+_KEPT_META = ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn", "backend_id", "cudagraph_annotation")
+_TRACER_META = ("example_value", "grapharg", "unbacked_bindings", "val")
+
+
+def _shared_objects(gm: torch.fx.GraphModule) -> dict[int, Any]:
+    """Deepcopy's memo: what a copy of the structure must share."""
+    memo: dict[int, Any] = {}
+    for module in gm.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor | torch.ScriptObject) or type(value).__name__ == "ProcessGroup":
+                memo[id(value)] = value
+    return memo
+
+
+def _copy_structure(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    new = copy.deepcopy(gm, _shared_objects(gm))
+    for old_node, node in zip(gm.graph.nodes, new.graph.nodes, strict=True):
+        # a copied node keeps its meta and loses its attributes
+        if hasattr(old_node, "_dynamo_source"):
+            node._dynamo_source = old_node._dynamo_source
+        node.meta = dict(node.meta)
+    for name in _KEPT_ATTRIBUTES:
+        if name in vars(gm):
+            setattr(new, name, vars(gm)[name])
+    return new
+
+
+def _forget_tracer(gm: torch.fx.GraphModule) -> None:
+    """Drop what holds the tracer: fake tensors, arguments, bindings.  Sources, stacks, static marks stay."""
+    for module in gm.modules():
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            held_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
+            for key in _TRACER_META:
+                node.meta.pop(key, None)
+            if "tensor_dict" in node.meta:
+                static = node.meta["tensor_dict"].get("_dynamo_static_input_type")
+                node.meta["tensor_dict"] = {"_dynamo_static_input_type": static} if static else {}
+            if held_tensor:
+                node.meta["example_value"] = None  # AOTAutogradCache asks only whether the key is there
+
+
+# ---------------------------------------------------------------- capture
+
+
+def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserCode) -> CapturedGraph:
+    """Take what a late compile needs from a backend call in progress.
+
+    Raises `CannotCapture` for inputs that cannot be described apart from Dynamo's trace (tensor subclasses).
+    """
+    context = _compat.TracingContext.try_get()
+    if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
+        raise CannotCapture("the backend was called outside of a Dynamo trace")
+    shape_env = context.fake_mode.shape_env
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = tuple(
+        _describe(node, example, context) for node, example in zip(placeholders, example_inputs, strict=True)
+    )
+    symbols = _locate_symbols(inputs, shape_env)
+    guards = []
+    for guard in shape_env.guards:
+        expr = shape_env.replace(guard.expr)
+        if expr in (sympy.true, sympy.false) or not expr.free_symbols:
+            continue
+        if expr.free_symbols <= set(symbols):
+            guards.append(expr)
+    sizes, traced_names = _name_sizes(inputs, code)
+    mutates = any(
+        isinstance(value := node.meta.get("example_value"), torch.Tensor) and value._version for node in placeholders
+    )
+    outputs = _output_kinds(gm)
+    if not hasattr(gm, "_param_name_to_source"):
+        gm._param_name_to_source = {}  # type: ignore[assignment]
+    module = _copy_structure(gm)
+    _forget_tracer(module)
+    module.meta = {key: value for key, value in gm.meta.items() if key in _KEPT_META}
+    return CapturedGraph(
+        module=module,
+        inputs=inputs,
+        symbols=symbols,
+        guards=tuple(guards),
+        shape_env_settings=dataclasses.asdict(shape_env.settings),
+        sizes=sizes,
+        traced_names=traced_names,
+        marks=_marks(shape_env, inputs, code),
+        mutates_inputs=mutates,
+        outputs=outputs,
+        code=code,
+        notes=_lost_marks(inputs, example_inputs, code),
+    )
+
+
+def _describe(node: torch.fx.Node, example: Any, context: Any) -> Input:
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    into_subgraph = any(isinstance(user.target, _compat.HigherOrderOperator) for user in node.users)
+    if isinstance(example, _compat.SymTypes):
+        if source is None:
+            raise CannotCapture(f"input {node.name} has no source")
+        return Input(node.name, source, expr=example.node.expr, into_subgraph=into_subgraph)
+    if not isinstance(example, torch.Tensor):
+        return Input(node.name, source)
+    if _compat.is_traceable_wrapper_subclass(example):
+        raise CannotCapture(f"input {node.name} is a tensor subclass ({type(example).__name__})")
+    if source is None or isinstance(example, _compat.FakeTensor):
+        raise CannotCapture(f"input {node.name} is not an input of the user's function (the graph was split)")
+    symbolic = context.tensor_to_context.get(example, None)
+    tensor_source = symbolic.tensor_source if symbolic is not None else source
+    # the same fakification that AOTAutograd does: the symbols come from Dynamo's memo, none is new
+    fake = context.fake_mode.from_tensor(
+        example,
+        symbolic_context=symbolic,
+        source=symbolic.tensor_source if symbolic is not None else None,
+        trace=False,
+    )
+    shape_env = context.fake_mode.shape_env
+    memo = {}
+    if symbolic is not None:
+        for name, expr in symbolic.shape_env_to_source_to_symbol_cache.get(id(shape_env), {}).items():
+            memo[name] = shape_env.replace(expr) if isinstance(expr, sympy.Basic) else expr
+    layout = TensorLayout(
+        source=tensor_source,
+        size=tuple(map(_compat.sympy_expr, fake.size())),
+        stride=tuple(map(_compat.sympy_expr, fake.stride())),
+        offset=_compat.sympy_expr(fake.storage_offset()),
+        memo=memo,
+    )
+    static = bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
+    return Input(node.name, source, layout=layout, static=static, into_subgraph=into_subgraph)
+
+
+def _occurrences(inputs: Sequence[Input]) -> Iterable[tuple[Any, Location, Any]]:
+    """Every expression over symbols that a call can read, with where and from which source; cheapest first."""
+    size, stride, offset = (
+        _compat.TensorProperty.SIZE,
+        _compat.TensorProperty.STRIDE,
+        _compat.TensorProperty.STORAGE_OFFSET,
+    )
+    prop = _compat.TensorPropertySource
+    for index, entry in enumerate(inputs):
+        if entry.expr is not None:
+            yield entry.expr, Location("arg", index), entry.source
+    for index, entry in enumerate(inputs):
+        layout = entry.layout
+        if layout is None:
+            continue
+        for dim, expr in enumerate(layout.size):
+            yield expr, Location("size", index, dim), prop(layout.source, size, dim)
+        for dim, expr in enumerate(layout.stride):
+            yield expr, Location("stride", index, dim), prop(layout.source, stride, dim)
+        yield layout.offset, Location("offset", index), prop(layout.source, offset)
+    for index, entry in enumerate(inputs):
+        if entry.layout is not None and not entry.layout.size:  # a Python float: a 0-dim tensor with an item
+            for expr in entry.layout.memo.values():
+                yield expr, Location("item", index), entry.layout.source
+
+
+def _locate_symbols(inputs: Sequence[Input], shape_env: Any) -> dict[sympy.Symbol, SymbolInfo]:
+    found: dict[sympy.Symbol, SymbolInfo] = {}
+    types = _compat.SymT
+    for expr, location, source in _occurrences(inputs):
+        if not isinstance(expr, sympy.Basic):
+            continue
+        for symbol in sorted(expr.free_symbols, key=str):
+            plain = expr == symbol
+            known = found.get(symbol)
+            if known is not None and (known.location is not None or not plain or location.kind == "item"):
+                continue
+            if location.kind == "item" and not plain:
+                continue
+            bounds = shape_env.var_to_range.get(symbol)
+            found[symbol] = SymbolInfo(
+                location=location if plain else None,
+                source=source if plain else None,
+                lower=bounds.lower if bounds is not None else None,
+                upper=bounds.upper if bounds is not None else None,
+                positive=symbol.is_positive,
+                unbacked=_compat.symbol_is_type(symbol, (types.UNBACKED_INT, types.UNBACKED_FLOAT)),
+                is_float=_compat.symbol_is_type(symbol, (types.FLOAT, types.UNBACKED_FLOAT)),
+            )
+    return found
+
+
+def _name_sizes(inputs: Sequence[Input], code: UserCode) -> tuple[dict[str, NamedSize], dict[str, str]]:
+    sizes: dict[str, NamedSize] = {}
+    traced_names: dict[str, str] = {}
+    for index, entry in enumerate(inputs):
+        if entry.layout is not None and not entry.static:
+            source = _compat.source_name(entry.layout.source)
+            found = {
+                naming.size_name(source, dim): NamedSize(expr, Location("size", index, dim))
+                for dim, expr in enumerate(entry.layout.size)
+            }
+        elif entry.expr is not None and not isinstance(entry.source, _compat.TensorPropertySource):
+            name = naming.input_name(_compat.source_name(entry.source))
+            found = {name: NamedSize(entry.expr, Location("arg", index))}
+        else:
+            continue
+        for traced, size in found.items():
+            name = code.known_as(traced)
+            sizes.setdefault(name, size)
+            if name != traced:
+                traced_names[traced] = name
+    return sizes, traced_names
+
+
+def _marks(shape_env: Any, inputs: Sequence[Input], code: UserCode) -> tuple[Mark, ...]:
+    """The stock marks in their order.  A size that the graph does not take has no index."""
+    positions = {
+        _compat.source_name(entry.layout.source): index
+        for index, entry in enumerate(inputs)
+        if entry.layout is not None
+    }
+    marks = []
+    for entry in shape_env.specializations:
+        base, dim = _compat.source_name(entry.source.base), entry.source.idx
+        marks.append(Mark(code.known_as(naming.size_name(base, dim)), entry.check_fn, positions.get(base), dim))
+    return tuple(marks)
+
+
+def _lost_marks(inputs: Sequence[Input], example_inputs: Sequence[Any], code: UserCode) -> list[str]:
+    """What `mark_unbacked` erased: every mark leaves an entry per dimension, and it starts the table anew."""
+    notes = []
+    for entry, example in zip(inputs, example_inputs, strict=True):
+        table = getattr(example, "_specialize_on", None)
+        if entry.layout is None or not isinstance(table, dict):
+            continue
+        marked = {*getattr(example, "_dynamo_dynamic_indices", ()), *getattr(example, "_dynamo_unbacked_indices", ())}
+        lost = sorted(marked - set(table))
+        for dim in lost:
+            name = code.known_as(naming.size_name(_compat.source_name(entry.layout.source), dim))
+            notes.append(
+                f"{name}: torch lost what was marked on it (mark_unbacked forgets the specialize_on of other "
+                "dimensions); use multigraph_backend.mark or options"
+            )
+    return notes
+
+
+def _output_kinds(gm: torch.fx.GraphModule) -> tuple[str, ...]:
+    (output,) = gm.graph.find_nodes(op="output")
+    values = output.args[0]
+    values = values if isinstance(values, tuple | list) else (values,)
+    return tuple(
+        "tensor"
+        if isinstance(value, torch.fx.Node) and isinstance(value.meta.get("example_value"), torch.Tensor)
+        else "other"
+        for value in values
+    )

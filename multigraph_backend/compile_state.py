@@ -1,0 +1,106 @@
+"""The state in which a graph was first compiled, restored around each later compile of it.
+
+A late compile runs inside some request: another thread, another grad mode, inside `inference_mode`, under other
+config patches.  What it compiles must not depend on that.  `CompileState.take()` is called once, in the backend call,
+where Dynamo has restored the state that its guards will check; `restored()` re-creates it in the compiling thread.
+
+Taken: overrides of Inductor's, Dynamo's, functorch's and the compiler's configuration, grad mode, autocast.
+Switched off: inference mode, dispatch and function modes.  Preserved: random number generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from multigraph_backend import _compat
+
+_CONFIGS = ("inductor_config", "dynamo_config", "functorch_config", "compiler_config")
+
+
+@dataclass(frozen=True)
+class _Autocast:
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class CompileState:
+    """See the module's text.  Immutable; shared by all compiles of a region."""
+
+    context: contextvars.Context
+    configs: tuple[tuple[str, dict[str, Any]], ...]  # empty where overrides live in `context`
+    grad: bool
+    autocast: tuple[_Autocast, ...]
+    autocast_cache: bool
+    device: int | None
+
+    @classmethod
+    def take(cls) -> CompileState:
+        """The state of the calling thread, now."""
+        configs: tuple[tuple[str, dict[str, Any]], ...] = ()
+        if not _compat.config_is_per_context():
+            configs = tuple((name, getattr(_compat, name).get_config_copy()) for name in _CONFIGS)
+        has_cuda = torch.cuda.is_available()
+        return cls(
+            context=contextvars.copy_context(),
+            configs=configs,
+            grad=torch.is_grad_enabled(),
+            autocast=tuple(
+                _Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in (("cpu", "cuda") if has_cuda else ("cpu",))
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            device=torch.cuda.current_device() if has_cuda and torch.cuda.is_initialized() else None,
+        )
+
+    @contextlib.contextmanager
+    def restored(self, process_wide: contextlib.ExitStack, cache_tag: str, autograd_cache: bool) -> Iterator[None]:
+        """Run the body in this state, in the calling thread, which must run inside a copy of `context`.
+
+        What has to be changed for the whole process is entered on `process_wide`, which the caller of the compile
+        closes: it can do so even if this thread hangs.  `cache_tag` distinguishes cache keys of variants.
+        """
+        functorch: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
+        if not autograd_cache:
+            functorch["enable_autograd_cache"] = False
+        tag = {"cache_key_tag": f"{_compat.compiler_config.cache_key_tag}|multigraph:{cache_tag}"}
+        with contextlib.ExitStack() as own:
+            patches = own if _compat.config_is_per_context() else process_wide
+            for name, values in self.configs:
+                patches.enter_context(_patch_back(getattr(_compat, name), values))
+            patches.enter_context(_compat.functorch_config.patch(**functorch))
+            patches.enter_context(_compat.compiler_config.patch(**tag))
+            process_wide.enter_context(_compat.compile_session())
+            own.enter_context(_compat.maybe_disable_inference_mode())
+            own.enter_context(_compat.maybe_disable_inference_mode_for_fake_prop())
+            own.enter_context(torch.set_grad_enabled(self.grad))
+            for entry in self.autocast:
+                own.enter_context(
+                    torch.autocast(
+                        entry.device_type,
+                        dtype=entry.dtype,
+                        enabled=entry.enabled,
+                        cache_enabled=self.autocast_cache,
+                    )
+                )
+            if self.device is not None:
+                own.enter_context(torch.cuda.device(self.device))
+            own.enter_context(_compat.PreserveDispatchKeyGuard())
+            own.enter_context(_compat.disable_current_modes())
+            own.enter_context(_compat.preserve_rng_state())
+            own.enter_context(_compat.revert_all_patches())
+            yield
+
+
+def _patch_back(config: Any, values: dict[str, Any]) -> Any:
+    """A patch that gives every knob its value of then; only knobs that differ are touched."""
+    current = config.get_config_copy()
+    changed = {name: value for name, value in values.items() if name in current and current[name] != value}
+    return config.patch(changed) if changed else contextlib.nullcontext()

@@ -1,0 +1,134 @@
+"""What a compile came to rely on, as one Python condition over the arguments of a call.
+
+While a graph is compiled, torch decides questions about sizes by looking at the example (`numel <= 2**31 - 1`) and
+notes the answers as guards; AOTAutograd notes which inputs are the same tensor or share memory.  Dynamo has long
+returned and would not check them.  So they are printed to one expression over the argument tuple `a`, which becomes
+part of the variant's condition.
+
+Invariant: nothing that a compile assumed is dropped.  A guard over a symbol that no argument carries rejects the
+compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.capture import CapturedGraph
+from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
+
+
+@dataclass(frozen=True)
+class AddedCondition:
+    """`code` over the argument tuple `a` ("True": nothing was added) and the same as a function of it."""
+
+    code: str
+    check: Callable[[Sequence[Any]], bool] | None
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        return self.check is None or bool(self.check(args))
+
+
+def added_condition(
+    graph: CapturedGraph,
+    fresh: FreshInputs,
+    aot_guards: Sequence[Any],
+    args: Sequence[Any],
+    pinned: Mapping[sympy.Symbol, int],
+) -> AddedCondition:
+    """The condition of a compile that has just ended; `pinned` symbols were fixed though nothing was declared so.
+
+    Raises `CannotLower` if it cannot be expressed, or does not hold for the very arguments it was made from.
+    """
+    parts = [*_pinned_parts(graph, pinned), *_shape_parts(fresh), *_aliasing_parts(graph, aot_guards, args)]
+    code = " and ".join(dict.fromkeys(parts))
+    if not code:
+        return AddedCondition("True", None)
+    namespace = {**_compat.SYMPY_INTERP, "overlapping": _overlapping, "shared_storages": shared_storages}
+    check = eval(f"lambda a: {code}", namespace)  # printed by sympy from guards, never from user text
+    if not check(args):
+        raise CannotLower(f"the compile assumed what does not hold for its own inputs: {code}")
+    return AddedCondition(code, check)
+
+
+def _pinned_parts(graph: CapturedGraph, pinned: Mapping[sympy.Symbol, int]) -> list[str]:
+    locations = {symbol: graph.symbols[symbol].location for symbol in pinned}
+    return [f"{where.code()} == {pinned[symbol]}" for symbol, where in locations.items() if where is not None]
+
+
+def _shape_parts(fresh: FreshInputs) -> list[str]:
+    names = fresh.code_of
+
+    class Printer(_compat.PythonPrinter):  # type: ignore[misc]
+        def _print_Symbol(self, expr: sympy.Symbol) -> str:
+            return names[expr]
+
+    printer = Printer()
+    assumed = [guard.expr for guard in fresh.shape_env.guards[fresh.known_guards :]]
+    # a symbol that was found equal to something else is replaced by it from then on
+    for new in fresh.code_of:
+        target = fresh.shape_env.replacements.get(new)
+        if target is not None:
+            assumed.append(sympy.Eq(new, target, evaluate=False))
+    parts, unknown = [], []
+    for expr in assumed:
+        if expr in (sympy.true, True):
+            continue
+        if not expr.free_symbols <= set(names):
+            unknown.append(str(expr))
+            continue
+        parts.append(printer.doprint(expr))
+    if unknown:
+        raise CannotLower(f"the compile assumed something of values that no input carries: {'; '.join(unknown)}")
+    return parts
+
+
+def _aliasing_parts(graph: CapturedGraph, aot_guards: Sequence[Any], args: Sequence[Any]) -> list[str]:
+    position = {
+        _compat.source_name(entry.source): index for index, entry in enumerate(graph.inputs) if entry.source is not None
+    }
+    parts = []
+    for guard in aot_guards:
+        if isinstance(guard, _compat.DuplicateInputs):
+            first, second = (
+                position[_compat.source_name(source)] for source in (guard.input_source_a, guard.input_source_b)
+            )
+            parts.append(f"a[{first}] is a[{second}]")
+        elif isinstance(guard, _compat.StorageOverlap):
+            over = [position[_compat.source_name(source)] for source in guard.overlapping_sources]
+            apart = [position[_compat.source_name(source)] for source in guard.non_overlapping_sources]
+            parts.append(f"overlapping({_tuple_code(over)}, {_tuple_code(apart)})")
+        else:
+            raise CannotLower(f"AOTAutograd added a guard of an unknown kind: {guard}")
+    tensors = user_tensors(graph)
+    groups = shared_storages([args[index] for index in tensors])
+    if groups or (graph.mutates_inputs and len(tensors) > 1):
+        parts.append(f"shared_storages({_tuple_code(tensors)}) == {groups}")
+    return parts
+
+
+def _tuple_code(indices: Sequence[int]) -> str:
+    return "(" + "".join(f"a[{index}], " for index in indices) + ")"
+
+
+def user_tensors(graph: CapturedGraph) -> list[int]:
+    """Positions of the tensor inputs that are no parameters or buffers."""
+    return [index for index, entry in enumerate(graph.inputs) if entry.layout is not None and not entry.static]
+
+
+def _overlapping(over: Sequence[torch.Tensor], apart: Sequence[torch.Tensor]) -> bool:
+    found = _compat.compute_overlapping_tensors([*over, *apart], symbolic=False)
+    return sorted(found) == list(range(len(over)))
+
+
+def shared_storages(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Which of these tensors share a storage: their positions, by group; empty when none does."""
+    groups: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)

@@ -1,0 +1,197 @@
+"""From what the user declared to what a region can check and assume.
+
+In: predicates over names (`options["specialize"]`) and stock marks (a callable on one size), in declared order; the
+sizes that one Dynamo graph has.
+Out: one `Condition` each: terms over the graph's sizes for dispatch, facts about its symbols for the compiler, or the
+reason why it never applies here.
+
+A size that Dynamo traced as a constant decides its part of a condition at once: a graph traced for size 1 is the
+variant for size 1, or can never be.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+
+from multigraph_backend import learning
+from multigraph_backend.capture import CapturedGraph, Mark, NamedSize
+from multigraph_backend.facts import Facts
+from multigraph_backend.predicates import Predicate, predicate_from_facts, unreachable
+
+
+@dataclass
+class Condition:
+    """One declared specialization in one graph.
+
+    `terms`: sizes to check at a call and what must hold of them.  `facts`: what follows about Dynamo's symbols.
+    `check`: a callable that could not be understood, asked with the value of `check_size`.  `never`: why the
+    condition cannot apply in this graph, None if it can.
+    """
+
+    text: str
+    predicate: Predicate | None
+    terms: list[tuple[NamedSize, Facts]] = field(default_factory=list)
+    facts: dict[sympy.Symbol, Facts] = field(default_factory=dict)
+    check: Callable[[int], object] | None = None
+    check_size: NamedSize | None = None
+    opaque_because: str | None = None
+    never: str | None = None
+
+
+class UnknownName(ValueError):
+    """A declared name is none of the graph's inputs."""
+
+
+def resolve(graph: CapturedGraph, predicates: Sequence[Predicate]) -> tuple[list[Condition], list[str]]:
+    """Conditions of `predicates`, then of the graph's marks, and notes for the report."""
+    notes: list[str] = []
+    conditions = [_from_predicate(graph, predicate, notes) for predicate in predicates]
+    for mark in graph.marks:
+        conditions += _from_mark(graph, mark, notes)
+    _mark_unreachable(conditions)
+    return conditions, notes
+
+
+def _from_predicate(graph: CapturedGraph, predicate: Predicate, notes: list[str]) -> Condition:
+    condition = Condition(str(predicate), predicate)
+    for name, facts in predicate.facts().items():
+        found = graph.find(name)
+        if found is None:
+            condition.never = unknown_name(graph, name)
+            notes.append(condition.never)
+        elif isinstance(found, int):
+            _decide(condition, name, found, facts)
+        else:
+            _add_term(condition, name, found, facts)
+    return condition
+
+
+def unknown_name(graph: CapturedGraph, name: str) -> str:
+    """The text for a name that this graph does not have."""
+    near = difflib.get_close_matches(name, graph.sizes, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    known = ", ".join(graph.sizes) or "none"
+    return f"{name!r} is no size or integer input of {graph.code.function} (it has: {known}){hint}"
+
+
+def _add_term(condition: Condition, name: str, size: NamedSize, facts: Facts) -> None:
+    if size.expr.is_Integer:
+        _decide(condition, name, int(size.expr), facts)
+        return
+    condition.terms.append((size, facts))
+    for symbol, known in about_symbols(size.expr, facts).items():
+        before = condition.facts.get(symbol)
+        condition.facts[symbol] = known if before is None else before.intersect(known)
+        if condition.facts[symbol].empty:
+            condition.never = f"no size of {name} satisfies it together with the rest"
+
+
+def _decide(condition: Condition, name: str, value: int, facts: Facts) -> None:
+    if not facts.holds(value):
+        condition.never = f"{name} is {value} in this graph"
+
+
+def about_symbols(expr: sympy.Expr, facts: Facts) -> dict[sympy.Symbol, Facts]:
+    """What `facts` about the size `expr` say about its symbol; only what certainly follows.
+
+    Exact for `a*s + b`; nothing is said where several symbols are involved.
+    """
+    symbols = sorted(expr.free_symbols, key=str)
+    if len(symbols) != 1:
+        return {}
+    (symbol,) = symbols
+    scale, shift = expr.coeff(symbol, 1), expr.subs(symbol, 0)
+    if not (scale.is_Integer and shift.is_Integer) or scale == 0 or expr != scale * symbol + shift:
+        return {}
+    a, b = int(scale), int(shift)
+    if facts.values is not None:
+        return {symbol: Facts(values=tuple((value - b) // a for value in facts.values if (value - b) % a == 0))}
+    bounds = [None if bound is None else bound - b for bound in (facts.min, facts.max)]
+    low, high = bounds if a > 0 else bounds[::-1]
+    factor = facts.multiple_of
+    step = sympy.ilcm(factor, a) // abs(a) if b == 0 else 1
+    return {
+        symbol: Facts(
+            min=None if low is None else -(-low // a),
+            max=None if high is None else high // a,
+            multiple_of=int(step),
+        )
+    }
+
+
+# ---------------------------------------------------------------- stock marks
+
+
+def _from_mark(graph: CapturedGraph, mark: Mark, notes: list[str]) -> list[Condition]:
+    size = graph.sizes.get(mark.name)
+    if size is None:
+        notes.append(f"{mark.name} is marked, but the graph of {graph.code.function} does not take that tensor")
+        return []
+    learnt = _learn(mark.check)
+    if isinstance(learnt, learning.Opaque):
+        text = f"{_callable_name(mark.check)}({mark.name})"
+        condition = Condition(text, None, check=mark.check, check_size=size, opaque_because=learnt.reason)
+        if size.expr.is_Integer:
+            try:
+                agreed = bool(mark.check(int(size.expr)))
+            except Exception as error:
+                condition.never = f"{text} raised {type(error).__name__}: {error}"
+            else:
+                condition.never = None if agreed else f"{mark.name} is {size.expr} in this graph"
+            condition.check = condition.check_size = None
+        return [condition]
+    conditions = []
+    for facts in learnt.alternatives:
+        predicate = predicate_from_facts({mark.name: facts})
+        condition = Condition(facts.describe(mark.name), predicate)
+        _add_term(condition, mark.name, size, facts)
+        conditions.append(condition)
+    return conditions
+
+
+def _learn(check: Callable[[int], object]) -> learning.Understood | learning.Opaque:
+    owner = getattr(check, "__self__", None)
+    if isinstance(owner, Facts) and getattr(check, "__name__", "") == "holds":
+        values = owner.values
+        alternatives = (owner,) if values is None else tuple(Facts(values=(value,)) for value in values)
+        return learning.Understood(alternatives)
+    return learning.understand(check)
+
+
+def _callable_name(check: object) -> str:
+    code = getattr(check, "__code__", None)
+    name = getattr(check, "__name__", type(check).__name__)
+    return f"{name}:{code.co_firstlineno}" if code is not None and name == "<lambda>" else str(name)
+
+
+# ---------------------------------------------------------------- unreachable
+
+
+def _mark_unreachable(conditions: Sequence[Condition]) -> None:
+    """Say which conditions an earlier one takes every call from; conditions that never apply take none."""
+    alive = [entry for entry in conditions if entry.never is None and entry.predicate is not None]
+    predicates = [entry.predicate for entry in alive if entry.predicate is not None]
+    for index, by in unreachable(predicates).items():
+        alive[index].never = f"unreachable: {alive[by].text} is declared earlier and covers it"
+    decided = next((entry for entry in conditions if entry.never is None and not entry.terms and not entry.check), None)
+    if decided is not None:  # true for the whole graph
+        for entry in conditions[conditions.index(decided) + 1 :]:
+            entry.never = entry.never or f"unreachable: {decided.text} is declared earlier and always holds here"
+
+
+def exact_values(condition: Condition, values: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
+    """Symbols that a compile has to fix because the condition's own facts do not say enough.
+
+    For a callable that was not understood, and for an equality on a size of several symbols: the values of the call.
+    """
+    pinned: set[sympy.Symbol] = set()
+    if condition.check_size is not None:
+        pinned |= condition.check_size.expr.free_symbols
+    for size, facts in condition.terms:
+        if facts.exact is not None and not size.expr.free_symbols <= set(condition.facts):
+            pinned |= size.expr.free_symbols
+    return {symbol: values[symbol] for symbol in sorted(pinned, key=str) if symbol in values}

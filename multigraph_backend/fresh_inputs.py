@@ -1,0 +1,282 @@
+"""A ShapeEnv and fake inputs of its own for each compile, with the declared facts built in.
+
+In: a captured graph, facts about its symbols, and example arguments (real ones of a call, or stand-ins).
+Out: `FreshInputs`: fake inputs whose sizes are Dynamo's expressions with each symbol replaced.
+
+How a fact becomes known to the compiler:
+- equality: the symbol is the integer, everywhere;
+- range: the bounds of a new symbol;
+- multiple of m: the size is `m*k` with a new symbol k, so that divisibility is visible in every expression.
+
+Invariant: the sizes come out exactly as planned (checked).  Nothing is patched into a ShapeEnv that anything else uses,
+and equal sizes of the example never merge (`duck_shape=False`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.capture import CapturedGraph, Input
+from multigraph_backend.predicates import Facts
+
+
+class CannotLower(Exception):
+    """This compile cannot be made right; the message says why."""
+
+
+@dataclass
+class FreshInputs:
+    """What one compile starts from."""
+
+    shape_env: Any
+    fake_mode: Any
+    module: torch.fx.GraphModule
+    inputs: list[Any] = field(default_factory=list)
+    code_of: dict[sympy.Symbol, str] = field(default_factory=dict)  # Python text of each new symbol over the arguments
+    replaced: dict[sympy.Symbol, Any] = field(default_factory=dict)  # Dynamo's symbol -> expression over new ones
+    divided: dict[int, int] = field(default_factory=dict)  # argument position -> m: the code takes argument // m
+    known_guards: int = 0  # guards that hold already: Dynamo's and the declared facts
+
+    def translate(self, expr: Any) -> Any:
+        return expr.xreplace(self.replaced) if isinstance(expr, sympy.Basic) else expr
+
+
+def build(
+    graph: CapturedGraph,
+    facts: Mapping[sympy.Symbol, Facts],
+    args: Sequence[Any],
+) -> FreshInputs:
+    """Fake inputs for `args` under `facts`.
+
+    Raises `CannotLower` when a guard of Dynamo's trace does not hold under the facts or a size cannot be rebuilt.
+    """
+    shape_env = _compat.ShapeEnv(**{**graph.shape_env_settings, "duck_shape": False})
+    fresh = FreshInputs(shape_env, _compat.FakeTensorMode(shape_env=shape_env), graph.copy_module())
+    multiples: dict[sympy.Symbol, tuple[int, sympy.Symbol]] = {}
+    for symbol, info in graph.symbols.items():
+        if info.location is None:
+            continue
+        value = info.location.read(args)
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            raise CannotLower(f"argument {info.location.index} is symbolic: the call is being traced itself")
+        _replace_symbol(fresh, graph, symbol, value, facts.get(symbol), multiples)
+    for guard in graph.guards:
+        expr = fresh.translate(guard)
+        if expr in (sympy.true, True):
+            continue
+        if expr in (sympy.false, False) or not shape_env.evaluate_expr(expr):
+            raise CannotLower(f"Dynamo's guard {guard} does not hold for the declared sizes")
+    fresh.known_guards = len(shape_env.guards)
+    for index, (entry, arg) in enumerate(zip(graph.inputs, args, strict=True)):
+        fresh.inputs.append(_fresh_input(fresh, index, entry, arg, multiples))
+    fresh.module.recompile()
+    return fresh
+
+
+def _replace_symbol(
+    fresh: FreshInputs,
+    graph: CapturedGraph,
+    symbol: sympy.Symbol,
+    value: Any,
+    known: Facts | None,
+    multiples: dict[sympy.Symbol, tuple[int, sympy.Symbol]],
+) -> None:
+    info, shape_env = graph.symbols[symbol], fresh.shape_env
+    assert info.location is not None
+    if known is not None and known.exact is not None:
+        fresh.replaced[symbol] = sympy.Integer(known.exact)
+        return
+    code = info.location.code()
+    dynamic = _compat.DimDynamic.DYNAMIC
+    if info.is_float:
+        new = shape_env.create_symbol(float(value), info.source, dynamic, positive=None)
+        fresh.replaced[symbol], fresh.code_of[new] = new, f"float({code})"
+        return
+    if info.unbacked and known is None:
+        with shape_env.ignore_fresh_unbacked_symbols():  # an input is bound, not pending
+            new = shape_env.create_unbacked_symint(info.source).node.expr
+        shape_env.unbacked_inputs.add(new)
+        shape_env._constrain_range_for_size(new)
+        if info.lower is not None:
+            shape_env._update_var_to_range(new, _compat.ValueRanges(info.lower, info.upper))
+        fresh.replaced[symbol], fresh.code_of[new] = new, code
+        return
+    # an unbacked size with a declared fact becomes a backed one: what a compile then asks of it is the variant's
+    # condition, and dispatch checks it
+    lower = info.lower if info.lower is not None else -_compat.int_oo
+    upper = info.upper if info.upper is not None else _compat.int_oo
+    factor = 1
+    if known is not None:
+        lower = lower if known.min is None else max(lower, sympy.Integer(known.min))
+        upper = upper if known.max is None else min(upper, sympy.Integer(known.max))
+        factor = known.multiple_of
+    if lower == upper:
+        fresh.replaced[symbol] = sympy.Integer(value)
+        return
+    # up to 2.13 a subgraph binds plain symbols only, there divisibility is a guard that already holds
+    structural = factor > 1 and not (info.location.kind == "arg" and graph.inputs[info.location.index].into_subgraph)
+    if structural:
+        lower, upper = _divide_up(lower, factor), _divide_down(upper, factor)
+        source = _compat.ConstantSource(f"{_compat.source_name(info.source)}//{factor}")
+        new = _bounded_symbol(shape_env, value // factor, source, lower, upper, info.positive)
+        fresh.replaced[symbol], fresh.code_of[new] = factor * new, f"({code}//{factor})"
+        multiples[symbol] = (factor, new)
+        return
+    new = _bounded_symbol(shape_env, value, info.source, lower, upper, info.positive)
+    fresh.replaced[symbol] = new
+    if isinstance(new, sympy.Symbol):
+        fresh.code_of[new] = code
+        if factor > 1:
+            shape_env.evaluate_expr(sympy.Eq(_compat.Mod(new, factor), 0))
+
+
+def _divide_up(bound: Any, factor: int) -> Any:
+    return -(-int(bound) // factor) if getattr(bound, "is_Integer", isinstance(bound, int)) else bound
+
+
+def _divide_down(bound: Any, factor: int) -> Any:
+    return int(bound) // factor if getattr(bound, "is_Integer", isinstance(bound, int)) else bound
+
+
+def _bounded_symbol(shape_env: Any, value: int, source: Any, lower: Any, upper: Any, positive: bool | None) -> Any:
+    constraint = _compat.StrictMinMaxConstraint(vr=_compat.ValueRanges(lower, upper), warn_only=False)
+    return shape_env.create_symbol(
+        value,
+        source,
+        _compat.DimDynamic.DYNAMIC,
+        constraint,
+        positive=positive,
+        do_not_specialize_zero_one=True,
+    )
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def _fresh_input(
+    fresh: FreshInputs, index: int, entry: Input, arg: Any, multiples: Mapping[sympy.Symbol, tuple[int, sympy.Symbol]]
+) -> Any:
+    if entry.expr is not None:
+        return _fresh_number(fresh, index, entry, arg, multiples)
+    if entry.layout is not None:
+        return _fresh_tensor(fresh, index, entry, arg)
+    return arg
+
+
+def _fresh_number(
+    fresh: FreshInputs, index: int, entry: Input, arg: Any, multiples: Mapping[sympy.Symbol, tuple[int, sympy.Symbol]]
+) -> Any:
+    shape_env = fresh.shape_env
+    if isinstance(entry.expr, sympy.Symbol) and entry.expr in multiples:
+        # Inductor binds plain symbols only: the code takes k, and the graph multiplies
+        factor, part = multiples[entry.expr]
+        graph = fresh.module.graph
+        nodes = graph.find_nodes(op="placeholder")
+        node = nodes[index]
+        with graph.inserting_after(nodes[-1]):
+            product = graph.call_function(operator.mul, (node, factor))
+        product.meta = {"stack_trace": node.meta.get("stack_trace", "")}
+        node.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
+        fresh.divided[index] = factor
+        return shape_env.create_symintnode(part, hint=arg // factor, source=entry.source)
+    expr = fresh.translate(entry.expr)
+    if not expr.free_symbols:
+        if entry.into_subgraph and expr.is_Integer:
+            # a higher-order operator lifts the number into its subgraph and wants a symbol: one known to be it
+            new = shape_env.create_symbol(
+                int(expr),
+                entry.source,
+                _compat.DimDynamic.DYNAMIC,
+                positive=None,
+                do_not_specialize_zero_one=True,
+            )
+            number = shape_env.create_symintnode(new, hint=int(expr), source=entry.source)
+            if isinstance(new, sympy.Symbol):
+                shape_env.evaluate_expr(sympy.Eq(new, expr))
+                fresh.code_of[new] = f"a[{index}]"
+                fresh.known_guards = len(shape_env.guards)
+            return number
+        return int(expr) if expr.is_Integer else float(expr)
+    types = _compat.SymT
+    if any(_compat.symbol_is_type(symbol, types.UNBACKED_INT) for symbol in expr.free_symbols):
+        return shape_env.create_symintnode(expr, hint=None, source=entry.source)
+    if any(_compat.symbol_is_type(symbol, (types.FLOAT, types.UNBACKED_FLOAT)) for symbol in expr.free_symbols):
+        return shape_env.create_symfloatnode(expr, hint=float(arg), source=entry.source)
+    return shape_env.create_symintnode(expr, hint=arg, source=entry.source)
+
+
+def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tensor) -> Any:
+    layout = entry.layout
+    assert layout is not None
+    base = arg._base if arg._is_view() else None
+    fake = fresh.fake_mode.from_tensor(
+        arg, symbolic_context=_symbolic_context(fresh, entry, base), source=layout.source, trace=False
+    )
+    planned = (*layout.size, *layout.stride, layout.offset)
+    for got, want in zip((*fake.size(), *fake.stride(), fake.storage_offset()), planned, strict=True):
+        if _compat.sympy_expr(got) != fresh.translate(want):
+            raise CannotLower(
+                f"input {entry.name}: {_compat.sympy_expr(got)} where {fresh.translate(want)} was planned"
+            )
+    if fake._is_view() and fake._base is not None:  # the base's own symbols may show up in guards
+        of_base = f"a[{index}]._base"
+        named = [(f"{of_base}.size({dim})", value) for dim, value in enumerate(fake._base.size())]
+        named += [(f"{of_base}.stride({dim})", value) for dim, value in enumerate(fake._base.stride())]
+        named.append((f"{of_base}.storage_offset()", fake._base.storage_offset()))
+        for code, value in named:
+            expr = _compat.sympy_expr(value)
+            if isinstance(expr, sympy.Symbol):
+                fresh.code_of.setdefault(expr, code)
+    return fake
+
+
+def _symbolic_context(fresh: FreshInputs, entry: Input, base: torch.Tensor | None) -> Any:
+    layout = entry.layout
+    assert layout is not None
+    kinds, prop = _compat.DimDynamic, _compat.TensorProperty
+    rank = len(layout.size)
+
+    def name(which: Any, dim: int | None = None) -> str:
+        return _compat.source_name(_compat.TensorPropertySource(layout.source, which, dim))
+
+    located = set(fresh.replaced)
+    memo = {
+        key: fresh.translate(expr)
+        for key, expr in layout.memo.items()
+        if not isinstance(expr, sympy.Basic) or expr.free_symbols <= located
+    }
+    memo.update({name(prop.SIZE, dim): fresh.translate(expr) for dim, expr in enumerate(layout.size)})
+    memo.update({name(prop.STRIDE, dim): fresh.translate(expr) for dim, expr in enumerate(layout.stride)})
+    memo[name(prop.STORAGE_OFFSET)] = fresh.translate(layout.offset)
+
+    def kind(expr: Any) -> Any:
+        symbols = fresh.translate(expr).free_symbols
+        if not symbols:
+            return kinds.STATIC
+        unbacked = any(_compat.symbol_is_type(symbol, _compat.SymT.UNBACKED_INT) for symbol in symbols)
+        return kinds.UNBACKED if unbacked else kinds.DYNAMIC
+
+    base_context = None
+    if base is not None:  # Dynamo guards on nothing of a view's base, so every size of it is a new symbol
+        base_context = _compat.StatelessSymbolicContext(
+            dynamic_sizes=[kinds.DYNAMIC] * base.dim(),
+            dynamic_strides=[kinds.INFER_STRIDE] * base.dim(),
+            constraint_sizes=[None] * base.dim(),
+            constraint_strides=[None] * base.dim(),
+        )
+    return _compat.StatefulSymbolicContext(
+        dynamic_sizes=[kind(expr) for expr in layout.size],
+        dynamic_strides=[kinds.DYNAMIC] * rank,
+        constraint_sizes=[None] * rank,
+        constraint_strides=[None] * rank,
+        view_base_context=base_context,
+        tensor_source=layout.source,
+        shape_env_to_source_to_symbol_cache={id(fresh.shape_env): memo},
+    )

@@ -1,0 +1,133 @@
+"""One compile of one captured graph: facts in, a callable and its condition out.
+
+In: a `CapturedGraph`, facts about its symbols, example arguments, options, the state of the first compile.
+Out: a `Lowered`: a callable over the same arguments, and the `AddedCondition` under which it is right.
+
+The way: fresh inputs with the facts built in (`fresh_inputs`), the chosen compiler under a new tracing context, then
+everything the compile assumed as a condition (`conditions`).  Runs in a compiling thread, under the compile lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from multigraph_backend import _compat, fresh_inputs
+from multigraph_backend.background import compile_within
+from multigraph_backend.capture import CapturedGraph
+from multigraph_backend.compile_state import CompileState
+from multigraph_backend.conditions import AddedCondition, added_condition, shared_storages, user_tensors
+from multigraph_backend.facts import Facts
+from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
+from multigraph_backend.options import Options
+
+log = logging.getLogger(__name__)
+
+CompiledFunction = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Compiled code of one form of a graph; `condition` says for which arguments it is right."""
+
+    run: CompiledFunction
+    condition: AddedCondition
+    seconds: float
+
+
+def lower(
+    graph: CapturedGraph,
+    facts: Mapping[sympy.Symbol, Facts],
+    args: Sequence[Any],
+    options: Options,
+    state: CompileState,
+    pinned: Mapping[sympy.Symbol, int] | None = None,
+) -> Lowered:
+    """Compile `graph` for arguments like `args`, with `facts` known.
+
+    `facts` are what the dispatcher checks; `pinned` symbols are fixed too, and the condition says so.  Raises what the
+    compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, and `CannotLower` when the result could
+    not be proven right.
+    """
+
+    pinned = pinned or {}
+    facts = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
+
+    def compile(process_wide: contextlib.ExitStack) -> Lowered:
+        started = time.perf_counter()
+        # AOTAutogradCache forgets guards about inputs that alias on a hit, so such a compile goes past it
+        autograd_cache = not shared_storages([args[index] for index in user_tensors(graph)])
+        tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
+        with state.restored(process_wide, tag, autograd_cache):
+            fresh = fresh_inputs.build(graph, facts, args)
+            context = _compat.TracingContext(fresh.fake_mode)
+            with _compat.tracing(context):
+                run = _compile(fresh, options)
+            condition = added_condition(graph, fresh, context.guards_context.aotautograd_guards, args, pinned)
+        seconds = time.perf_counter() - started
+        log.debug("compiled %s in %.2f s: facts [%s], condition %s", graph.code, seconds, tag, condition.code)
+        return Lowered(run, condition, seconds)
+
+    return compile_within(options.compile_timeout, compile, state.context)
+
+
+def _compile(fresh: FreshInputs, options: Options) -> CompiledFunction:
+    module, inputs = fresh.module, fresh.inputs
+    if options.compiler == "inductor":
+        run = _compat.compile_fx(module, inputs, config_patches=dict(options.inductor) or None, ignore_shape_env=True)
+    else:
+        run = _compat.lookup_compiler(options.compiler)(module, inputs)
+    if not callable(run):
+        raise TypeError(f"the compiler returned {type(run).__name__}, which is not callable")
+    for attribute in ("zero_grad", "named_parameters", "named_buffers"):  # they keep the graph's copy alive
+        vars(run).pop(attribute, None) if hasattr(run, "__dict__") else None
+    return _taking_parts(run, len(inputs), fresh.divided) if fresh.divided else run
+
+
+def _taking_parts(run: CompiledFunction, count: int, divided: Mapping[int, int]) -> CompiledFunction:
+    """Pass `argument // m` where the code was compiled to take k of a size `m*k`."""
+    parameters = ", ".join(f"a{index}" for index in range(count))
+    passed = ", ".join(f"a{index} // {divided[index]}" if index in divided else f"a{index}" for index in range(count))
+    adapted: CompiledFunction = eval(f"lambda {parameters}: run({passed})", {"run": run})
+    return adapted
+
+
+def stand_ins(graph: CapturedGraph, args: Sequence[Any], values: Mapping[sympy.Symbol, int]) -> list[Any]:
+    """Arguments like `args` with other sizes, without memory: fake tensors for all that depends on `values`.
+
+    For compiling before any call has such sizes.  Raises `CannotLower` for inputs that cannot be made up (views).
+    """
+    made: list[Any] = []
+    mode = _compat.FakeTensorMode()
+
+    def number(expr: Any) -> int:
+        return int(expr.xreplace(values)) if isinstance(expr, sympy.Basic) else int(expr)
+
+    for entry, arg in zip(graph.inputs, args, strict=True):
+        if entry.expr is not None:
+            free = entry.expr.free_symbols
+            made.append(number(entry.expr) if free <= set(values) else arg)
+        elif entry.layout is not None and _depends(entry.layout.size, entry.layout.stride, entry.layout.offset):
+            if arg._is_view() or type(arg) not in (torch.Tensor, torch.nn.Parameter):
+                raise CannotLower(f"input {entry.name} cannot be made up for other sizes (a view, or a subclass)")
+            size, stride = [number(expr) for expr in entry.layout.size], [number(expr) for expr in entry.layout.stride]
+            with mode:
+                made.append(
+                    torch.empty_strided(
+                        size, stride, dtype=arg.dtype, device=arg.device, requires_grad=arg.requires_grad
+                    )
+                )
+        else:
+            made.append(arg)
+    return made
+
+
+def _depends(size: Sequence[Any], stride: Sequence[Any], offset: Any) -> bool:
+    return any(isinstance(expr, sympy.Basic) and expr.free_symbols for expr in (*size, *stride, offset))

@@ -1,0 +1,383 @@
+"""One Dynamo graph and its variants.
+
+A `Region` owns the captured graph, one `Variant` per declared condition and the generic one.  A call whose variant is
+ready goes through generated code alone (`dispatch`); any other comes to `missed`, which compiles, or falls back to the
+next safer form: variant, generic, the graph run eagerly.
+
+Locks: `Variant.lock` while compiling; `_publish_lock` for `_ready`, whose entries are replaced whole, so that generated
+code reads them without a lock.  The dispatcher keeps its region alive, not the other way round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from multigraph_backend import _compat, declared, dispatch, lowering, naming, trace
+from multigraph_backend.background import describe
+from multigraph_backend.capture import CapturedGraph, NamedSize
+from multigraph_backend.compile_state import CompileState
+from multigraph_backend.conditions import AddedCondition
+from multigraph_backend.dispatch import Ready, Rule
+from multigraph_backend.facts import Facts
+from multigraph_backend.fresh_inputs import CannotLower
+from multigraph_backend.lowering import Lowered
+from multigraph_backend.options import Options
+from multigraph_backend.user_code import UserCode
+from multigraph_backend.variant import Form, Variant
+
+log = logging.getLogger(__name__)
+
+live: weakref.WeakSet[Region] = weakref.WeakSet()
+_serials = itertools.count()
+
+_NO_COMPILE_STANCES = ("eager_on_recompile", "fail_on_recompile", "force_eager")
+
+_NOT_READY: Ready = (lambda args: False, lambda: None, None)
+
+
+class VariantFailed(RuntimeError):
+    """A compile failed and the user asked to hear of it (`on_failure="raise"`)."""
+
+
+class WrongOutputs(RuntimeError):
+    """Compiled code returned something else than what the graph returns."""
+
+
+class Region:
+    """See the module's text.  `dispatcher()` makes what Dynamo calls."""
+
+    def __init__(self, graph: CapturedGraph, options: Options, state: CompileState, name: str | None = None) -> None:
+        self.serial = next(_serials)
+        self.options = options
+        self.name = name
+        self.code: UserCode = graph.code
+        self.sizes = {size: str(entry.expr) for size, entry in graph.sizes.items()}
+        self.argument_names = _argument_names(graph)
+        self._graph = graph
+        self._state = state
+        if options.on_failure == "raise" and not graph.code.resumed:
+            _refuse_unknown_names(graph, options)
+        conditions, notes = declared.resolve(graph, options.specialize)
+        self.notes = list(dict.fromkeys([*graph.notes, *notes]))
+        self.variants = [Variant(number, condition) for number, condition in enumerate(conditions)]
+        self.generic = Variant(len(conditions), None)
+        self.plan, self._checks = _plan(graph, self.variants, self.generic.number)
+        self._ready: list[Ready] = [_NOT_READY] * (len(conditions) + 1)
+        self._publish_lock = threading.Lock()
+        self._all_pending = options.compile == "eager"
+        trace.count("regions")
+        live.add(self)
+        for note in self.notes:
+            trace.warn_once(f"{self.code}: {note}", "%s: %s", self.code, note)
+
+    def dispatcher(self) -> Callable[..., Any]:
+        """The function that runs a call: same arguments as the graph, same outputs."""
+        return dispatch.install(self.plan, self._ready, self.missed, self._checks)
+
+    # ---------------------------------------------------------------- a call that generated code could not run
+
+    def missed(self, target: int, args: tuple[Any, ...]) -> Any:
+        """Run a call whose variant is not ready, or whose forms do not hold for it."""
+        if self._all_pending:
+            self._all_pending = False
+            self._compile_all(args)
+        variant = self._variant(target)
+        for candidate in (variant,) if variant.generic else (variant, self.generic):
+            form = self._form_for(candidate, args)
+            if form is None:
+                continue
+            if form.proven:
+                candidate.tick()
+                return form.lowered.run(*args)
+            return self._first_run(candidate, form, args)
+        stance = _stance()
+        if stance == "fail_on_recompile":
+            raise RuntimeError(
+                f"{self.code}: no compiled form fits this call of {variant.text}, and torch.compiler.set_stance is "
+                "'fail_on_recompile'; call it once under the default stance, or use 'eager_on_recompile'"
+            )
+        why = f"stance {stance!r}" if stance in _NO_COMPILE_STANCES else self.generic.reason
+        return self._run_eagerly(args, why or "no form may be compiled")
+
+    def _variant(self, target: int) -> Variant:
+        return self.variants[target] if target < len(self.variants) else self.generic
+
+    def _form_for(self, variant: Variant, args: Sequence[Any]) -> Form | None:
+        """A form that holds for `args`, compiled now if it must and may be; one compile at a time per variant."""
+        form = variant.fitting(args)
+        if form is not None or not variant.may_compile() or _stance() in _NO_COMPILE_STANCES:
+            return form
+        limit = self.options.compile_timeout
+        if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
+            entered = variant.lock.acquire(blocking=False)
+        else:
+            entered = variant.lock.acquire(timeout=-1 if limit is None else limit + 5)
+        if not entered:
+            return None
+        try:
+            form = variant.fitting(args)
+            if form is None and variant.may_compile():
+                form = self._compile(variant, args)
+        finally:
+            variant.lock.release()
+        return form
+
+    def _compile(self, variant: Variant, args: Sequence[Any]) -> Form | None:
+        """Compile a form of `variant` for `args`; the caller holds its lock."""
+        pinned: dict[sympy.Symbol, int] = {}
+        if variant.condition is not None:
+            pinned = declared.exact_values(variant.condition, self._graph.values(args))
+            size = variant.condition.check_size
+            if size is not None:
+                value = size.location.read(args)
+                if variant.exact is not None and variant.exact != value:
+                    return None
+                variant.exact = value
+        log.info("%s: compiling %s", self.code, variant.text)
+        try:
+            lowered = lowering.lower(self._graph, variant.facts, args, self.options, self._state, pinned)
+        except Exception as error:
+            self._failed(variant, error)
+            return None
+        form = Form(lowered)
+        variant.add(form)
+        log.info("%s: compiled %s in %.2f s", self.code, variant.text, lowered.seconds)
+        return form
+
+    def _failed(self, variant: Variant, error: BaseException) -> None:
+        variant.fail(error)
+        trace.warn_once(
+            f"{self.code}: {variant.text} failed",
+            "%s: %s could not be compiled; calls run %s instead. %s",
+            self.code,
+            variant.text,
+            "eagerly" if variant.generic else "generic",
+            _remedy(error),
+        )
+        log.debug("%s", variant.details)
+        if self.options.on_failure == "raise":
+            raise VariantFailed(f"{self.code}: {variant.text} could not be compiled: {describe(error)}") from error
+
+    def _first_run(self, variant: Variant, form: Form, args: Sequence[Any]) -> Any:
+        """The first call of new code: its outputs are checked for structure, and an error is held against eager."""
+        problem: Exception
+        try:
+            outputs = form.lowered.run(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self._graph.mutates_inputs:  # the inputs may have changed: nothing can be run again
+                raise
+            outputs = self._run_eagerly(args, "the first run of new code raised")  # raises the program's own error
+            problem = error
+        else:
+            wrong = self._wrong_outputs(outputs)
+            if wrong is None:
+                form.proven = True
+                self._publish(variant)
+                variant.tick()
+                return outputs
+            problem = WrongOutputs(wrong)
+            if self._graph.mutates_inputs:
+                variant.drop(form, problem)
+                raise WrongOutputs(
+                    f"{self.code}: {variant.text}: {wrong}; the graph mutates its inputs, so it cannot be run again"
+                )
+            outputs = self._run_eagerly(args, wrong)
+        variant.drop(form, problem)
+        self._publish(variant)
+        trace.warn_once(
+            f"{self.code}: {variant.text} wrong",
+            "%s: the compiled %s was dropped: %s",
+            self.code,
+            variant.text,
+            variant.reason,
+        )
+        if self.options.on_failure == "raise":
+            raise VariantFailed(f"{self.code}: the compiled {variant.text} is wrong: {variant.reason}") from problem
+        return outputs
+
+    def _wrong_outputs(self, outputs: Any) -> str | None:
+        """What is wrong with the structure of `outputs`, None if nothing is."""
+        expected = self._graph.outputs
+        if not isinstance(outputs, tuple | list):
+            return f"it returned {type(outputs).__name__}, not a tuple of {len(expected)} outputs"
+        if len(outputs) != len(expected):
+            return f"it returned {len(outputs)} outputs where the graph has {len(expected)}"
+        for index, (kind, value) in enumerate(zip(expected, outputs, strict=True)):
+            if kind == "tensor" and not isinstance(value, torch.Tensor):
+                return f"output {index} is {type(value).__name__}, not a tensor"
+        return None
+
+    def _run_eagerly(self, args: Sequence[Any], why: str) -> Any:
+        trace.count("eager_calls")
+        trace.warn_once(f"{self.code}: eager", "%s: runs eagerly: %s", self.code, why)
+        return self._graph.module(*args)
+
+    # ---------------------------------------------------------------- publishing
+
+    def _publish(self, variant: Variant) -> None:
+        """Let generated code run the proven forms of `variant` without coming here."""
+        with self._publish_lock:
+            forms = [form.lowered for form in variant.forms if form.proven]
+            if not forms:
+                self._ready[variant.number] = _NOT_READY
+            elif len(forms) == 1:
+                self._ready[variant.number] = (forms[0].condition.check, variant.tick, forms[0].run)
+            else:
+                self._ready[variant.number] = (None, lambda: None, self._chooser(variant, forms))
+
+    def _chooser(self, variant: Variant, forms: Sequence[Lowered]) -> Callable[..., Any]:
+        pairs = tuple((form.condition.check, form.run) for form in forms)
+        number, tick, missed = variant.number, variant.tick, weakref.WeakMethod(self.missed)
+
+        def choose(*args: Any) -> Any:
+            for check, run in pairs:
+                if check is None or check(args):
+                    tick()
+                    return run(*args)
+            region_missed = missed()
+            assert region_missed is not None  # the dispatcher that called keeps the region
+            return region_missed(number, args)
+
+        return choose
+
+    # ---------------------------------------------------------------- compile="eager"
+
+    def _compile_all(self, args: Sequence[Any]) -> None:
+        """Compile every declared variant and generic now, for sizes that fit each, made up from `args`."""
+        for variant in (*self.variants, self.generic):
+            condition = variant.condition
+            if condition is not None and (condition.never is not None or condition.check is not None):
+                continue
+            values = self._graph.values(args)
+            for symbol, facts in variant.facts.items():
+                values[symbol] = _example(facts, values[symbol])
+            try:
+                made = lowering.stand_ins(self._graph, args, values)
+            except CannotLower as error:
+                log.info("%s: %s stays lazy: %s", self.code, variant.text, error)
+                continue
+            self._form_for(variant, made)
+
+
+def compiled_at_once(
+    run: Callable[..., Any], code: UserCode, options: Options, seconds: float, reason: str
+) -> Callable[..., Any]:
+    """The dispatcher of a graph that cannot be compiled late: one generic form, covered by Dynamo's own guards."""
+    region = Region.__new__(Region)
+    region.serial = next(_serials)
+    region.options, region.name, region.code, region.sizes = options, None, code, {}
+    region.argument_names = {}
+    region.notes = [f"compiled at once, without variants: {reason}"]
+    region.variants, region.generic = [], Variant(0, None)
+    region.generic.add(Form(Lowered(run, AddedCondition("True", None), seconds), proven=True))
+    region.plan, region._checks = dispatch.plan((), (), 0), {}
+    region._ready, region._publish_lock, region._all_pending = [_NOT_READY], threading.Lock(), False
+    region._publish(region.generic)
+    trace.count("regions")
+    live.add(region)
+    trace.warn_once(f"{code}: {reason}", "%s: %s", code, region.notes[0])
+    return region.dispatcher()
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _stance() -> str:
+    return "default" if _compat.missing("stances") else _compat.stance()
+
+
+def _argument_names(graph: CapturedGraph) -> dict[str, str]:
+    """Argument text in conditions -> the user's name of that size or integer."""
+    names = {size.location.code(): name for name, size in graph.sizes.items()}
+    for name, size in graph.sizes.items():
+        info = graph.symbols.get(size.expr) if isinstance(size.expr, sympy.Symbol) else None
+        if info is not None and info.location is not None:
+            names.setdefault(info.location.code(), name)
+    for index, entry in enumerate(graph.inputs):
+        if entry.layout is not None:
+            traced = naming.input_name(_compat.source_name(entry.layout.source))
+            names.setdefault(f"a[{index}]", graph.code.known_as(traced))
+    return names
+
+
+def _refuse_unknown_names(graph: CapturedGraph, options: Options) -> None:
+    for predicate in options.specialize:
+        for name in predicate.names:
+            if graph.find(name) is None:
+                raise declared.UnknownName(declared.unknown_name(graph, name))
+
+
+def _plan(
+    graph: CapturedGraph, variants: Sequence[Variant], generic: int
+) -> tuple[dispatch.Plan, dict[str, Callable[[int], bool]]]:
+    """Rules of the variants that can match, over columns of argument text."""
+    columns: dict[str, int] = {}
+    rules = []
+    checks: dict[str, Callable[[int], bool]] = {}
+
+    def column(size: NamedSize) -> int:
+        info = graph.symbols.get(size.expr) if isinstance(size.expr, sympy.Symbol) else None
+        location = info.location if info is not None and info.location is not None else size.location
+        return columns.setdefault(location.code(), len(columns))
+
+    for variant in variants:
+        condition = variant.condition
+        if condition is None or condition.never is not None:
+            continue
+        terms: dict[int, Facts] = {}
+        for size, facts in condition.terms:
+            at = column(size)
+            terms[at] = terms[at].intersect(facts) if at in terms else facts
+        if condition.check is not None and condition.check_size is not None:
+            name = f"check{variant.number}"
+            checks[name] = _asking(variant, condition.check)
+            rules.append(Rule(variant.number, tuple(terms.items()), name, column(condition.check_size)))
+        else:
+            rules.append(Rule(variant.number, tuple(terms.items())))
+    return dispatch.plan(tuple(columns), rules, generic), checks
+
+
+def _asking(variant: Variant, check: Callable[[int], object]) -> Callable[[int], bool]:
+    """The opaque check as dispatch asks it: once code exists for one value, that value only; an error is a no."""
+    text = variant.text
+
+    def ask(value: int) -> bool:
+        if variant.exact is not None and value != variant.exact:
+            return False
+        try:
+            return bool(check(value))
+        except Exception as error:
+            trace.warn_once(f"{text} raised", "%s raised, taken as no match: %s", text, describe(error))
+            return False
+
+    return ask
+
+
+def _example(facts: Facts, near: int) -> int:
+    """An integer that satisfies `facts`, close to `near` where that is possible."""
+    if facts.values is not None:
+        return facts.values[0]
+    value = near if facts.min is None else max(near, facts.min)
+    value = value if facts.max is None else min(value, facts.max)
+    down = value // facts.multiple_of * facts.multiple_of
+    return down if facts.holds(down) and down > 1 else down + facts.multiple_of
+
+
+def _remedy(error: BaseException) -> str:
+    """The error in one line, and what the user can do where that is known."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if type(cause).__name__ == "InvalidCxxCompiler":
+            return "Inductor's CPU code needs a C++ compiler and none was found: install g++ or clang, or set CXX"
+        cause = cause.__cause__ or cause.__context__
+    return describe(error)

@@ -1,0 +1,122 @@
+"""The life of one variant: declared, compiling, ready, failed.
+
+A variant is one condition of the user, or the generic graph that serves when none matches.  Its code exists in
+*forms*: a compile may come to rely on more than was declared (Inductor on the CPU splits a reduction at 4096 elements),
+and where the declared condition holds but no form's own condition does, a further form is compiled.
+
+Invariants: one compile at a time per variant, however many threads ask; a form runs only where its condition holds;
+a failure leaves a reason and a time before which nobody tries again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+
+from multigraph_backend import trace
+from multigraph_backend.background import describe
+from multigraph_backend.declared import Condition
+from multigraph_backend.lowering import Lowered
+
+State = Literal["declared", "compiling", "ready", "failed", "inactive"]
+
+MOST_FORMS = 4  # of one condition; then generic serves what is left
+MOST_GENERIC_FORMS = 64
+_FIRST_RETRY = 60.0  # seconds after a failure before another try, doubled each time
+
+
+@dataclass
+class Form:
+    """Compiled code and where it is right.  `proven` once a call's outputs had the expected structure."""
+
+    lowered: Lowered
+    proven: bool = False
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        return self.lowered.condition.holds(args)
+
+
+class Variant:
+    """One condition (None: generic) of a region and its compiled forms.
+
+    `lock` is held by the one thread that compiles; forms are only appended or removed under it.
+    """
+
+    def __init__(self, number: int, condition: Condition | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.number = number
+        self.condition = condition
+        self.forms: tuple[Form, ...] = ()
+        self.lock = threading.Lock()
+        self.failures = 0
+        self.reason: str | None = condition.never if condition is not None else None
+        self.details: str | None = None  # the whole traceback of the last failure, as text: no frame is kept alive
+        self.compile_seconds = 0.0
+        self.exact: int | None = None  # the one value that an opaque condition is compiled for
+        self._retry_at = 0.0
+        self._clock = clock
+        self._calls = trace.call_counter("generic_calls" if condition is None else "variant_calls", self)
+
+    @property
+    def generic(self) -> bool:
+        return self.condition is None
+
+    @property
+    def text(self) -> str:
+        return "generic" if self.condition is None else self.condition.text
+
+    @property
+    def tick(self) -> Callable[[], int]:
+        return self._calls.tick
+
+    @property
+    def calls(self) -> int:
+        return self._calls.value
+
+    @property
+    def state(self) -> State:
+        if self.condition is not None and self.condition.never is not None:
+            return "inactive"
+        if self.lock.locked():
+            return "compiling"
+        if self.forms:
+            return "ready"
+        return "failed" if self.failures else "declared"
+
+    @property
+    def facts(self) -> Mapping[sympy.Symbol, Any]:
+        return {} if self.condition is None else self.condition.facts
+
+    def fitting(self, args: Sequence[Any]) -> Form | None:
+        """The first form whose condition holds."""
+        return next((form for form in self.forms if form.holds(args)), None)
+
+    def may_compile(self) -> bool:
+        """Whether another form may be compiled now: not too many of them, and not too soon after a failure."""
+        if len(self.forms) >= (MOST_GENERIC_FORMS if self.generic else MOST_FORMS):
+            return False
+        return self.failures == 0 or self._clock() >= self._retry_at
+
+    def add(self, form: Form) -> None:
+        self.forms = (*self.forms, form)
+        self.compile_seconds += form.lowered.seconds
+        self.failures = 0
+        self.reason = self.details = None
+        trace.count("generic_compiled" if self.generic else "variants_compiled")
+
+    def drop(self, form: Form, error: BaseException) -> None:
+        """A form turned out wrong on its first call."""
+        self.forms = tuple(entry for entry in self.forms if entry is not form)
+        self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        self.failures += 1
+        self.reason = describe(error)
+        self.details = "".join(traceback.format_exception(error))
+        self._retry_at = self._clock() + _FIRST_RETRY * 2 ** (self.failures - 1)
+        trace.count("failures")
