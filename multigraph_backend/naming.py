@@ -11,6 +11,7 @@ import re
 
 _LOCAL = re.compile(r"^[LG]\[(['\"])(.+?)\1\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([A-Za-z_]\w*)\1\]")
+_NUMPY = re.compile(r"^___from_numpy\((.*)\)$")
 _QUOTED = re.compile(r'\["([^"\']*)"\]')
 
 
@@ -19,7 +20,8 @@ def input_name(source_name: str) -> str:
 
     What is no local or global (a constant, a name made by torch) stays as it is.
     """
-    name = _LOCAL.sub(lambda match: match.group(2), source_name)
+    name = _NUMPY.sub(r"\1", source_name)
+    name = _LOCAL.sub(lambda match: match.group(2), name)
     name = _MEMBER.sub(lambda match: f".{match.group(2)}", name)
     return _QUOTED.sub(r"['\1']", name)
 

@@ -1,0 +1,15 @@
+"""Every test starts from nothing compiled and nothing counted."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _fresh_start() -> None:
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    if "multigraph_backend.trace" in sys.modules:
+        sys.modules["multigraph_backend.trace"].reset_stats()

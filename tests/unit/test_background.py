@@ -1,0 +1,108 @@
+"""A compile has its own thread, its own state and a time limit; one that hangs takes nothing with it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.background import CompileTimeout, compile_within, describe
+
+seen: contextvars.ContextVar[str] = contextvars.ContextVar("seen", default="nothing")
+
+
+def here() -> contextvars.Context:
+    return contextvars.copy_context()
+
+
+def test_the_result_and_the_errors_of_a_compile_reach_the_caller() -> None:
+    assert compile_within(None, lambda process_wide: 42, here()) == 42
+
+    def fails(process_wide: contextlib.ExitStack) -> None:
+        raise ValueError("no such kernel")
+
+    with pytest.raises(ValueError, match="no such kernel"):
+        compile_within(10, fails, here())
+
+
+def test_a_compile_runs_in_another_thread_under_the_compile_lock_and_in_the_given_context() -> None:
+    caller = threading.get_ident()
+
+    def compile(process_wide: contextlib.ExitStack) -> tuple[bool, bool, str]:
+        return threading.get_ident() != caller, _compat.owns_compile_lock(), seen.get()
+
+    context = here()
+    context.run(seen.set, "the first compile's")
+    assert compile_within(10, compile, context) == (True, True, "the first compile's")
+    assert seen.get() == "nothing"
+
+
+def test_inside_a_compile_of_dynamo_no_other_thread_is_waited_for() -> None:
+    caller = threading.get_ident()
+    with _compat.compile_lock:
+        assert compile_within(10, lambda process_wide: threading.get_ident(), here()) == caller
+
+
+@pytest.mark.parametrize("hang", [lambda: time.sleep(30), threading.Event().wait], ids=["sleep", "wait"])
+def test_a_compile_that_never_ends_is_given_up_and_its_lock_and_changes_with_it(hang: object) -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def change() -> Iterator[None]:
+        events.append("changed")
+        yield
+        events.append("undone")
+
+    def compile(process_wide: contextlib.ExitStack) -> None:
+        process_wide.enter_context(change())
+        hang()  # type: ignore[operator]
+
+    started = time.monotonic()
+    with pytest.raises(CompileTimeout, match="longer than 0.2 s"):
+        compile_within(0.2, compile, here())
+    assert time.monotonic() - started < 10
+    assert events == ["changed", "undone"]
+    assert compile_within(10, lambda process_wide: "next", here()) == "next"
+    torch._dynamo.reset()  # takes the compile lock itself
+
+
+def test_a_compile_in_python_is_stopped_for_good() -> None:
+    stopped = threading.Event()
+
+    def compile(process_wide: contextlib.ExitStack) -> None:
+        try:
+            while True:
+                time.sleep(0.001)
+        finally:
+            stopped.set()
+
+    with pytest.raises(CompileTimeout):
+        compile_within(0.1, compile, here())
+    assert stopped.wait(5)
+
+
+def test_waiting_for_another_compile_does_not_count_against_the_limit() -> None:
+    begun, results = threading.Event(), []
+
+    def slow(process_wide: contextlib.ExitStack) -> str:
+        begun.set()
+        time.sleep(0.6)
+        return "slow"
+
+    first = threading.Thread(target=lambda: results.append(compile_within(10, slow, here())))
+    first.start()
+    begun.wait()
+    results.append(compile_within(0.3, lambda process_wide: "quick", here()))
+    first.join()
+    assert sorted(results) == ["quick", "slow"]
+
+
+def test_an_error_is_described_in_one_line() -> None:
+    assert describe(ValueError("first\nsecond")) == "ValueError: first"
+    assert describe(KeyError()) == "KeyError"
