@@ -126,6 +126,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("functorch_config", "torch._functorch", "config",
            shape=("patch", "get_config_copy", "force_non_lazy_backward_lowering", "enable_autograd_cache")),
         _S("compiler_config", "torch.compiler", "config", shape=("patch", "cache_key_tag")),
+        _S("TensorifyState", "torch._dynamo.symbolic_convert", "TensorifyState", shape=("force_specializations",)),
+        _S("TensorifyScalarRestartAnalysis", "torch._dynamo.exc", "TensorifyScalarRestartAnalysis"),
         # compilers
         _S("compile_fx", "torch._inductor.compile_fx", "compile_fx",
            shape=("model_", "example_inputs_", "config_patches", "ignore_shape_env")),
@@ -221,6 +223,23 @@ def take_over_compile_lock() -> None:
     """
     with contextlib.suppress(RuntimeError):
         __getattr__("compile_lock")._release_save()
+
+
+@contextlib.contextmanager
+def own_float_specializations() -> Iterator[None]:
+    """Keep what this compile finds out about Python floats from other compiles, and theirs from it.
+
+    The pass that turns floats into tensors notes by symbol name, process-wide, which floats it could not turn, for
+    Dynamo to trace them anew as constants; noted names are then specialized without a word.
+    """
+    noted: set[str] = __getattr__("TensorifyState").force_specializations
+    before = set(noted)
+    noted.clear()
+    try:
+        yield
+    finally:
+        noted.clear()
+        noted.update(before)
 
 
 def inductor_config_names() -> Mapping[str, object]:

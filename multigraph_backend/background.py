@@ -103,6 +103,8 @@ def compile_within(
             raise
     if isinstance(job.error, _Overdue) or not job.finished.is_set():
         raise CompileTimeout(f"the compile took longer than {seconds:g} s and was given up")
+    if isinstance(job.error, SystemExit):
+        raise RuntimeError("the compiler tried to end the process") from job.error
     if job.error is not None:
         raise job.error
     return job.result  # type: ignore[return-value]

@@ -112,12 +112,10 @@ class NamedSize:
 
 @dataclass(frozen=True)
 class Mark:
-    """One entry of a stock `specialize_on`: the size's name, the user's callable, the size over symbols if known."""
+    """One entry of a stock `specialize_on`: the size's name and the user's callable."""
 
     name: str
     check: Callable[[int], object]
-    index: int | None
-    dim: int
 
 
 @dataclass
@@ -136,6 +134,12 @@ class CapturedGraph:
     outputs: tuple[str, ...]  # "tensor" or "other", in order
     code: UserCode
     notes: list[str] = field(default_factory=list)
+    floats_are_constants: bool = False  # set by the first compile that cannot keep them apart from their values
+
+    @property
+    def floats(self) -> list[sympy.Symbol]:
+        """Symbols of Python floats."""
+        return [symbol for symbol, info in self.symbols.items() if info.is_float and info.location is not None]
 
     def copy_module(self) -> torch.fx.GraphModule:
         return _copy_structure(self.module)
@@ -198,6 +202,38 @@ def _forget_tracer(gm: torch.fx.GraphModule) -> None:
                 node.meta["example_value"] = None  # AOTAutogradCache asks only whether the key is there
 
 
+def write_known_items(module: torch.fx.GraphModule, inputs: Sequence[Input], translate: Callable[[Any], Any]) -> None:
+    """Put Python floats that are known constants into the graph as numbers.
+
+    Dynamo passes a float as a 0-dim tensor and takes its item; once the value is guarded on, no symbol is left.
+    `translate` gives an expression over Dynamo's symbols as it is known now.
+    """
+    for node, entry in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if entry.layout is None or entry.layout.size:
+            continue
+        values = [
+            value
+            for name, expr in entry.layout.memo.items()
+            if not name.endswith("storage_offset()")
+            and (not isinstance(value := translate(expr), sympy.Basic) or value.is_number)
+        ]
+        items = [user for user in node.users if user.op == "call_method" and user.target == "item"]
+        if len(values) != 1 or not items:
+            continue
+        (value,) = values
+        for item in items:
+            replace_with_number(item, int(value) if getattr(value, "is_Integer", False) else float(value))
+            module.graph.erase_node(item)
+    module.recompile()
+
+
+def replace_with_number(node: torch.fx.Node, number: int | float) -> None:
+    """Let every user of `node` take a literal instead."""
+    for user in list(node.users):
+        user.args = torch.fx.node.map_arg(user.args, lambda arg: number if arg is node else arg)
+        user.kwargs = torch.fx.node.map_arg(user.kwargs, lambda arg: number if arg is node else arg)
+
+
 # ---------------------------------------------------------------- capture
 
 
@@ -222,7 +258,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
             continue
         if expr.free_symbols <= set(symbols):
             guards.append(expr)
-    sizes, traced_names = _name_sizes(inputs, code)
+    sizes, traced_names = _name_sizes(inputs, symbols, shape_env, code)
     mutates = any(
         isinstance(value := node.meta.get("example_value"), torch.Tensor) and value._version for node in placeholders
     )
@@ -231,6 +267,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         gm._param_name_to_source = {}  # type: ignore[assignment]
     module = _copy_structure(gm)
     _forget_tracer(module)
+    write_known_items(module, inputs, lambda expr: expr)
     module.meta = {key: value for key, value in gm.meta.items() if key in _KEPT_META}
     return CapturedGraph(
         module=module,
@@ -240,7 +277,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         shape_env_settings=dataclasses.asdict(shape_env.settings),
         sizes=sizes,
         traced_names=traced_names,
-        marks=_marks(shape_env, inputs, code),
+        marks=_marks(shape_env, code),
         mutates_inputs=mutates,
         outputs=outputs,
         code=code,
@@ -338,9 +375,13 @@ def _locate_symbols(inputs: Sequence[Input], shape_env: Any) -> dict[sympy.Symbo
     return found
 
 
-def _name_sizes(inputs: Sequence[Input], code: UserCode) -> tuple[dict[str, NamedSize], dict[str, str]]:
+def _name_sizes(
+    inputs: Sequence[Input], symbols: Mapping[sympy.Symbol, SymbolInfo], shape_env: Any, code: UserCode
+) -> tuple[dict[str, NamedSize], dict[str, str]]:
+    """Sizes of the graph's tensors, its integers, and sizes of tensors that it takes only as a number."""
     sizes: dict[str, NamedSize] = {}
     traced_names: dict[str, str] = {}
+    named: dict[str, NamedSize] = {}
     for index, entry in enumerate(inputs):
         if entry.layout is not None and not entry.static:
             source = _compat.source_name(entry.layout.source)
@@ -353,25 +394,30 @@ def _name_sizes(inputs: Sequence[Input], code: UserCode) -> tuple[dict[str, Name
             found = {name: NamedSize(entry.expr, Location("arg", index))}
         else:
             continue
-        for traced, size in found.items():
-            name = code.known_as(traced)
-            sizes.setdefault(name, size)
-            if name != traced:
-                traced_names[traced] = name
+        named.update(found)
+    for symbol, sources in shape_env.var_to_sources.items():
+        info = symbols.get(shape_env.replace(symbol))
+        if info is None or info.location is None:
+            continue
+        for source in sources:
+            if isinstance(source, _compat.TensorPropertySource) and source.prop is _compat.TensorProperty.SIZE:
+                name = naming.size_name(_compat.source_name(source.base), source.idx)
+                if "._base" not in name:  # the tensor that a view looks into is no input
+                    named.setdefault(name, NamedSize(shape_env.replace(symbol), info.location))
+    for traced, size in named.items():
+        name = code.known_as(traced)
+        sizes.setdefault(name, size)
+        if name != traced:
+            traced_names[traced] = name
     return sizes, traced_names
 
 
-def _marks(shape_env: Any, inputs: Sequence[Input], code: UserCode) -> tuple[Mark, ...]:
-    """The stock marks in their order.  A size that the graph does not take has no index."""
-    positions = {
-        _compat.source_name(entry.layout.source): index
-        for index, entry in enumerate(inputs)
-        if entry.layout is not None
-    }
+def _marks(shape_env: Any, code: UserCode) -> tuple[Mark, ...]:
+    """The stock marks in their order."""
     marks = []
     for entry in shape_env.specializations:
         base, dim = _compat.source_name(entry.source.base), entry.source.idx
-        marks.append(Mark(code.known_as(naming.size_name(base, dim)), entry.check_fn, positions.get(base), dim))
+        marks.append(Mark(code.known_as(naming.size_name(base, dim)), entry.check_fn))
     return tuple(marks)
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.aliasing import overlapping, shared_storages, user_tensors
 from multigraph_backend.capture import CapturedGraph
 from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
 
@@ -39,7 +39,7 @@ def added_condition(
     fresh: FreshInputs,
     aot_guards: Sequence[Any],
     args: Sequence[Any],
-    pinned: Mapping[sympy.Symbol, int],
+    pinned: Mapping[sympy.Symbol, int | float],
 ) -> AddedCondition:
     """The condition of a compile that has just ended; `pinned` symbols were fixed though nothing was declared so.
 
@@ -49,16 +49,16 @@ def added_condition(
     code = " and ".join(dict.fromkeys(parts))
     if not code:
         return AddedCondition("True", None)
-    namespace = {**_compat.SYMPY_INTERP, "overlapping": _overlapping, "shared_storages": shared_storages}
+    namespace = {**_compat.SYMPY_INTERP, "overlapping": overlapping, "shared_storages": shared_storages}
     check = eval(f"lambda a: {code}", namespace)  # printed by sympy from guards, never from user text
     if not check(args):
         raise CannotLower(f"the compile assumed what does not hold for its own inputs: {code}")
     return AddedCondition(code, check)
 
 
-def _pinned_parts(graph: CapturedGraph, pinned: Mapping[sympy.Symbol, int]) -> list[str]:
+def _pinned_parts(graph: CapturedGraph, pinned: Mapping[sympy.Symbol, int | float]) -> list[str]:
     locations = {symbol: graph.symbols[symbol].location for symbol in pinned}
-    return [f"{where.code()} == {pinned[symbol]}" for symbol, where in locations.items() if where is not None]
+    return [f"{where.code()} == {pinned[symbol]!r}" for symbol, where in locations.items() if where is not None]
 
 
 def _shape_parts(fresh: FreshInputs) -> list[str]:
@@ -114,21 +114,3 @@ def _aliasing_parts(graph: CapturedGraph, aot_guards: Sequence[Any], args: Seque
 
 def _tuple_code(indices: Sequence[int]) -> str:
     return "(" + "".join(f"a[{index}], " for index in indices) + ")"
-
-
-def user_tensors(graph: CapturedGraph) -> list[int]:
-    """Positions of the tensor inputs that are no parameters or buffers."""
-    return [index for index, entry in enumerate(graph.inputs) if entry.layout is not None and not entry.static]
-
-
-def _overlapping(over: Sequence[torch.Tensor], apart: Sequence[torch.Tensor]) -> bool:
-    found = _compat.compute_overlapping_tensors([*over, *apart], symbolic=False)
-    return sorted(found) == list(range(len(over)))
-
-
-def shared_storages(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Which of these tensors share a storage: their positions, by group; empty when none does."""
-    groups: dict[int, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)

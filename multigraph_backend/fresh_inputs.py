@@ -23,7 +23,8 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.capture import CapturedGraph, Input
+from multigraph_backend.aliasing import shared_storages, user_tensors
+from multigraph_backend.capture import CapturedGraph, Input, replace_with_number, write_known_items
 from multigraph_backend.predicates import Facts
 
 
@@ -42,6 +43,7 @@ class FreshInputs:
     code_of: dict[sympy.Symbol, str] = field(default_factory=dict)  # Python text of each new symbol over the arguments
     replaced: dict[sympy.Symbol, Any] = field(default_factory=dict)  # Dynamo's symbol -> expression over new ones
     divided: dict[int, int] = field(default_factory=dict)  # argument position -> m: the code takes argument // m
+    sharing: frozenset[int] = frozenset()  # positions of arguments that share memory with another
     known_guards: int = 0  # guards that hold already: Dynamo's and the declared facts
 
     def translate(self, expr: Any) -> Any:
@@ -52,13 +54,17 @@ def build(
     graph: CapturedGraph,
     facts: Mapping[sympy.Symbol, Facts],
     args: Sequence[Any],
+    floats: Mapping[sympy.Symbol, float],
 ) -> FreshInputs:
-    """Fake inputs for `args` under `facts`.
+    """Fake inputs for `args` under `facts`, with the Python floats in `floats` as constants.
 
     Raises `CannotLower` when a guard of Dynamo's trace does not hold under the facts or a size cannot be rebuilt.
     """
     shape_env = _compat.ShapeEnv(**{**graph.shape_env_settings, "duck_shape": False})
     fresh = FreshInputs(shape_env, _compat.FakeTensorMode(shape_env=shape_env), graph.copy_module())
+    tensors = user_tensors(graph)
+    groups = shared_storages([args[index] for index in tensors])
+    fresh.sharing = frozenset(tensors[member] for group in groups for member in group)
     multiples: dict[sympy.Symbol, tuple[int, sympy.Symbol]] = {}
     for symbol, info in graph.symbols.items():
         if info.location is None:
@@ -66,7 +72,10 @@ def build(
         value = info.location.read(args)
         if isinstance(value, torch.SymInt | torch.SymFloat):
             raise CannotLower(f"argument {info.location.index} is symbolic: the call is being traced itself")
-        _replace_symbol(fresh, graph, symbol, value, facts.get(symbol), multiples)
+        if symbol in floats:
+            fresh.replaced[symbol] = sympy.Float(floats[symbol])
+        else:
+            _replace_symbol(fresh, graph, symbol, value, facts.get(symbol), multiples)
     for guard in graph.guards:
         expr = fresh.translate(guard)
         if expr in (sympy.true, True):
@@ -76,6 +85,8 @@ def build(
     fresh.known_guards = len(shape_env.guards)
     for index, (entry, arg) in enumerate(zip(graph.inputs, args, strict=True)):
         fresh.inputs.append(_fresh_input(fresh, index, entry, arg, multiples))
+    if floats:
+        write_known_items(fresh.module, graph.inputs, fresh.translate)
     fresh.module.recompile()
     return fresh
 
@@ -203,7 +214,10 @@ def _fresh_number(
                 fresh.code_of[new] = f"a[{index}]"
                 fresh.known_guards = len(shape_env.guards)
             return number
-        return int(expr) if expr.is_Integer else float(expr)
+        number = int(expr) if expr.is_Integer else float(expr)
+        # a compiler may take a number that is an argument for unknown: the graph says it
+        replace_with_number(fresh.module.graph.find_nodes(op="placeholder")[index], number)
+        return number
     types = _compat.SymT
     if any(_compat.symbol_is_type(symbol, types.UNBACKED_INT) for symbol in expr.free_symbols):
         return shape_env.create_symintnode(expr, hint=None, source=entry.source)
@@ -215,6 +229,11 @@ def _fresh_number(
 def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tensor) -> Any:
     layout = entry.layout
     assert layout is not None
+    offset = fresh.translate(layout.offset)
+    if offset.is_Integer and arg.storage_offset() != int(offset):
+        if index in fresh.sharing:
+            raise CannotLower(f"input {entry.name} shares memory with another and has another offset than traced")
+        arg = twin(arg, tuple(arg.size()), tuple(arg.stride()), int(offset))
     base = arg._base if arg._is_view() else None
     fake = fresh.fake_mode.from_tensor(
         arg, symbolic_context=_symbolic_context(fresh, entry, base), source=layout.source, trace=False
@@ -235,6 +254,22 @@ def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tenso
             if isinstance(expr, sympy.Symbol):
                 fresh.code_of.setdefault(expr, code)
     return fake
+
+
+def twin(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    """A tensor without memory that is like `tensor` but for its layout, and shares memory with nothing.
+
+    Dynamo does not guard on storage offsets, so a later call may come with another one than was traced.
+    """
+    with _compat.FakeTensorMode():
+        made = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+        if offset:
+            whole = torch.empty(
+                offset + made.untyped_storage().nbytes() // made.element_size(), dtype=made.dtype, device=made.device
+            )
+            made = torch.empty(0, dtype=made.dtype, device=made.device)
+            made.set_(whole.untyped_storage(), offset, size, stride)
+        return made.requires_grad_(tensor.requires_grad)
 
 
 def _symbolic_context(fresh: FreshInputs, entry: Input, base: torch.Tensor | None) -> Any:

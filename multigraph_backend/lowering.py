@@ -20,10 +20,11 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, fresh_inputs
+from multigraph_backend.aliasing import shared_storages, user_tensors
 from multigraph_backend.background import compile_within
 from multigraph_backend.capture import CapturedGraph
 from multigraph_backend.compile_state import CompileState
-from multigraph_backend.conditions import AddedCondition, added_condition, shared_storages, user_tensors
+from multigraph_backend.conditions import AddedCondition, added_condition
 from multigraph_backend.facts import Facts
 from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
 from multigraph_backend.options import Options
@@ -59,23 +60,36 @@ def lower(
 
     pinned = pinned or {}
     facts = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
+    tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
+    shared = bool(shared_storages([args[index] for index in user_tensors(graph)]))
 
-    def compile(process_wide: contextlib.ExitStack) -> Lowered:
+    def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float]) -> Lowered:
         started = time.perf_counter()
-        # AOTAutogradCache forgets guards about inputs that alias on a hit, so such a compile goes past it
-        autograd_cache = not shared_storages([args[index] for index in user_tensors(graph)])
-        tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
-        with state.restored(process_wide, tag, autograd_cache):
-            fresh = fresh_inputs.build(graph, facts, args)
+        # AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it
+        autograd_cache = not shared and (bool(floats) or not graph.floats)
+        with state.restored(process_wide, tag, autograd_cache), _compat.own_float_specializations():
+            fresh = fresh_inputs.build(graph, facts, args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
             with _compat.tracing(context):
                 run = _compile(fresh, options)
-            condition = added_condition(graph, fresh, context.guards_context.aotautograd_guards, args, pinned)
-        seconds = time.perf_counter() - started
-        log.debug("compiled %s in %.2f s: facts [%s], condition %s", graph.code, seconds, tag, condition.code)
-        return Lowered(run, condition, seconds)
+            guards = context.guards_context.aotautograd_guards
+            condition = added_condition(graph, fresh, guards, args, {**pinned, **floats})
+        return Lowered(run, condition, time.perf_counter() - started)
 
-    return compile_within(options.compile_timeout, compile, state.context)
+    def compile(process_wide: contextlib.ExitStack) -> Lowered:
+        if not graph.floats_are_constants:
+            try:
+                return attempt(process_wide, {})
+            except _compat.TensorifyScalarRestartAnalysis:
+                # a Python float is used where no tensor can stand for it: Dynamo would trace anew with its value
+                graph.floats_are_constants = True
+                process_wide.close()
+        values = graph.values(args)
+        return attempt(process_wide, {symbol: float(values[symbol]) for symbol in graph.floats})
+
+    lowered = compile_within(options.compile_timeout, compile, state.context)
+    log.debug("%s: facts [%s], condition %s", graph.code, tag, lowered.condition.code)
+    return lowered
 
 
 def _compile(fresh: FreshInputs, options: Options) -> CompiledFunction:
@@ -105,7 +119,6 @@ def stand_ins(graph: CapturedGraph, args: Sequence[Any], values: Mapping[sympy.S
     For compiling before any call has such sizes.  Raises `CannotLower` for inputs that cannot be made up (views).
     """
     made: list[Any] = []
-    mode = _compat.FakeTensorMode()
 
     def number(expr: Any) -> int:
         return int(expr.xreplace(values)) if isinstance(expr, sympy.Basic) else int(expr)
@@ -118,12 +131,7 @@ def stand_ins(graph: CapturedGraph, args: Sequence[Any], values: Mapping[sympy.S
             if arg._is_view() or type(arg) not in (torch.Tensor, torch.nn.Parameter):
                 raise CannotLower(f"input {entry.name} cannot be made up for other sizes (a view, or a subclass)")
             size, stride = [number(expr) for expr in entry.layout.size], [number(expr) for expr in entry.layout.stride]
-            with mode:
-                made.append(
-                    torch.empty_strided(
-                        size, stride, dtype=arg.dtype, device=arg.device, requires_grad=arg.requires_grad
-                    )
-                )
+            made.append(fresh_inputs.twin(arg, size, stride, number(entry.layout.offset)))
         else:
             made.append(arg)
     return made

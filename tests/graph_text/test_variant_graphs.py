@@ -51,10 +51,10 @@ s77: 8
 s27: s27
 l_x_: ['8', 's27']
 l_n_: s86
-rows = ones(s77)
+rows = ones(8)
 sum_1 = sum(l_x_, 1)
 mul = mul(sum_1, rows)
-mul_1 = mul(l_n_, s77)
+mul_1 = mul(l_n_, 8)
 add = add(mul, mul_1)
 
 s77: s33
@@ -75,7 +75,7 @@ l_n_: 5
 rows = ones(s77)
 sum_1 = sum(l_x_, 1)
 mul = mul(sum_1, rows)
-mul_1 = mul(l_n_, s77)
+mul_1 = mul(5, s77)
 add = add(mul, mul_1)
 
 s77: s77

@@ -1,0 +1,17 @@
+"""Tests that need a CUDA device; without one nothing here is collected, so that no run is full of skips."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+if not torch.cuda.is_available():
+    collect_ignore_glob = ["*"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
