@@ -159,16 +159,26 @@ def _choose_in(segment: Segment, values: Sequence[int]) -> int:
 # ---------------------------------------------------------------- source text
 
 
-def source(planned: Plan) -> str:
-    """The text of `dispatch(*a)`; names it uses are bound by `install`."""
-    names = [f"n{index}" for index in range(len(planned.columns))]
-    key = names[0] if len(names) == 1 else f"({', '.join(names)})"
-    opaque = any(isinstance(step, Rule) for step in planned.steps)
+def _column_names(planned: Plan) -> list[str]:
+    return [f"n{index}" for index in range(len(planned.columns))]
+
+
+def find_source(planned: Plan) -> str:
+    """The text of the lookups, one per segment; names they use are bound by `install`."""
+    names = _column_names(planned)
     lines: list[str] = []
     for index, step in enumerate(planned.steps):
         if isinstance(step, Segment):
             lines += _find_source(index, step, names)
-    lines.append("def dispatch(*a):")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def source(planned: Plan) -> str:
+    """The text of `dispatch(*a)`; names it uses are bound by `install`."""
+    names = _column_names(planned)
+    key = names[0] if len(names) == 1 else f"({', '.join(names)})"
+    opaque = any(isinstance(step, Rule) for step in planned.steps)
+    lines = ["def dispatch(*a):"]
     lines += [f"    {name} = {code}" for name, code in zip(names, planned.columns, strict=True)]
     if not planned.steps:
         lines.append(f"    t = {planned.generic}")
@@ -287,26 +297,31 @@ def install(
     `missed(target, args)` runs a call for which `ready[target]` has no code or its condition fails.  Entries of
     `ready` may be replaced at any time.
     """
-    namespace: dict[str, Any] = {
+    lookups: dict[str, Any] = {"bisect_right": bisect_right}
+    calls: dict[str, Any] = {
         "ready": ready,
         "missed": missed,
         "last": [(None, planned.generic)],
         "remember": _remember,
-        "bisect_right": bisect_right,
         **checks,
     }
     opaque = any(isinstance(step, Rule) for step in planned.steps)
     for index, step in enumerate(planned.steps):
         if not isinstance(step, Segment):
             continue
-        namespace[f"known{index}"] = {}
+        calls[f"known{index}"] = {}
         unmatched = NOTHING if opaque else planned.generic
-        namespace[f"otherwise{index}"] = step.always if step.always != NOTHING else unmatched
+        lookups[f"otherwise{index}"] = step.always if step.always != NOTHING else unmatched
         for column, table in step.tables:
-            namespace[f"table{index}_{column}"] = table
+            lookups[f"table{index}_{column}"] = table
         for entry in step.intervals:
-            namespace[f"targets{index}_{entry.column}"] = entry.targets
-            namespace[f"bounds{index}_{entry.column}"] = entry.bounds
-    exec(compile(source(planned), "<multigraph dispatcher>", "exec"), namespace)  # text made above, from integers
-    function: Callable[..., Any] = namespace["dispatch"]
+            lookups[f"targets{index}_{entry.column}"] = entry.targets
+            lookups[f"bounds{index}_{entry.column}"] = entry.bounds
+    # the text is made above, from integers.  Each function is taken out of the namespace that it lives in: without a
+    # cycle, regions end at once with the code that Dynamo drops
+    finds = [f"find{index}" for index, step in enumerate(planned.steps) if isinstance(step, Segment)]
+    exec(compile(find_source(planned), "<multigraph lookups>", "exec"), lookups)
+    calls.update({name: lookups.pop(name) for name in finds})
+    exec(compile(source(planned), "<multigraph dispatcher>", "exec"), calls)
+    function: Callable[..., Any] = calls.pop("dispatch")
     return function

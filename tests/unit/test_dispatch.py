@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,7 +93,7 @@ def test_the_text_for_equalities_and_ranges_looks_up_and_bisects() -> None:
     ]
     planned = dispatch.plan(["a[0]", "a[2].size(1)"], rules, 4)
     assert_expected_inline(
-        dispatch.source(planned),
+        dispatch.find_source(planned) + dispatch.source(planned),
         """\
 def find0(n0, n1):
     best = otherwise0
@@ -137,8 +139,9 @@ def test_the_text_for_an_opaque_check_asks_in_its_place() -> None:
         Rule(1, (), "check1", 0),
         Rule(2, ((0, Facts(multiple_of=16)),)),
     ]
+    planned = dispatch.plan(["a[0]"], rules, 3)
     assert_expected_inline(
-        dispatch.source(dispatch.plan(["a[0]"], rules, 3)),
+        dispatch.find_source(planned) + dispatch.source(planned),
         """\
 def find0(n0):
     best = otherwise0
@@ -201,7 +204,8 @@ def test_the_text_does_not_grow_with_the_number_of_rules(kind: str) -> None:
             for number in range(count)
         ]
         rules = [Rule(number, ((0, entry),)) for number, entry in enumerate(facts)]
-        return dispatch.source(dispatch.plan(["a[0]"], rules, count)).count("\n")
+        planned = dispatch.plan(["a[0]"], rules, count)
+        return (dispatch.find_source(planned) + dispatch.source(planned)).count("\n")
 
     assert lines(1024) == lines(2)
 
@@ -218,6 +222,24 @@ def test_a_call_whose_condition_fails_or_whose_code_is_missing_is_reported_with_
     assert seen == [(0, (5,))]
     ready[0] = (None, lambda: None, lambda *args: "variant")  # published later
     assert call(5) == "variant"
+
+
+def test_a_dispatcher_that_is_dropped_takes_what_it_holds_with_it_at_once() -> None:
+    class Held:
+        def missed(self, target: int, args: tuple[Any, ...]) -> None: ...
+
+    held = Held()
+    rules = [Rule(0, ((0, Facts(multiple_of=3)),)), Rule(1, ((0, Facts(min=2)),), "check1")]
+    never: dispatch.Ready = (lambda args: False, lambda: None, None)
+    call = dispatch.install(dispatch.plan(["a[0]"], rules, 2), [never] * 3, held.missed, {"check1": bool})
+    call(6)
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        del held, call
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_rules_out_of_order_are_refused() -> None:
