@@ -107,7 +107,9 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            feature="names", shape=("current_tx",)),
         _S("FakeTensorMode", "torch._subclasses.fake_tensor", "FakeTensorMode", shape=("shape_env", "from_tensor")),
         _S("FakeTensor", "torch._subclasses.fake_tensor", "FakeTensor"),
-        _S("HigherOrderOperator", "torch._ops", "HigherOrderOperator"),
+        _S("HigherOrderOperator", "torch._ops", "HigherOrderOperator", shape=("name",)),
+        _S("OpOverload", "torch._ops", "OpOverload", shape=("overloadpacket",)),
+        _S("OpOverloadPacket", "torch._ops", "OpOverloadPacket", shape=("overloads",)),
         # the state around a compile
         _S("compile_lock", "torch._dynamo.convert_frame", "compile_lock",
            shape=("acquire", "release", "_is_owned", "_release_save")),

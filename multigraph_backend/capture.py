@@ -259,9 +259,6 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         if expr.free_symbols <= set(symbols):
             guards.append(expr)
     sizes, traced_names = _name_sizes(inputs, symbols, shape_env, code)
-    mutates = any(
-        isinstance(value := node.meta.get("example_value"), torch.Tensor) and value._version for node in placeholders
-    )
     outputs = _output_kinds(gm)
     if not hasattr(gm, "_param_name_to_source"):
         gm._param_name_to_source = {}  # type: ignore[assignment]
@@ -278,7 +275,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         sizes=sizes,
         traced_names=traced_names,
         marks=_marks(shape_env, code),
-        mutates_inputs=mutates,
+        mutates_inputs=_mutates_inputs(gm),
         outputs=outputs,
         code=code,
         notes=_lost_marks(inputs, example_inputs, code),
@@ -437,6 +434,26 @@ def _lost_marks(inputs: Sequence[Input], example_inputs: Sequence[Any], code: Us
                 "dimensions); use multigraph_backend.mark or options"
             )
     return notes
+
+
+def _mutates_inputs(gm: torch.fx.GraphModule) -> bool:
+    """Whether the graph may write to its inputs.
+
+    In-place operations of the trace have counted up the version of Dynamo's fake inputs; for custom operators and
+    kernels that is not certain, so any that can write counts.
+    """
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value._version:
+            return True
+        if isinstance(node.target, _compat.HigherOrderOperator):
+            if "triton_kernel" in node.target.name() or "functionalized" in node.target.name():
+                return True
+        elif isinstance(node.target, _compat.OpOverloadPacket | _compat.OpOverload):
+            packet = getattr(node.target, "overloadpacket", node.target)
+            if any(getattr(packet, name)._schema.is_mutable for name in packet.overloads()):
+                return True
+    return False
 
 
 def _output_kinds(gm: torch.fx.GraphModule) -> tuple[str, ...]:

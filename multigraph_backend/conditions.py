@@ -45,7 +45,7 @@ def added_condition(
 
     Raises `CannotLower` if it cannot be expressed, or does not hold for the very arguments it was made from.
     """
-    parts = [*_pinned_parts(graph, pinned), *_shape_parts(fresh), *_aliasing_parts(graph, aot_guards, args)]
+    parts = [*_pinned_parts(graph, pinned), *_shape_parts(fresh), *_aliasing_parts(graph, fresh, aot_guards, args)]
     code = " and ".join(dict.fromkeys(parts))
     if not code:
         return AddedCondition("True", None)
@@ -88,7 +88,9 @@ def _shape_parts(fresh: FreshInputs) -> list[str]:
     return parts
 
 
-def _aliasing_parts(graph: CapturedGraph, aot_guards: Sequence[Any], args: Sequence[Any]) -> list[str]:
+def _aliasing_parts(
+    graph: CapturedGraph, fresh: FreshInputs, aot_guards: Sequence[Any], args: Sequence[Any]
+) -> list[str]:
     position = {
         _compat.source_name(entry.source): index for index, entry in enumerate(graph.inputs) if entry.source is not None
     }
@@ -105,6 +107,7 @@ def _aliasing_parts(graph: CapturedGraph, aot_guards: Sequence[Any], args: Seque
             parts.append(f"overlapping({_tuple_code(over)}, {_tuple_code(apart)})")
         else:
             raise CannotLower(f"AOTAutograd added a guard of an unknown kind: {guard}")
+    parts += [f"a[{index}].storage_offset() == {offset}" for index, offset in fresh.offsets.items()]
     tensors = user_tensors(graph)
     groups = shared_storages([args[index] for index in tensors])
     if groups or (graph.mutates_inputs and len(tensors) > 1):

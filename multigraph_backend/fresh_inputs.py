@@ -43,7 +43,9 @@ class FreshInputs:
     code_of: dict[sympy.Symbol, str] = field(default_factory=dict)  # Python text of each new symbol over the arguments
     replaced: dict[sympy.Symbol, Any] = field(default_factory=dict)  # Dynamo's symbol -> expression over new ones
     divided: dict[int, int] = field(default_factory=dict)  # argument position -> m: the code takes argument // m
-    sharing: frozenset[int] = frozenset()  # positions of arguments that share memory with another
+    # storage offsets of arguments that share memory with another or are views to differentiate, where the graph
+    # mutates its inputs: the code takes them for constants, so they are part of its condition
+    offsets: dict[int, int] = field(default_factory=dict)
     known_guards: int = 0  # guards that hold already: Dynamo's and the declared facts
 
     def translate(self, expr: Any) -> Any:
@@ -62,9 +64,12 @@ def build(
     """
     shape_env = _compat.ShapeEnv(**{**graph.shape_env_settings, "duck_shape": False})
     fresh = FreshInputs(shape_env, _compat.FakeTensorMode(shape_env=shape_env), graph.copy_module())
-    tensors = user_tensors(graph)
-    groups = shared_storages([args[index] for index in tensors])
-    fresh.sharing = frozenset(tensors[member] for group in groups for member in group)
+    if graph.mutates_inputs:
+        tensors = user_tensors(graph)
+        alone = {index for index in tensors if not (args[index]._is_view() and args[index].requires_grad)}
+        for group in shared_storages([args[index] for index in tensors]):
+            alone -= {tensors[member] for member in group}
+        fresh.offsets = {index: args[index].storage_offset() for index in tensors if index not in alone}
     multiples: dict[sympy.Symbol, tuple[int, sympy.Symbol]] = {}
     for symbol, info in graph.symbols.items():
         if info.location is None:
@@ -229,16 +234,14 @@ def _fresh_number(
 def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tensor) -> Any:
     layout = entry.layout
     assert layout is not None
-    offset = fresh.translate(layout.offset)
+    offset = sympy.Integer(fresh.offsets[index]) if index in fresh.offsets else fresh.translate(layout.offset)
     if offset.is_Integer and arg.storage_offset() != int(offset):
-        if index in fresh.sharing:
-            raise CannotLower(f"input {entry.name} shares memory with another and has another offset than traced")
         arg = twin(arg, tuple(arg.size()), tuple(arg.stride()), int(offset))
     base = arg._base if arg._is_view() else None
     fake = fresh.fake_mode.from_tensor(
-        arg, symbolic_context=_symbolic_context(fresh, entry, base), source=layout.source, trace=False
+        arg, symbolic_context=_symbolic_context(fresh, entry, offset, base), source=layout.source, trace=False
     )
-    planned = (*layout.size, *layout.stride, layout.offset)
+    planned = (*layout.size, *layout.stride, offset)
     for got, want in zip((*fake.size(), *fake.stride(), fake.storage_offset()), planned, strict=True):
         if _compat.sympy_expr(got) != fresh.translate(want):
             raise CannotLower(
@@ -272,7 +275,7 @@ def twin(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offse
         return made.requires_grad_(tensor.requires_grad)
 
 
-def _symbolic_context(fresh: FreshInputs, entry: Input, base: torch.Tensor | None) -> Any:
+def _symbolic_context(fresh: FreshInputs, entry: Input, offset: Any, base: torch.Tensor | None) -> Any:
     layout = entry.layout
     assert layout is not None
     kinds, prop = _compat.DimDynamic, _compat.TensorProperty
@@ -289,7 +292,7 @@ def _symbolic_context(fresh: FreshInputs, entry: Input, base: torch.Tensor | Non
     }
     memo.update({name(prop.SIZE, dim): fresh.translate(expr) for dim, expr in enumerate(layout.size)})
     memo.update({name(prop.STRIDE, dim): fresh.translate(expr) for dim, expr in enumerate(layout.stride)})
-    memo[name(prop.STORAGE_OFFSET)] = fresh.translate(layout.offset)
+    memo[name(prop.STORAGE_OFFSET)] = offset
 
     def kind(expr: Any) -> Any:
         symbols = fresh.translate(expr).free_symbols

@@ -154,14 +154,18 @@ class Region:
 
     def _failed(self, variant: Variant, error: BaseException) -> None:
         variant.fail(error)
-        trace.warn_once(
-            f"{self.code}: {variant.text} failed",
-            "%s: %s could not be compiled; calls run %s instead. %s",
-            self.code,
-            variant.text,
-            "eagerly" if variant.generic else "generic",
-            _remedy(error),
-        )
+        remedy = _remedy(error)
+        if remedy is not None:  # a lack of this machine: every compile fails, and one line says it
+            trace.warn_once(remedy, "%s", remedy)
+        else:
+            trace.warn_once(
+                f"{self.code}: {variant.text} failed",
+                "%s: %s could not be compiled; calls run %s instead. %s",
+                self.code,
+                variant.text,
+                "eagerly" if variant.generic else "generic",
+                variant.reason,
+            )
         log.debug("%s", variant.details)
         if self.options.on_failure == "raise":
             raise VariantFailed(f"{self.code}: {variant.text} could not be compiled: {describe(error)}") from error
@@ -219,7 +223,8 @@ class Region:
 
     def _run_eagerly(self, args: Sequence[Any], why: str) -> Any:
         trace.count("eager_calls")
-        trace.warn_once(f"{self.code}: eager", "%s: runs eagerly: %s", self.code, why)
+        if not self.generic.failures:  # else it was said when generic failed
+            trace.warn_once(f"{self.code}: eager", "%s: runs eagerly: %s", self.code, why)
         return self._graph.module(*args)
 
     # ---------------------------------------------------------------- publishing
@@ -373,11 +378,14 @@ def _example(facts: Facts, near: int) -> int:
     return down if facts.holds(down) and down > 1 else down + facts.multiple_of
 
 
-def _remedy(error: BaseException) -> str:
-    """The error in one line, and what the user can do where that is known."""
+def _remedy(error: BaseException) -> str | None:
+    """What the machine lacks and what to do, where that is why a compile failed."""
     cause: BaseException | None = error
     while cause is not None:
         if type(cause).__name__ == "InvalidCxxCompiler":
-            return "Inductor's CPU code needs a C++ compiler and none was found: install g++ or clang, or set CXX"
+            return (
+                "no C++ compiler was found, which Inductor needs for CPU code: graphs run eagerly; install g++ or "
+                "clang, or set CXX"
+            )
         cause = cause.__cause__ or cause.__context__
-    return describe(error)
+    return None
