@@ -15,8 +15,12 @@ from multigraph_backend.capture import CapturedGraph
 
 
 def user_tensors(graph: CapturedGraph) -> list[int]:
-    """Positions of the tensor inputs that are no parameters or buffers."""
-    return [index for index, entry in enumerate(graph.inputs) if entry.layout is not None and not entry.static]
+    """Positions of the tensor inputs that are no parameters or buffers, and no Python floats."""
+    return [
+        index
+        for index, entry in enumerate(graph.inputs)
+        if entry.layout is not None and not entry.static and not entry.number
+    ]
 
 
 def shared_storages(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

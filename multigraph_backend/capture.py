@@ -86,6 +86,7 @@ class Input:
     layout: TensorLayout | None = None
     expr: sympy.Expr | None = None
     static: bool = False  # a parameter or buffer whose address torch keeps
+    number: bool = False  # a Python float, which Dynamo passes as a 0-dim tensor made at each call
     into_subgraph: bool = False  # operand of a higher-order operator
 
 
@@ -316,8 +317,9 @@ def _describe(node: torch.fx.Node, example: Any, context: Any) -> Input:
         offset=_compat.sympy_expr(fake.storage_offset()),
         memo=memo,
     )
+    number = isinstance(tensor_source, _compat.FloatTensorSource)
     static = bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
-    return Input(node.name, source, layout=layout, static=static, into_subgraph=into_subgraph)
+    return Input(node.name, source, layout=layout, static=static, number=number, into_subgraph=into_subgraph)
 
 
 def _occurrences(inputs: Sequence[Input]) -> Iterable[tuple[Any, Location, Any]]:
@@ -380,7 +382,7 @@ def _name_sizes(
     traced_names: dict[str, str] = {}
     named: dict[str, NamedSize] = {}
     for index, entry in enumerate(inputs):
-        if entry.layout is not None and not entry.static:
+        if entry.layout is not None and not entry.static and not entry.number:
             source = _compat.source_name(entry.layout.source)
             found = {
                 naming.size_name(source, dim): NamedSize(expr, Location("size", index, dim))

@@ -41,6 +41,11 @@ class Condition:
     opaque_because: str | None = None
     never: str | None = None
 
+    @property
+    def decided(self) -> bool:
+        """Whether the trace itself makes it true: every size of it is a constant of this graph."""
+        return self.never is None and not self.terms and self.check is None
+
 
 class UnknownName(ValueError):
     """A declared name is none of the graph's inputs."""
@@ -177,7 +182,7 @@ def _mark_unreachable(conditions: Sequence[Condition]) -> None:
     predicates = [entry.predicate for entry in alive if entry.predicate is not None]
     for index, by in unreachable(predicates).items():
         alive[index].never = f"unreachable: {alive[by].text} is declared earlier and covers it"
-    decided = next((entry for entry in conditions if entry.never is None and not entry.terms and not entry.check), None)
+    decided = next((entry for entry in conditions if entry.decided), None)
     if decided is not None:  # true for the whole graph
         for entry in conditions[conditions.index(decided) + 1 :]:
             entry.never = entry.never or f"unreachable: {decided.text} is declared earlier and always holds here"

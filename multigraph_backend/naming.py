@@ -11,7 +11,7 @@ import re
 
 _LOCAL = re.compile(r"^[LG]\[(['\"])(.+?)\1\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([A-Za-z_]\w*)\1\]")
-_NUMPY = re.compile(r"^___from_numpy\((.*)\)$")
+_CONVERTED = re.compile(r"^___(?:from_numpy|as_tensor)\((.*)\)$")
 _QUOTED = re.compile(r'\["([^"\']*)"\]')
 
 
@@ -20,7 +20,7 @@ def input_name(source_name: str) -> str:
 
     What is no local or global (a constant, a name made by torch) stays as it is.
     """
-    name = _NUMPY.sub(r"\1", source_name)
+    name = _CONVERTED.sub(r"\1", source_name)
     name = _LOCAL.sub(lambda match: match.group(2), name)
     name = _MEMBER.sub(lambda match: f".{match.group(2)}", name)
     return _QUOTED.sub(r"['\1']", name)

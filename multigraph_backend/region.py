@@ -311,7 +311,8 @@ def _argument_names(graph: CapturedGraph) -> dict[str, str]:
     for index, entry in enumerate(graph.inputs):
         if entry.layout is not None:
             traced = naming.input_name(_compat.source_name(entry.layout.source))
-            names.setdefault(f"a[{index}]", graph.code.known_as(traced))
+            name = graph.code.known_as(traced)
+            names.setdefault(f"a[{index}].item()" if entry.number else f"a[{index}]", name)
     return names
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,8 +31,14 @@ class VariantReport:
 
 @dataclass(frozen=True)
 class RegionReport:
-    """One Dynamo graph: the user's function, its named sizes (name to expression), and what runs it."""
+    """One Dynamo graph: the user's function, its named sizes (name to expression), and what runs it.
 
+    `linked` are the ids of other graphs of the same function: torch traces size 1, and sizes it takes for constants,
+    apart.
+    """
+
+    id: int
+    linked: tuple[int, ...]
     name: str | None
     function: str
     file: str
@@ -67,25 +74,28 @@ class Explanation:
 def explain() -> Explanation:
     """The account of every region that is alive."""
     entries = sorted(regions.live, key=lambda entry: (entry.code.file, entry.code.line, entry.serial))
-    return Explanation(tuple(_report(entry) for entry in entries))
+    return Explanation(tuple(_report(entry, entries) for entry in entries))
 
 
-def _report(region: regions.Region) -> RegionReport:
-    variants = tuple(_variant_report(region, variant) for variant in region.variants)
+def _report(region: regions.Region, all_regions: Sequence[regions.Region]) -> RegionReport:
+    linked = [other for other in all_regions if other.code.same_place(region.code) and other is not region]
+    variants = tuple(_variant_report(region, variant, linked) for variant in region.variants)
     return RegionReport(
+        id=region.serial,
+        linked=tuple(other.serial for other in linked),
         name=region.name,
         function=region.code.function,
         file=region.code.file,
         line=region.code.line,
         sizes=dict(region.sizes),
         variants=variants,
-        generic=_variant_report(region, region.generic),
+        generic=_variant_report(region, region.generic, ()),
         unreachable=tuple(entry.condition for entry in variants if (entry.reason or "").startswith("unreachable")),
         notes=tuple(region.notes),
     )
 
 
-_ARGUMENT = re.compile(r"a\[\d+\](?:\.(?:size|stride)\(\d+\))?")
+_ARGUMENT = re.compile(r"a\[\d+\](?:\.(?:size|stride)\(\d+\)|\.item\(\))?")
 
 
 def _named(region: regions.Region, code: str) -> str:
@@ -93,7 +103,21 @@ def _named(region: regions.Region, code: str) -> str:
     return _ARGUMENT.sub(lambda match: region.argument_names.get(match.group(), match.group()), code)
 
 
-def _variant_report(region: regions.Region, variant: Variant) -> VariantReport:
+def _linked_reason(variant: Variant, linked: Sequence[regions.Region]) -> str | None:
+    """Where a variant is served by a graph that was traced for it: torch traces size 1 apart."""
+    condition = variant.condition
+    if condition is None or condition.never is not None:
+        return None
+    if condition.decided:
+        return "this graph was traced for it"
+    for other in linked:
+        for twin in other.variants:
+            if twin.text == variant.text and twin.condition is not None and twin.condition.decided:
+                return f"where torch traced it as a graph of its own, that graph serves it (graph {other.serial})"
+    return None
+
+
+def _variant_report(region: regions.Region, variant: Variant, linked: Sequence[regions.Region]) -> VariantReport:
     opaque = variant.condition.opaque_because if variant.condition is not None else None
     if opaque is not None and variant.exact is not None:
         opaque = f"{opaque}; compiled for {variant.exact} alone"
@@ -102,15 +126,15 @@ def _variant_report(region: regions.Region, variant: Variant) -> VariantReport:
         state=variant.state,
         calls=variant.calls,
         compile_seconds=round(variant.compile_seconds, 4),
-        reason=variant.reason,
+        reason=variant.reason or _linked_reason(variant, linked),
         forms=tuple(_named(region, form.lowered.condition.code) for form in variant.forms),
         opaque=opaque,
     )
 
 
 def _region_text(entry: RegionReport) -> str:
-    title = f"{entry.function} ({entry.file}:{entry.line})"
-    lines = [f"{entry.name}: {title}" if entry.name else title]
+    title = f"graph {entry.id}: {entry.function} ({entry.file}:{entry.line})"
+    lines = [f"{title}, {entry.name}" if entry.name else title]
     if entry.sizes:
         lines.append("  sizes: " + ", ".join(f"{name} = {expr}" for name, expr in entry.sizes.items()))
     width = max(len(variant.condition) for variant in (*entry.variants, entry.generic))
@@ -126,5 +150,6 @@ def _region_text(entry: RegionReport) -> str:
         if variant.reason:
             line += f"  ({variant.reason})"
         lines.append(line)
-    lines += [f"  note: {note}" for note in entry.notes]
+    said = {variant.reason for variant in entry.variants}
+    lines += [f"  note: {note}" for note in entry.notes if note not in said]
     return "\n".join(lines)

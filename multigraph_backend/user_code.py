@@ -39,6 +39,10 @@ class UserCode:
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"
 
+    def same_place(self, other: UserCode) -> bool:
+        """Whether both are graphs of one function."""
+        return (self.function, self.file, self.line) == (other.function, other.file, other.line)
+
     @property
     def resumed(self) -> bool:
         """Whether this is the rest of a function after a graph break: its locals are not the user's arguments."""
