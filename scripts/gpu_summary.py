@@ -1,0 +1,43 @@
+"""The last word of scripts/gpu: one line for each part that ran, the same as JSON, and whether all went well.
+
+    python scripts/gpu_summary.py PARTS.tsv SUMMARY.json
+
+PARTS.tsv has a line for each part: name, exit status, seconds, the last line of its log.
+"""
+
+import csv
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(parts_file: Path, summary_file: Path) -> int:
+    with parts_file.open(newline="") as lines:
+        rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    parts = [
+        {"name": name, "status": int(status), "seconds": int(seconds), "last_line": last}
+        for name, status, seconds, last in rows
+    ]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    summary = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "gpus": gpus,
+        "parts": parts,
+    }
+    summary_file.write_text(json.dumps(summary, indent=1) + "\n")
+
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {', '.join(gpus) or 'no GPU'}")
+    for name, status, seconds, last in rows:
+        ended = "ok" if status == "0" else "timed out" if status == "124" else f"failed ({status})"
+        print(f"{name:<28} {ended:<12} {seconds:>5} s  {last}")
+    return int(any(part["status"] for part in parts))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python scripts/gpu_summary.py PARTS.tsv SUMMARY.json")
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
