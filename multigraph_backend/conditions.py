@@ -11,6 +11,7 @@ compile.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from multigraph_backend import _compat
 from multigraph_backend.aliasing import overlapping, shared_storages, user_tensors
 from multigraph_backend.capture import CapturedGraph
 from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
+
+_BASE = re.compile(r"a\[\d+\]\._base")
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,17 @@ class AddedCondition:
 def added_condition(
     graph: CapturedGraph,
     fresh: FreshInputs,
-    aot_guards: Sequence[Any],
+    context: Any,
     args: Sequence[Any],
     pinned: Mapping[sympy.Symbol, int | float],
 ) -> AddedCondition:
-    """The condition of a compile that has just ended; `pinned` symbols were fixed though nothing was declared so.
+    """The condition of a compile that has just ended under the tracing context `context`.
+
+    `pinned` symbols were fixed though nothing was declared so.
 
     Raises `CannotLower` if it cannot be expressed, or does not hold for the very arguments it was made from.
     """
-    parts = [*_pinned_parts(graph, pinned), *_shape_parts(fresh), *_aliasing_parts(graph, fresh, aot_guards, args)]
+    parts = [*_pinned_parts(graph, pinned), *_shape_parts(fresh), *_aliasing_parts(graph, fresh, context, args)]
     code = " and ".join(dict.fromkeys(parts))
     if not code:
         return AddedCondition("True", None)
@@ -82,20 +87,22 @@ def _shape_parts(fresh: FreshInputs) -> list[str]:
         if not expr.free_symbols <= set(names):
             unknown.append(str(expr))
             continue
-        parts.append(printer.doprint(expr))
+        text = printer.doprint(expr)
+        # sizes of the tensor that a view looks into can be asked of a view only
+        bases = sorted(set(_BASE.findall(text)))
+        parts += [f"{base} is not None" for base in bases]
+        parts.append(text)
     if unknown:
         raise CannotLower(f"the compile assumed something of values that no input carries: {'; '.join(unknown)}")
     return parts
 
 
-def _aliasing_parts(
-    graph: CapturedGraph, fresh: FreshInputs, aot_guards: Sequence[Any], args: Sequence[Any]
-) -> list[str]:
+def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args: Sequence[Any]) -> list[str]:
     position = {
         _compat.source_name(entry.source): index for index, entry in enumerate(graph.inputs) if entry.source is not None
     }
     parts = []
-    for guard in aot_guards:
+    for guard in context.guards_context.aotautograd_guards:
         if isinstance(guard, _compat.DuplicateInputs):
             first, second = (
                 position[_compat.source_name(source)] for source in (guard.input_source_a, guard.input_source_b)
@@ -110,9 +117,17 @@ def _aliasing_parts(
     parts += [f"a[{index}].storage_offset() == {offset}" for index, offset in fresh.offsets.items()]
     tensors = user_tensors(graph)
     groups = shared_storages([args[index] for index in tensors])
+    if groups and graph.mutates_inputs and _returns_views(context):
+        raise CannotLower("inputs that share memory are changed in place, and views of them are returned")
     if groups or (graph.mutates_inputs and len(tensors) > 1):
         parts.append(f"shared_storages({_tuple_code(tensors)}) == {groups}")
     return parts
+
+
+def _returns_views(context: Any) -> bool:
+    """Whether an output is a view of an input: AOTAutograd cannot make it again from a base that inputs share."""
+    outputs = context.fw_metadata.output_info if context.fw_metadata is not None else ()
+    return any(entry.output_type == _compat.OutputType.alias_of_input for entry in outputs)
 
 
 def _tuple_code(indices: Sequence[int]) -> str:

@@ -140,6 +140,9 @@ def _replace_symbol(
     structural = factor > 1 and not (info.location.kind == "arg" and graph.inputs[info.location.index].into_subgraph)
     if structural:
         lower, upper = _divide_up(lower, factor), _divide_down(upper, factor)
+        if lower == upper:
+            fresh.replaced[symbol] = sympy.Integer(value)
+            return
         source = _compat.ConstantSource(f"{_compat.source_name(info.source)}//{factor}")
         new = _bounded_symbol(shape_env, value // factor, source, lower, upper, info.positive)
         fresh.replaced[symbol], fresh.code_of[new] = factor * new, f"({code}//{factor})"
@@ -243,10 +246,10 @@ def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tenso
     )
     planned = (*layout.size, *layout.stride, offset)
     for got, want in zip((*fake.size(), *fake.stride(), fake.storage_offset()), planned, strict=True):
-        if _compat.sympy_expr(got) != fresh.translate(want):
-            raise CannotLower(
-                f"input {entry.name}: {_compat.sympy_expr(got)} where {fresh.translate(want)} was planned"
-            )
+        expr = fresh.translate(want)
+        # Dynamo's guards may have settled a symbol further than was declared
+        if _compat.sympy_expr(got) not in (expr, fresh.shape_env.replace(expr)):
+            raise CannotLower(f"input {entry.name}: {_compat.sympy_expr(got)} where {expr} was planned")
     if fake._is_view() and fake._base is not None:  # the base's own symbols may show up in guards
         of_base = f"a[{index}]._base"
         named = [(f"{of_base}.size({dim})", value) for dim, value in enumerate(fake._base.size())]

@@ -72,8 +72,7 @@ def lower(
             context = _compat.TracingContext(fresh.fake_mode)
             with _compat.tracing(context):
                 run = _compile(fresh, options)
-            guards = context.guards_context.aotautograd_guards
-            condition = added_condition(graph, fresh, guards, args, {**pinned, **floats})
+            condition = added_condition(graph, fresh, context, args, {**pinned, **floats})
         return Lowered(run, condition, time.perf_counter() - started)
 
     def compile(process_wide: contextlib.ExitStack) -> Lowered:
