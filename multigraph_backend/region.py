@@ -21,6 +21,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, declared, dispatch, lowering, naming, trace
+from multigraph_backend.aliasing import shared_storages, user_tensors
 from multigraph_backend.background import describe
 from multigraph_backend.capture import CapturedGraph, NamedSize
 from multigraph_backend.compile_state import CompileState
@@ -31,7 +32,7 @@ from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.lowering import Lowered
 from multigraph_backend.options import Options
 from multigraph_backend.user_code import UserCode
-from multigraph_backend.variant import Form, Variant
+from multigraph_backend.variant import Form, Sharing, Variant
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Region:
     def _form_for(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """A form that holds for `args`, compiled now if it must and may be; one compile at a time per variant."""
         form = variant.fitting(args)
-        if form is not None or not variant.may_compile() or _stance() in _NO_COMPILE_STANCES:
+        if form is not None or _stance() in _NO_COMPILE_STANCES or not variant.may_compile(self._sharing(args)):
             return form
         limit = self.options.compile_timeout
         if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
@@ -124,7 +125,7 @@ class Region:
             return None
         try:
             form = variant.fitting(args)
-            if form is None and variant.may_compile():
+            if form is None and variant.may_compile(self._sharing(args)):
                 form = self._compile(variant, args)
         finally:
             variant.lock.release()
@@ -145,15 +146,18 @@ class Region:
         try:
             lowered = lowering.lower(self._graph, variant.facts, args, self.options, self._state, pinned)
         except Exception as error:
-            self._failed(variant, error)
+            self._failed(variant, error, self._sharing(args))
             return None
         form = Form(lowered)
-        variant.add(form)
+        variant.add(form, self._sharing(args))
         log.info("%s: compiled %s in %.2f s", self.code, variant.text, lowered.seconds)
         return form
 
-    def _failed(self, variant: Variant, error: BaseException) -> None:
-        variant.fail(error)
+    def _sharing(self, args: Sequence[Any]) -> Sharing:
+        return shared_storages([args[index] for index in user_tensors(self._graph)])
+
+    def _failed(self, variant: Variant, error: BaseException, sharing: Sharing) -> None:
+        variant.fail(error, sharing)
         remedy = _remedy(error)
         if remedy is not None:  # a lack of this machine: every compile fails, and one line says it
             trace.warn_once(remedy, "%s", remedy)
@@ -191,12 +195,12 @@ class Region:
                 return outputs
             problem = WrongOutputs(wrong)
             if self._graph.mutates_inputs:
-                variant.drop(form, problem)
+                variant.drop(form, problem, self._sharing(args))
                 raise WrongOutputs(
                     f"{self.code}: {variant.text}: {wrong}; the graph mutates its inputs, so it cannot be run again"
                 )
             outputs = self._run_eagerly(args, wrong)
-        variant.drop(form, problem)
+        variant.drop(form, problem, self._sharing(args))
         self._publish(variant)
         trace.warn_once(
             f"{self.code}: {variant.text} wrong",

@@ -24,6 +24,9 @@ from multigraph_backend.background import describe
 from multigraph_backend.declared import Condition
 from multigraph_backend.lowering import Lowered
 
+# which inputs of a call share memory (`aliasing.shared_storages`)
+Sharing = tuple[tuple[int, ...], ...]
+
 State = Literal["declared", "compiling", "ready", "failed", "inactive"]
 
 MOST_FORMS = 4  # of one condition; then generic serves what is left
@@ -58,7 +61,7 @@ class Variant:
         self.details: str | None = None  # the whole traceback of the last failure, as text: no frame is kept alive
         self.compile_seconds = 0.0
         self.exact: int | None = None  # the one value that an opaque condition is compiled for
-        self._retry_at = 0.0
+        self._retry_at: dict[Sharing, float] = {}
         self._clock = clock
         self._calls = trace.call_counter("generic_calls" if condition is None else "variant_calls", self)
 
@@ -96,27 +99,32 @@ class Variant:
         """The first form whose condition holds."""
         return next((form for form in self.forms if form.holds(args)), None)
 
-    def may_compile(self) -> bool:
-        """Whether another form may be compiled now: not too many of them, and not too soon after a failure."""
+    def may_compile(self, sharing: Sharing) -> bool:
+        """Whether another form may be compiled now: not too many of them, and not too soon after a failure.
+
+        A failure speaks for calls whose inputs share memory in the same way; others may well compile.
+        """
         if len(self.forms) >= (MOST_GENERIC_FORMS if self.generic else MOST_FORMS):
             return False
-        return self.failures == 0 or self._clock() >= self._retry_at
+        return sharing not in self._retry_at or self._clock() >= self._retry_at[sharing]
 
-    def add(self, form: Form) -> None:
+    def add(self, form: Form, sharing: Sharing = ()) -> None:
+        self._retry_at.pop(sharing, None)
         self.forms = (*self.forms, form)
         self.compile_seconds += form.lowered.seconds
-        self.failures = 0
-        self.reason = self.details = None
+        if not self._retry_at:
+            self.failures = 0
+            self.reason = self.details = None
         trace.count("generic_compiled" if self.generic else "variants_compiled")
 
-    def drop(self, form: Form, error: BaseException) -> None:
+    def drop(self, form: Form, error: BaseException, sharing: Sharing) -> None:
         """A form turned out wrong on its first call."""
         self.forms = tuple(entry for entry in self.forms if entry is not form)
-        self.fail(error)
+        self.fail(error, sharing)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, sharing: Sharing) -> None:
         self.failures += 1
         self.reason = describe(error)
         self.details = "".join(traceback.format_exception(error))
-        self._retry_at = self._clock() + _FIRST_RETRY * 2 ** (self.failures - 1)
+        self._retry_at[sharing] = self._clock() + _FIRST_RETRY * 2 ** min(self.failures - 1, 10)
         trace.count("failures")
