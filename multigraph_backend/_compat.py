@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -137,6 +138,16 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("lookup_backend", "torch._dynamo.backends.registry", "lookup_backend"),
         _S("InvalidCxxCompiler", "torch._inductor.exc", "InvalidCxxCompiler", feature="messages"),
         _S("list_mode_options", "torch._inductor", "list_mode_options", feature="modes"),
+        # torch's own instruments
+        _S("counters", "torch._dynamo.utils", "counters", feature="instruments"),
+        _S("dynamo_timed", "torch._dynamo.utils", "dynamo_timed", feature="instruments",
+           shape=("key", "phase_name", "metadata")),
+        _S("trace_structured", "torch._logging._internal", "trace_structured", feature="instruments",
+           shape=("name", "metadata_fn", "payload_fn", "compile_id", "expect_trace_id")),
+        _S("CompileContext", "torch._guards", "CompileContext", feature="instruments",
+           shape=("current_compile_id", "compile_id")),
+        _S("compile_context", "torch._guards", "compile_context", feature="instruments", shape=("context",)),
+        _S("profiler", "torch.autograd", "profiler", feature="instruments", shape=("_is_profiler_enabled",)),
         # marks
         _S("mark_dynamic", "torch._dynamo.decorators", "mark_dynamic", feature="marks",
            shape=("specialize_on", "min", "max")),
@@ -165,9 +176,10 @@ def __getattr__(name: str) -> Any:
 _CHANGING = frozenset({"_stance", "compile_flag"})
 
 
-def missing(feature: str) -> list[str]:
+@functools.cache
+def missing(feature: str) -> tuple[str, ...]:
     """What `feature` lacks in this torch, one line a symbol; empty when it can be used."""
-    return [problem for row in SYMBOLS.values() if row.feature == feature and (problem := row.problem())]
+    return tuple(problem for row in SYMBOLS.values() if row.feature == feature and (problem := row.problem()))
 
 
 # ---------------------------------------------------------------- differences between versions

@@ -9,7 +9,9 @@ they are removed last thing, and no dispatcher of its own is installed.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 
 from multigraph_backend import _compat, capture, region, user_code
 from multigraph_backend.compile_state import CompileState
-from multigraph_backend.options import Options
+from multigraph_backend.options import Options, disabled_pieces
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,13 @@ class Multigraph:
         """
         code = user_code.current()
         accepted = Options.build(options, mode, code.models)
+        disabled = disabled_pieces(os.environ)
         try:
+            if "all" in disabled:
+                return _compile_at_once(gm, example_inputs, accepted, code, "MULTIGRAPH_DISABLE=all")
+            if "variants" in disabled:
+                accepted = dataclasses.replace(accepted, specialize=())
+                _take_over_marks()
             lacking = _compat.missing("variants")
             if lacking:
                 return _compile_at_once(gm, example_inputs, accepted, code, f"this torch differs: {lacking[0]}")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import sympy
 import torch
 
-from multigraph_backend import _compat, naming
+from multigraph_backend import _compat, naming, trace
 from multigraph_backend.user_code import UserCode
 
 
@@ -134,6 +134,7 @@ class CapturedGraph:
     mutates_inputs: bool
     outputs: tuple[str, ...]  # "tensor" or "other", in order
     code: UserCode
+    compile_id: Any = None  # torch's id of the trace, for its own tools
     notes: list[str] = field(default_factory=list)
     floats_are_constants: bool = False  # set by the first compile that cannot keep them apart from their values
 
@@ -279,6 +280,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         mutates_inputs=_mutates_inputs(gm),
         outputs=outputs,
         code=code,
+        compile_id=trace.current_compile_id(),
         notes=_lost_marks(inputs, example_inputs, code),
     )
 

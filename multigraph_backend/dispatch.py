@@ -25,6 +25,13 @@ MOST_REMEMBERED = 1 << 16  # sizes seen before that are kept; then the table sta
 
 NOTHING = -1
 
+
+class NoProfiler:
+    """Stands for torch's profiler where there is none."""
+
+    _is_profiler_enabled = False
+
+
 # condition over the argument tuple (None: always), call counter, code (None only where the condition never holds)
 Ready = tuple[Callable[[Sequence[Any]], bool] | None, Callable[[], object], Callable[..., Any] | None]
 
@@ -200,6 +207,8 @@ def source(planned: Plan) -> str:
             "        last[0] = (key, t)",
         ]
     lines += [
+        "    if profiler._is_profiler_enabled:",
+        "        return profiled(t, a)",
         "    check, tick, run = ready[t]",
         "    if check is None or check(a):",
         "        tick()",
@@ -291,11 +300,13 @@ def install(
     ready: Sequence[Ready],
     missed: Callable[[int, tuple[Any, ...]], Any],
     checks: Mapping[str, Callable[[int], bool]],
+    profiler: Any = NoProfiler,
+    profiled: Callable[[int, tuple[Any, ...]], Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile the generated text.
 
     `missed(target, args)` runs a call for which `ready[target]` has no code or its condition fails.  Entries of
-    `ready` may be replaced at any time.
+    `ready` may be replaced at any time.  `profiled(target, args)` runs the calls while `profiler._is_profiler_enabled`.
     """
     lookups: dict[str, Any] = {"bisect_right": bisect_right}
     calls: dict[str, Any] = {
@@ -303,6 +314,8 @@ def install(
         "missed": missed,
         "last": [(None, planned.generic)],
         "remember": _remember,
+        "profiler": profiler,
+        "profiled": profiled,
         **checks,
     }
     opaque = any(isinstance(step, Rule) for step in planned.steps)

@@ -19,7 +19,7 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, fresh_inputs
+from multigraph_backend import _compat, fresh_inputs, trace
 from multigraph_backend.aliasing import shared_storages, user_tensors
 from multigraph_backend.background import compile_within
 from multigraph_backend.capture import CapturedGraph
@@ -50,12 +50,13 @@ def lower(
     options: Options,
     state: CompileState,
     pinned: Mapping[sympy.Symbol, int] | None = None,
+    name: str = "generic",
 ) -> Lowered:
     """Compile `graph` for arguments like `args`, with `facts` known.
 
-    `facts` are what the dispatcher checks; `pinned` symbols are fixed too, and the condition says so.  Raises what the
-    compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, and `CannotLower` when the result could
-    not be proven right.
+    `facts` are what the dispatcher checks; `pinned` symbols are fixed too, and the condition says so.  `name` is for
+    torch's traces.  Raises what the compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, and
+    `CannotLower` when the result could not be proven right.
     """
 
     pinned = pinned or {}
@@ -76,6 +77,17 @@ def lower(
         return Lowered(run, condition, time.perf_counter() - started)
 
     def compile(process_wide: contextlib.ExitStack) -> Lowered:
+        with trace.compile_phase(str(graph.code), name, graph.compile_id):
+            lowered = compile_here(process_wide)
+        facts = {"graph": str(graph.code), "condition": name, "facts": tag, "added": lowered.condition.code}
+        trace.compile_artifact(
+            {**facts, "seconds": lowered.seconds},
+            lambda: graph.module.print_readable(print_output=False),
+            graph.compile_id,
+        )
+        return lowered
+
+    def compile_here(process_wide: contextlib.ExitStack) -> Lowered:
         if not graph.floats_are_constants:
             try:
                 return attempt(process_wide, {})

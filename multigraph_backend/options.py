@@ -26,10 +26,27 @@ from typing import Any, Literal, NoReturn, cast
 from multigraph_backend.predicates import Predicate, did_you_mean, predicate_from_json, shown
 
 VARIABLE = "MULTIGRAPH_OPTIONS"
+DISABLE_VARIABLE = "MULTIGRAPH_DISABLE"
+PIECES = ("variants", "all")
 
 
 class OptionsError(ValueError):
     """An option is unknown, or its value is not accepted."""
+
+
+def disabled_pieces(environ: Mapping[str, str]) -> frozenset[str]:
+    """The pieces that ``MULTIGRAPH_DISABLE`` turns off, for finding out which one a problem comes from.
+
+    "variants": every call runs the generic graph; "all": each graph is compiled at once, as any backend would.
+    Raises OptionsError for a name that is none of these.
+    """
+    names = [name.strip() for name in environ.get(DISABLE_VARIABLE, "").split(",")]
+    for name in filter(None, names):
+        if name not in PIECES:
+            raise OptionsError(
+                f"{DISABLE_VARIABLE}: unknown piece {name!r}{did_you_mean(name, PIECES)}; pieces: {', '.join(PIECES)}"
+            )
+    return frozenset(filter(None, names))
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,17 @@ class Region:
 
     def dispatcher(self) -> Callable[..., Any]:
         """The function that runs a call: same arguments as the graph, same outputs."""
-        return dispatch.install(self.plan, self._ready, self.missed, self._checks)
+        profiler = dispatch.NoProfiler if _compat.missing("instruments") else _compat.profiler
+        return dispatch.install(self.plan, self._ready, self.missed, self._checks, profiler, self._profiled)
+
+    def _profiled(self, target: int, args: tuple[Any, ...]) -> Any:
+        """A call while torch's profiler runs: the same, under the variant's name."""
+        with torch.profiler.record_function(f"multigraph: {self.code.function}: {self._variant(target).text}"):
+            check, tick, run = self._ready[target]
+            if run is not None and (check is None or check(args)):
+                tick()
+                return run(*args)
+            return self.missed(target, args)
 
     # ---------------------------------------------------------------- a call that generated code could not run
 
@@ -144,7 +154,7 @@ class Region:
                 variant.exact = value
         log.info("%s: compiling %s", self.code, variant.text)
         try:
-            lowered = lowering.lower(self._graph, variant.facts, args, self.options, self._state, pinned)
+            lowered = lowering.lower(self._graph, variant.facts, args, self.options, self._state, pinned, variant.text)
         except Exception as error:
             self._failed(variant, error, self._sharing(args))
             return None

@@ -2,15 +2,24 @@
 
 Counting a call must cost next to nothing and lose nothing when threads race, so a call counter is an
 `itertools.count`: its `next` is one atomic step of the interpreter.  Everything rarer is a plain integer under a lock.
+
+torch's own instruments are served too: `torch._dynamo.utils.counters["multigraph"]`, an artifact per compile in the
+structured trace (tlparse shows them), a phase per compile in the Chromium trace.  All of it happens when something is
+compiled, never at a call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import logging
 import threading
 import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
+
+from multigraph_backend import _compat
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +69,48 @@ def _retire(kind: CallKind, counter: CallCounter) -> None:
 
 
 def count(event: Event) -> None:
-    """One more of `event`."""
+    """One more of `event`, here and among torch's counters."""
     with _lock:
         _events[event] += 1
+        if not _compat.missing("instruments"):
+            _compat.counters["multigraph"][event] += 1
+
+
+def current_compile_id() -> Any:
+    """torch's id of the compile in progress, None where there is none."""
+    return None if _compat.missing("instruments") else _compat.CompileContext.current_compile_id()
+
+
+@contextlib.contextmanager
+def compile_phase(code: str, condition: str, compile_id: Any) -> Iterator[None]:
+    """A late compile as torch's tools see it: under the id of its trace, as a phase of its own."""
+    if _compat.missing("instruments"):
+        yield
+        return
+    metadata = {"graph": code, "condition": condition}
+    with contextlib.ExitStack() as stack:
+        if compile_id is not None:
+            stack.enter_context(_compat.compile_context(_compat.CompileContext(compile_id)))
+        stack.enter_context(_compat.dynamo_timed("multigraph_compile", phase_name="multigraph", metadata=metadata))
+        yield
+
+
+def compile_artifact(facts: Mapping[str, object], graph: Callable[[], str], compile_id: Any) -> None:
+    """What a compile was for and what came of it, with its graph, for the structured trace (TORCH_TRACE)."""
+    if _compat.missing("instruments"):
+        return
+    for name, encoding, payload in (
+        ("multigraph_variant", "json", lambda: json.dumps(dict(facts))),
+        ("multigraph_variant_graph", "string", graph),
+    ):
+        metadata = {"name": name, "encoding": encoding}
+        _compat.trace_structured(
+            "artifact",
+            metadata_fn=lambda metadata=metadata: metadata,
+            payload_fn=payload,
+            compile_id=compile_id,
+            expect_trace_id=False,
+        )
 
 
 def _calls(kind: CallKind) -> int:

@@ -21,9 +21,9 @@ def test_the_symbol_is_there_with_the_shape_expected(row: _compat.PrivateSymbol)
 def test_what_is_missing_is_named_with_the_feature_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     row = _compat.PrivateSymbol("gone", "torch._dynamo", "no_such_thing", feature="example")
     monkeypatch.setitem(_compat.SYMBOLS, "gone", row)
-    assert _compat.missing("example") == [
-        "torch._dynamo.no_such_thing is missing (module 'torch._dynamo' has no attribute 'no_such_thing')"
-    ]
+    assert _compat.missing("example") == (
+        "torch._dynamo.no_such_thing is missing (module 'torch._dynamo' has no attribute 'no_such_thing')",
+    )
     with pytest.raises(_compat.MissingSymbol, match="which example needs"):
         _ = _compat.gone
 

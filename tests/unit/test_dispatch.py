@@ -120,6 +120,8 @@ def dispatch(*a):
         if t < 0:
             t = remember(known0, key, find0(n0, n1))
         last[0] = (key, t)
+    if profiler._is_profiler_enabled:
+        return profiled(t, a)
     check, tick, run = ready[t]
     if check is None or check(a):
         tick()
@@ -172,6 +174,8 @@ def dispatch(*a):
             t = remember(known2, key, find2(n0))
     if t < 0:
         t = 3
+    if profiler._is_profiler_enabled:
+        return profiled(t, a)
     check, tick, run = ready[t]
     if check is None or check(a):
         tick()
@@ -187,6 +191,8 @@ def test_without_rules_a_call_goes_straight_to_generic() -> None:
         """\
 def dispatch(*a):
     t = 0
+    if profiler._is_profiler_enabled:
+        return profiled(t, a)
     check, tick, run = ready[t]
     if check is None or check(a):
         tick()
