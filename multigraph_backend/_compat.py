@@ -103,7 +103,6 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("DuplicateInputs", "torch._guards", "DuplicateInputs", shape=("input_source_a", "input_source_b")),
         _S("StorageOverlap", "torch._guards", "StorageOverlap",
            shape=("overlapping_sources", "non_overlapping_sources")),
-        _S("OutputType", "torch._functorch._aot_autograd.schemas", "OutputType", shape=("alias_of_input",)),
         _S("compute_overlapping_tensors", "torch._C._dynamo.guards", "compute_overlapping_tensors"),
         _S("InstructionTranslator", "torch._dynamo.symbolic_convert", "InstructionTranslator",
            feature="names", shape=("current_tx",)),

@@ -31,6 +31,12 @@ def shared_storages(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], .
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
+def any_overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two different ones of these tensors have an element in common.  The same tensor twice is one."""
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
+    return len(distinct) > 1 and bool(_compat.compute_overlapping_tensors(distinct, symbolic=False))
+
+
 def overlapping(over: Sequence[torch.Tensor], apart: Sequence[torch.Tensor]) -> bool:
     """Whether, among all of these, it is just the tensors of `over` that overlap another one in memory."""
     found = _compat.compute_overlapping_tensors([*over, *apart], symbolic=False)

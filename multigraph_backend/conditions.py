@@ -21,7 +21,7 @@ import sympy
 from multigraph_backend import _compat
 from multigraph_backend.aliasing import overlapping, shared_storages, user_tensors
 from multigraph_backend.capture import CapturedGraph
-from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
+from multigraph_backend.fresh_inputs import OVERLAPPING, CannotLower, FreshInputs
 
 _BASE = re.compile(r"a\[\d+\]\._base")
 
@@ -109,6 +109,8 @@ def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args
             )
             parts.append(f"a[{first}] is a[{second}]")
         elif isinstance(guard, _compat.StorageOverlap):
+            if guard.overlapping_sources:
+                raise CannotLower(OVERLAPPING)
             over = [position[_compat.source_name(source)] for source in guard.overlapping_sources]
             apart = [position[_compat.source_name(source)] for source in guard.non_overlapping_sources]
             parts.append(f"overlapping({_tuple_code(over)}, {_tuple_code(apart)})")
@@ -117,17 +119,9 @@ def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args
     parts += [f"a[{index}].storage_offset() == {offset}" for index, offset in fresh.offsets.items()]
     tensors = user_tensors(graph)
     groups = shared_storages([args[index] for index in tensors])
-    if groups and graph.mutates_inputs and _returns_views(context):
-        raise CannotLower("inputs that share memory are changed in place, and views of them are returned")
     if groups or (graph.mutates_inputs and len(tensors) > 1):
         parts.append(f"shared_storages({_tuple_code(tensors)}) == {groups}")
     return parts
-
-
-def _returns_views(context: Any) -> bool:
-    """Whether an output is a view of an input: AOTAutograd cannot make it again from a base that inputs share."""
-    outputs = context.fw_metadata.output_info if context.fw_metadata is not None else ()
-    return any(entry.output_type == _compat.OutputType.alias_of_input for entry in outputs)
 
 
 def _tuple_code(indices: Sequence[int]) -> str:

@@ -23,9 +23,14 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.aliasing import shared_storages, user_tensors
+from multigraph_backend.aliasing import any_overlap, shared_storages, user_tensors
 from multigraph_backend.capture import CapturedGraph, Input, replace_with_number, write_known_items
 from multigraph_backend.predicates import Facts
+
+OVERLAPPING = (
+    "inputs that overlap in memory are changed in place, and AOTAutograd's code for that is not always right "
+    "(seen in torch 2.11 and 2.13: wrong numbers, errors)"
+)
 
 
 class CannotLower(Exception):
@@ -68,6 +73,8 @@ def build(
         tensors = user_tensors(graph)
         alone = {index for index in tensors if not (args[index]._is_view() and args[index].requires_grad)}
         for group in shared_storages([args[index] for index in tensors]):
+            if any_overlap([args[tensors[member]] for member in group]):
+                raise CannotLower(OVERLAPPING)
             alone -= {tensors[member] for member in group}
         fresh.offsets = {index: args[index].storage_offset() for index in tensors if index not in alone}
     multiples: dict[sympy.Symbol, tuple[int, sympy.Symbol]] = {}
