@@ -1,0 +1,125 @@
+"""Five ways to break multigraph, as context managers: the fuzzer is worth its time only if it notices each.
+
+Each puts back one mistake that the design rules out. The name of a mutant says what is wrong while it is active.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from multigraph_backend import capture, declared, fresh_inputs, lowering
+from multigraph_backend.conditions import AddedCondition
+
+
+@contextlib.contextmanager
+def dropped_guard() -> Iterator[None]:
+    """What a compile came to rely on is not checked."""
+    added_condition = lowering.added_condition
+
+    def nothing_added(*args: Any, **kwargs: Any) -> AddedCondition:
+        added_condition(*args, **kwargs)
+        return AddedCondition("True", None)
+
+    with mock.patch.object(lowering, "added_condition", nothing_added):
+        yield
+
+
+@contextlib.contextmanager
+def shared_shape_env() -> Iterator[None]:
+    """All compiles of a graph use one ShapeEnv, and equal sizes merge: what one compile learnt, the next believes."""
+    envs: dict[int, Any] = {}
+    symbols: dict[tuple[int, int], Any] = {}
+    build, shape_env, bounded = fresh_inputs.build, fresh_inputs._compat.ShapeEnv, fresh_inputs._bounded_symbol
+    current: list[int] = []
+
+    def build_in_shared(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        current.append(id(graph))
+        try:
+            return build(graph, *args, **kwargs)
+        finally:
+            current.pop()
+
+    def shared(**settings: Any) -> Any:
+        if current[-1] not in envs:
+            envs[current[-1]] = shape_env(**settings)
+        return envs[current[-1]]
+
+    def merged(env: Any, value: int, *args: Any, **kwargs: Any) -> Any:
+        if (id(env), value) not in symbols:
+            symbols[id(env), value] = bounded(env, value, *args, **kwargs)
+        return symbols[id(env), value]
+
+    with (
+        mock.patch.object(fresh_inputs, "build", build_in_shared),
+        mock.patch.object(fresh_inputs._compat, "ShapeEnv", shared),
+        mock.patch.object(fresh_inputs, "_bounded_symbol", merged),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def cloned_weights() -> Iterator[None]:
+    """A variant's copy of the graph has its own copies of the tensors that the graph holds."""
+    with mock.patch.object(capture, "_shared_objects", return_value={}):
+        yield
+
+
+@contextlib.contextmanager
+def swapped_order() -> Iterator[None]:
+    """The last declared match wins."""
+    resolve = declared.resolve
+
+    def backwards(*args: Any, **kwargs: Any) -> tuple[list[declared.Condition], list[str]]:
+        conditions, notes = resolve(*args, **kwargs)
+        for condition in conditions:  # unreachable ones become reachable
+            if condition.never is not None and condition.never.startswith("unreachable"):
+                condition.never = None
+        return conditions[::-1], notes
+
+    with mock.patch.object(declared, "resolve", backwards):
+        yield
+
+
+@contextlib.contextmanager
+def stale_backward() -> Iterator[None]:
+    """The backward of compiled code goes on with what came to it first, where the sizes allow it."""
+    lower = lowering.lower
+
+    def lower_stale(*args: Any, **kwargs: Any) -> lowering.Lowered:
+        lowered = lower(*args, **kwargs)
+        return replace(lowered, run=_with_stale_gradients(lowered.run))
+
+    with mock.patch.object(lowering, "lower", lower_stale):
+        yield
+
+
+def _with_stale_gradients(run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    first: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+    def stale(index: int, gradient: torch.Tensor) -> torch.Tensor:
+        return first.setdefault((index, gradient.shape), gradient)
+
+    def run_with_hooks(*args: Any) -> Sequence[Any]:
+        outputs = run(*args)
+        for index, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda gradient, index=index: stale(index, gradient))
+        return outputs
+
+    return run_with_hooks
+
+
+# with the profile that draws what each concerns
+MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
+    dropped_guard: "twins",
+    shared_shape_env: "two_axes",
+    cloned_weights: "attributes",
+    swapped_order: "default",
+    stale_backward: "training",
+}
