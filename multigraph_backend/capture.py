@@ -132,6 +132,7 @@ class CapturedGraph:
     traced_names: dict[str, str]  # as Dynamo calls it -> as the user calls it, where they differ
     marks: tuple[Mark, ...]
     mutates_inputs: bool
+    viewed_inputs: tuple[int, ...]  # positions of inputs of which views are returned
     outputs: tuple[str, ...]  # "tensor" or "other", in order
     code: UserCode
     compile_id: Any = None  # torch's id of the trace, for its own tools
@@ -278,6 +279,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         traced_names=traced_names,
         marks=_marks(shape_env, code),
         mutates_inputs=_mutates_inputs(gm),
+        viewed_inputs=_viewed_inputs(gm),
         outputs=outputs,
         code=code,
         compile_id=trace.current_compile_id(),
@@ -460,13 +462,30 @@ def _mutates_inputs(gm: torch.fx.GraphModule) -> bool:
     return False
 
 
-def _output_kinds(gm: torch.fx.GraphModule) -> tuple[str, ...]:
+def _outputs(gm: torch.fx.GraphModule) -> Sequence[Any]:
     (output,) = gm.graph.find_nodes(op="output")
     values = output.args[0]
-    values = values if isinstance(values, tuple | list) else (values,)
+    return values if isinstance(values, tuple | list) else (values,)
+
+
+def _viewed_inputs(gm: torch.fx.GraphModule) -> tuple[int, ...]:
+    """Which inputs an output looks into without being one, by the memory of Dynamo's fake tensors."""
+
+    def storage(node: Any) -> int | None:
+        value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        return int(value.untyped_storage()._cdata)
+
+    returned = {storage(node) for node in _outputs(gm) if isinstance(node, torch.fx.Node) and node.op != "placeholder"}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return tuple(index for index, node in enumerate(placeholders) if storage(node) in returned - {None})
+
+
+def _output_kinds(gm: torch.fx.GraphModule) -> tuple[str, ...]:
     return tuple(
         "tensor"
         if isinstance(value, torch.fx.Node) and isinstance(value.meta.get("example_value"), torch.Tensor)
         else "other"
-        for value in values
+        for value in _outputs(gm)
     )

@@ -32,6 +32,11 @@ OVERLAPPING = (
     "(seen in torch 2.11 and 2.13: wrong numbers, errors)"
 )
 
+VIEW_OF_CHANGED = (
+    "a view of an input that is changed in place is returned, and the input is itself a window into other memory: "
+    "AOTAutograd's code for that gives wrong numbers where sizes are symbolic (seen in torch 2.11, 2.13, 2.15)"
+)
+
 
 class CannotLower(Exception):
     """This compile cannot be made right; the message says why."""
@@ -95,6 +100,12 @@ def build(
         if expr in (sympy.false, False) or not shape_env.evaluate_expr(expr):
             raise CannotLower(f"Dynamo's guard {guard} does not hold for the declared sizes")
     fresh.known_guards = len(shape_env.guards)
+    if graph.mutates_inputs and fresh.code_of:
+        # AOTAutograd makes a returned view of a changed input again by the strides of its own copy of that input; with
+        # symbolic sizes that is right only where both begin at 0 and are contiguous
+        for index in graph.viewed_inputs:
+            if args[index].storage_offset() or not args[index].is_contiguous():
+                raise CannotLower(VIEW_OF_CHANGED)
     for index, (entry, arg) in enumerate(zip(graph.inputs, args, strict=True)):
         fresh.inputs.append(_fresh_input(fresh, index, entry, arg, multiples))
     if floats:

@@ -110,3 +110,34 @@ def test_a_view_that_needs_gradients_is_changed_in_place() -> None:
         (y.sum() + base.square().sum()).backward()
         (wanted.sum() + base_twin.square().sum()).backward()
         torch.testing.assert_close(leaf.grad, twin.grad)
+
+
+def returns_chunk(y: torch.Tensor) -> torch.Tensor:
+    view = y.chunk(2, -1)[1]
+    y.add_(0.5)
+    return view
+
+
+def returns_rows(y: torch.Tensor) -> torch.Tensor:
+    view = y[1:]
+    y.add_(0.5)
+    return view
+
+
+@pytest.mark.parametrize("function", [returns_chunk, returns_rows], ids=lambda function: function.__name__)
+def test_views_of_a_changed_input_that_is_a_window_itself(function: Callable[..., torch.Tensor]) -> None:
+    """Stock is wrong here, in each torch version, where sizes are symbolic."""
+    options = {"compiler": "aot_eager", "specialize": [{"y[0]": 4, "y[1]": 6}]}
+    for dynamic in (True, None):
+        torch._dynamo.reset()
+        run = torch.compile(function, backend=multigraph, dynamic=dynamic, options=options)
+        for rows, columns in ((4, 6), (6, 8), (4, 6)):
+            for window in (
+                lambda x: x[2:-2, 3:-3].clone(),
+                lambda x: x[2:-2, 3:-3],
+                lambda x: x.reshape(-1)[6 : 6 + (x.shape[0] - 4) * (x.shape[1] - 6)].view(x.shape[0] - 4, -1),
+            ):
+                whole = torch.randn(rows + 4, columns + 6)
+                twin = whole.clone()
+                torch.testing.assert_close(run(window(whole)), function(window(twin)))
+                torch.testing.assert_close(whole, twin)

@@ -311,11 +311,10 @@ def test_optimizers_move_the_weights_as_in_eager(name: str, more: dict[str, floa
     def wrap_step(step: Callable[[], None]) -> Callable[[], None]:
         return torch.compile(step, backend=multigraph, options={"compiler": "aot_eager"}) if compile_step else step
 
-    expected = train(lambda model: model, lambda step: step)
+    # torch's trace of a step rounds in its own way (Adam, Muon): there, eager is that trace, run eagerly
+    expected = train(lambda model: model, lambda step: torch.compile(step, backend="eager") if compile_step else step)
     got = train(lambda model: compile(model, [{"input[0]": [8, 16]}]), wrap_step)
-    # traced by any backend, Adam computes the powers of its betas in float32
-    tolerance = {"rtol": 1e-2, "atol": 1e-4} if (name, compile_step) == ("Adam", True) else {}
-    torch.testing.assert_close(got, expected, **tolerance)
+    torch.testing.assert_close(got, expected)
     stats = multigraph_backend.stats()
     assert stats["variant_calls"] == 4
     assert stats["failures"] == stats["eager_calls"] == 0
