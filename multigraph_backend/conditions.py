@@ -117,9 +117,8 @@ def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args
         else:
             raise CannotLower(f"AOTAutograd added a guard of an unknown kind: {guard}")
     parts += [f"a[{index}].storage_offset() == {offset}" for index, offset in fresh.offsets.items()]
-    if graph.mutates_inputs and fresh.code_of:
-        for index in graph.viewed_inputs:
-            parts.append(f"a[{index}].storage_offset() == 0 and a[{index}].is_contiguous()")
+    for index in fresh.windows:
+        parts.append(f"a[{index}].storage_offset() == 0 and a[{index}].is_contiguous()")
     tensors = user_tensors(graph)
     groups = shared_storages([args[index] for index in tensors])
     if groups or (graph.mutates_inputs and len(tensors) > 1):

@@ -56,6 +56,8 @@ class FreshInputs:
     # storage offsets of arguments that share memory with another or are views to differentiate, where the graph
     # mutates its inputs: the code takes them for constants, so they are part of its condition
     offsets: dict[int, int] = field(default_factory=dict)
+    # inputs of which views are returned and that have to be contiguous from the start of their memory
+    windows: tuple[int, ...] = ()
     known_guards: int = 0  # guards that hold already: Dynamo's and the declared facts
 
     def translate(self, expr: Any) -> Any:
@@ -103,7 +105,8 @@ def build(
     if graph.mutates_inputs and fresh.code_of:
         # AOTAutograd makes a returned view of a changed input again by the strides of its own copy of that input; with
         # symbolic sizes that is right only where both begin at 0 and are contiguous
-        for index in graph.viewed_inputs:
+        fresh.windows = graph.viewed_inputs
+        for index in fresh.windows:
             if args[index].storage_offset() or not args[index].is_contiguous():
                 raise CannotLower(VIEW_OF_CHANGED)
     for index, (entry, arg) in enumerate(zip(graph.inputs, args, strict=True)):
