@@ -16,8 +16,11 @@ import contextvars
 import functools
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -133,7 +136,18 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("TensorifyScalarRestartAnalysis", "torch._dynamo.exc", "TensorifyScalarRestartAnalysis"),
         # compilers
         _S("compile_fx", "torch._inductor.compile_fx", "compile_fx",
-           shape=("model_", "example_inputs_", "config_patches", "ignore_shape_env")),
+           shape=("model_", "example_inputs_", "inner_compile", "config_patches", "ignore_shape_env")),
+        # what Inductor gets wrong around changed inputs
+        _S("compile_fx_inner", "torch._inductor.compile_fx", "compile_fx_inner", feature="changed inputs"),
+        _S("CustomPartitionerFn", "torch._inductor.custom_graph_pass", "CustomPartitionerFn",
+           feature="changed inputs", shape=("uuid",)),
+        _S("get_hash_for_files", "torch._inductor.custom_graph_pass", "get_hash_for_files", feature="changed inputs"),
+        _S("partitioner_config", "torch._inductor", "config", feature="changed inputs",
+           shape=("custom_partitioner_fn",)),
+        _S("min_cut_rematerialization_partition", "torch._functorch.partitioners",
+           "min_cut_rematerialization_partition", feature="changed inputs", shape=("joint_module", "num_fwd_outputs")),
+        _S("default_partition", "torch._functorch.partitioners", "default_partition", feature="changed inputs",
+           shape=("joint_module", "num_fwd_outputs", "static_lifetime_input_indices")),
         _S("lookup_backend", "torch._dynamo.backends.registry", "lookup_backend"),
         _S("InvalidCxxCompiler", "torch._inductor.exc", "InvalidCxxCompiler", feature="messages"),
         _S("list_mode_options", "torch._inductor", "list_mode_options", feature="modes"),
@@ -182,6 +196,10 @@ def missing(feature: str) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- differences between versions
+
+
+# Inductor's scheduler may put a change of an input before a read of its old values; seen in 2.11, gone in 2.13
+SCHEDULER_LOSES_READERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 def source_name(source: Any) -> str:
@@ -281,6 +299,23 @@ def root_frame() -> tuple[Any, Mapping[str, Any]] | None:
     except Exception:  # not inside a trace: torch raises an AttributeError of its own thread-local
         return None
     return translator.f_code, translator.f_locals
+
+
+def traced_from_user_code() -> bool:
+    """Whether the frame that Dynamo is tracing was called by the user's code, not by what `torch.compile` returned.
+
+    Reads the Python stack: Dynamo's conversion, the caller of the traced frame, and further down the entry.
+    """
+    package = os.path.dirname(torch.__file__)
+    conversion, entry = (os.path.join(package, "_dynamo", file) for file in ("convert_frame.py", "eval_frame.py"))
+    frame: FrameType | None = sys._getframe()
+    converting = False
+    while frame is not None and (file := frame.f_code.co_filename) != entry:
+        converting = converting or file == conversion
+        if converting and not file.startswith(package + os.sep):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def lookup_compiler(compiler: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, fresh_inputs, trace
+from multigraph_backend import _compat, changed_inputs, fresh_inputs, trace
 from multigraph_backend.aliasing import shared_storages, user_tensors
 from multigraph_backend.background import compile_within
 from multigraph_backend.capture import CapturedGraph
@@ -103,12 +103,25 @@ def lower(
     return lowered
 
 
+def compile_module(
+    module: torch.fx.GraphModule, inputs: list[Any], options: Options, ignore_shape_env: bool = False
+) -> CompiledFunction:
+    """The chosen compiler's code for `module`.  Raises what it raises, and `CannotLower` for what it gets wrong."""
+    if options.compiler != "inductor":
+        other: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
+        return other
+    run: CompiledFunction = _compat.compile_fx(
+        module,
+        inputs,
+        ignore_shape_env=ignore_shape_env,
+        **changed_inputs.compile_fx_settings(dict(options.inductor)),
+    )
+    return run
+
+
 def _compile(fresh: FreshInputs, options: Options) -> CompiledFunction:
-    module, inputs = fresh.module, fresh.inputs
-    if options.compiler == "inductor":
-        run = _compat.compile_fx(module, inputs, config_patches=dict(options.inductor) or None, ignore_shape_env=True)
-    else:
-        run = _compat.lookup_compiler(options.compiler)(module, inputs)
+    inputs = fresh.inputs
+    run = compile_module(fresh.module, inputs, options, ignore_shape_env=True)
     if not callable(run):
         raise TypeError(f"the compiler returned {type(run).__name__}, which is not callable")
     for attribute in ("zero_grad", "named_parameters", "named_buffers"):  # they keep the graph's copy alive

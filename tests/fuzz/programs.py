@@ -109,13 +109,17 @@ class Program:
     @property
     def taken(self) -> frozenset[str]:
         """The inputs whose elements the program uses: the tensors (and integers) that Dynamo's graph takes for sure."""
-        views = [r for r in self.body.returns if not r.isidentifier()]  # an input returned as it is goes past the graph
-        text = "\n".join((*self.body.lines, *views))
+        inputs = {*(t.name for t in self.tensors), *self.ints}
+        text = "\n".join(r for r in self.body.returns if r not in inputs)  # an input returned as it is goes past it
+        for line in reversed(self.body.lines):
+            made = re.match(r"(\w+) = ", line)
+            if made is None or re.search(rf"\b{made[1]}\b", text):  # what nothing needs goes past it as well
+                text = f"{line}\n{text}"
 
         def used(name: str) -> bool:
             return re.search(rf"\b{name}\b(?!\.shape|\.numel|\.dtype)", text) is not None
 
-        return frozenset(name for name in (*(t.name for t in self.tensors), *self.ints) if used(name))
+        return frozenset(filter(used, inputs))
 
     def named_sizes(self, call: Call) -> dict[str, int]:
         """Every size of a call that a condition can name."""
