@@ -5,7 +5,8 @@ conjunction of facts about columns, or with a callable of the user that has to b
 Out: source text of `dispatch(*a)`.  First declared match wins; the last target is the generic graph.
 
 How it stays flat: the sizes of the last call are tried first; then a table of sizes seen before; a new combination
-is looked up by `find`: one table per column for equalities, bisection for ranges, then what remains in order.
+is looked up by `find`: a table for equalities (of one column, or of several together), bisection for ranges, a table of
+all numbers below 65536 where there are many multiples, then what remains in order.
 Opaque rules are asked at every call, in their place in the order.
 
 Everything here is pure: text and tables are functions of the rules.  `install` compiles the text.
@@ -13,15 +14,21 @@ Everything here is pure: text and tables are functions of the rules.  `install` 
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
+from types import FunctionType
 from typing import Any
 
 from multigraph_backend.facts import Facts
 
 MOST_REMEMBERED = 1 << 16  # sizes seen before that are kept; then the table starts anew
+MANY_MULTIPLES = 8  # of one column: from here on a table says which is the first that holds
+MULTIPLES_BELOW = 1 << 16  # ... for numbers below; what is above is tried in order
+MOST_EQUAL = 1 << 12  # combinations of values that one rule may add to a table
 
 NOTHING = -1
 
@@ -63,11 +70,21 @@ class Intervals:
 
 
 @dataclass(frozen=True)
+class Multiples:
+    """Many rules about multiples in one column.  `first[n]` is the first one's target, for n below MULTIPLES_BELOW."""
+
+    column: int
+    rules: tuple[Rule, ...]
+    first: array[int]
+
+
+@dataclass(frozen=True)
 class Segment:
     """Consecutive rules without an opaque check, sorted by how they are found."""
 
-    tables: tuple[tuple[int, dict[int, int]], ...]  # column, value -> target
+    tables: tuple[tuple[tuple[int, ...], dict[Any, int]], ...]  # columns, value (or values) -> target
     intervals: tuple[Intervals, ...]
+    multiples: tuple[Multiples, ...]
     others: tuple[Rule, ...]  # in declared order
     always: int  # the target if everything else fails, NOTHING if none
 
@@ -101,31 +118,52 @@ def plan(columns: Sequence[str], rules: Sequence[Rule], generic: int) -> Plan:
 
 
 def _segment(rules: Sequence[Rule]) -> Segment:
-    tables: dict[int, dict[int, int]] = {}
+    tables: dict[tuple[int, ...], dict[Any, int]] = {}
     ranges: dict[int, list[tuple[Facts, int]]] = {}
+    multiples: dict[int, list[Rule]] = {}
     others: list[Rule] = []
     always = NOTHING
     for rule in rules:
         if not rule.terms:
             always = rule.target
             break  # what follows can never be reached
-        if len(rule.terms) == 1:
-            ((column, facts),) = rule.terms
-            if facts.values is not None:
-                table = tables.setdefault(column, {})
-                for value in facts.values:
-                    table.setdefault(value, rule.target)
-                continue
-            if facts.multiple_of == 1:
-                ranges.setdefault(column, []).append((facts, rule.target))
-                continue
-        others.append(rule)
+        values = [facts.values for _, facts in rule.terms if facts.values is not None]
+        columns = tuple(column for column, _ in rule.terms)
+        ((column, facts), *further) = rule.terms
+        if len(values) == len(set(columns)) == len(columns) and prod(map(len, values)) <= MOST_EQUAL:
+            table = tables.setdefault(columns, {})
+            for key in values[0] if len(columns) == 1 else product(*values):
+                table.setdefault(key, rule.target)
+        elif further or facts.values is not None:
+            others.append(rule)
+        elif facts.multiple_of == 1:
+            ranges.setdefault(column, []).append((facts, rule.target))
+        else:
+            multiples.setdefault(column, []).append(rule)
+    for column, entries in list(multiples.items()):
+        if len(entries) < MANY_MULTIPLES:
+            others += multiples.pop(column)
     return Segment(
-        tables=tuple(sorted(tables.items())),
+        tables=tuple(sorted(tables.items(), key=lambda entry: entry[0])),
         intervals=tuple(_intervals(column, entries) for column, entries in sorted(ranges.items())),
-        others=tuple(others),
+        multiples=tuple(_multiples(column, entries) for column, entries in sorted(multiples.items())),
+        others=tuple(sorted(others, key=lambda rule: rule.target)),
         always=always,
     )
+
+
+def _multiples(column: int, rules: Sequence[Rule]) -> Multiples:
+    """Each rule marks its multiples; the first rule last, so that it wins."""
+    first = array("i", [NOTHING]) * MULTIPLES_BELOW
+    for rule in reversed(rules):
+        ((_, facts),) = rule.terms
+        low = max(0, facts.min or 0)
+        start = low + -low % facts.multiple_of
+        end = MULTIPLES_BELOW if facts.max is None else max(min(MULTIPLES_BELOW, facts.max + 1), start)
+        count = len(range(start, end, facts.multiple_of))
+        if count:
+            first[start : end : facts.multiple_of] = array("i", [rule.target]) * count
+    return Multiples(column, tuple(rules), first)
 
 
 def _intervals(column: int, entries: Sequence[tuple[Facts, int]]) -> Intervals:
@@ -157,9 +195,13 @@ def choose(planned: Plan, values: Sequence[int], ask: Callable[[str, int], bool]
 
 
 def _choose_in(segment: Segment, values: Sequence[int]) -> int:
-    found = [table.get(values[column], NOTHING) for column, table in segment.tables]
+    found = [
+        table.get(values[columns[0]] if len(columns) == 1 else tuple(values[column] for column in columns), NOTHING)
+        for columns, table in segment.tables
+    ]
     found += [entry.targets[bisect_right(entry.bounds, values[entry.column])] for entry in segment.intervals]
-    found += [rule.target for rule in segment.others if rule.holds(values)]
+    tried = [*(rule for entry in segment.multiples for rule in entry.rules), *segment.others]
+    found += [rule.target for rule in tried if rule.holds(values)]
     return min((target for target in found if target != NOTHING), default=segment.always)
 
 
@@ -245,22 +287,17 @@ def _ordered_source(planned: Plan, names: Sequence[str], key: str) -> list[str]:
 
 
 def _find_source(index: int, segment: Segment, names: Sequence[str]) -> list[str]:
-    lines = [f"def find{index}({', '.join(names)}):"]
-    fallback = f"otherwise{index}"
-    lines.append(f"    best = {fallback}")
-    for column, _ in segment.tables:
-        lines += [
-            f"    t = table{index}_{column}.get({names[column]}, -1)",
-            "    if 0 <= t < best or best < 0 <= t:",
-            "        best = t",
-        ]
-    for entry in segment.intervals:
-        where = f"{index}_{entry.column}"
-        lines += [
-            f"    t = targets{where}[bisect_right(bounds{where}, {names[entry.column]})]",
-            "    if 0 <= t < best or best < 0 <= t:",
-            "        best = t",
-        ]
+    lines = []
+    for many in segment.multiples:
+        name = names[many.column]
+        lines.append(f"def scan{index}_{many.column}({name}):")
+        for rule in many.rules:
+            lines += [f"    if {_term_source(name, rule.terms[0][1])}:", f"        return {rule.target}"]
+        lines.append(f"    return {NOTHING}")
+    lines.append(f"def find{index}({', '.join(names)}):")
+    lines.append(f"    best = otherwise{index}")
+    for target in _target_sources(index, segment, names):
+        lines += [f"    t = {target}", "    if 0 <= t < best or best < 0 <= t:", "        best = t"]
     for rule in segment.others:
         tests = " and ".join(_term_source(names[column], facts) for column, facts in rule.terms)
         lines += [
@@ -271,6 +308,25 @@ def _find_source(index: int, segment: Segment, names: Sequence[str]) -> list[str
         ]
     lines.append("    return best")
     return lines
+
+
+def _target_sources(index: int, segment: Segment, names: Sequence[str]) -> list[str]:
+    """One expression for each way of finding a target, NOTHING if it finds none."""
+    found = []
+    for columns, _ in segment.tables:
+        key = ", ".join(names[column] for column in columns)
+        found.append(f"{_table_name(index, columns)}.get({key if len(columns) == 1 else f'({key})'}, {NOTHING})")
+    for entry in segment.intervals:
+        where = f"{index}_{entry.column}"
+        found.append(f"targets{where}[bisect_right(bounds{where}, {names[entry.column]})]")
+    for many in segment.multiples:
+        where, name = f"{index}_{many.column}", names[many.column]
+        found.append(f"first{where}[{name}] if 0 <= {name} < {MULTIPLES_BELOW} else scan{where}({name})")
+    return found
+
+
+def _table_name(index: int, columns: Sequence[int]) -> str:
+    return "_".join(["table" + str(index), *map(str, columns)])
 
 
 def _term_source(name: str, facts: Facts) -> str:
@@ -325,16 +381,20 @@ def install(
         calls[f"known{index}"] = {}
         unmatched = NOTHING if opaque else planned.generic
         lookups[f"otherwise{index}"] = step.always if step.always != NOTHING else unmatched
-        for column, table in step.tables:
-            lookups[f"table{index}_{column}"] = table
+        for columns, table in step.tables:
+            lookups[_table_name(index, columns)] = table
         for entry in step.intervals:
             lookups[f"targets{index}_{entry.column}"] = entry.targets
             lookups[f"bounds{index}_{entry.column}"] = entry.bounds
+        for many in step.multiples:
+            lookups[f"first{index}_{many.column}"] = many.first
     # the text is made above, from integers.  Each function is taken out of the namespace that it lives in: without a
     # cycle, regions end at once with the code that Dynamo drops
     finds = [f"find{index}" for index, step in enumerate(planned.steps) if isinstance(step, Segment)]
     exec(compile(find_source(planned), "<multigraph lookups>", "exec"), lookups)
     calls.update({name: lookups.pop(name) for name in finds})
+    for name in [name for name in lookups if name.startswith("scan")]:
+        lookups[name] = FunctionType(lookups[name].__code__, {})
     exec(compile(source(planned), "<multigraph dispatcher>", "exec"), calls)
     function: Callable[..., Any] = calls.pop("dispatch")
     return function

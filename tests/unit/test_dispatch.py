@@ -46,13 +46,16 @@ def random_facts(random_: random.Random) -> Facts:
         low = random_.randint(0, 12)
         return Facts(min=random_.choice([None, low]), max=random_.choice([None, low + random_.randint(0, 6)]))
     if kind == 2:
-        return Facts(multiple_of=random_.randint(2, 5))
+        return Facts(multiple_of=random_.randint(2, 5), max=random_.choice([None, None, random_.randint(0, 30)]))
     return Facts(min=random_.randint(0, 6), multiple_of=random_.randint(1, 4))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_call_goes_to_the_first_rule_that_holds(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(80))
+def test_every_call_goes_to_the_first_rule_that_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random_ = random.Random(seed)
+    if seed % 2:  # two rules are many, and a number of 11 is out of the table's reach
+        monkeypatch.setattr(dispatch, "MANY_MULTIPLES", 2)
+        monkeypatch.setattr(dispatch, "MULTIPLES_BELOW", 11)
     columns = ["a[0]", "a[1]"]
     asked = {f"check{number}": random_.randint(2, 5) for number in range(12)}
     rules = []
@@ -131,8 +134,49 @@ def dispatch(*a):
     )
     (segment,) = planned.steps
     assert isinstance(segment, dispatch.Segment)
-    assert segment.tables == ((0, {1: 0, 8: 1}),)
+    assert segment.tables == (((0,), {1: 0, 8: 1}),)
     assert segment.intervals == (dispatch.Intervals(0, (2, 65), (-1, 2, -1)),)
+
+
+def test_many_multiples_and_pairs_of_values_are_looked_up_not_tried() -> None:
+    rules = [Rule(number, ((0, Facts(values=(number, 99))), (1, Facts(values=(4,))))) for number in range(2)]
+    rules += [Rule(number, ((1, Facts(multiple_of=number)),)) for number in range(2, 2 + dispatch.MANY_MULTIPLES)]
+    planned = dispatch.plan(["a[0]", "a[1]"], rules, len(rules))
+    assert_expected_inline(
+        dispatch.find_source(planned),
+        """\
+def scan0_1(n1):
+    if n1 % 2 == 0:
+        return 2
+    if n1 % 3 == 0:
+        return 3
+    if n1 % 4 == 0:
+        return 4
+    if n1 % 5 == 0:
+        return 5
+    if n1 % 6 == 0:
+        return 6
+    if n1 % 7 == 0:
+        return 7
+    if n1 % 8 == 0:
+        return 8
+    if n1 % 9 == 0:
+        return 9
+    return -1
+def find0(n0, n1):
+    best = otherwise0
+    t = table0_0_1.get((n0, n1), -1)
+    if 0 <= t < best or best < 0 <= t:
+        best = t
+    t = first0_1[n1] if 0 <= n1 < 65536 else scan0_1(n1)
+    if 0 <= t < best or best < 0 <= t:
+        best = t
+    return best
+""",
+    )
+    call = installed(["a[0]", "a[1]"], rules)
+    for pair in [(0, 4), (1, 4), (99, 4), (2, 4), (0, 5), (0, 11), (3, 1 << 16), (3, 3 * 70001), (0, -7), (0, 70001)]:
+        assert call(*pair) == first_match(rules, pair, lambda name, value: False, len(rules))
 
 
 def test_the_text_for_an_opaque_check_asks_in_its_place() -> None:
