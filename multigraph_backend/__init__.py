@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multigraph_backend.backend import multigraph
+    from multigraph_backend.gains import measure_gains
     from multigraph_backend.marks import mark
     from multigraph_backend.options import Options, OptionsError
     from multigraph_backend.predicates import And, Eq, In, MultipleOf, Predicate, Range
@@ -33,6 +34,7 @@ _HOME = {
     "Range": "predicates",
     "explain": "report",
     "mark": "marks",
+    "measure_gains": "gains",
     "multigraph": "backend",
     "reset_stats": "trace",
     "stats": "trace",
@@ -50,6 +52,7 @@ __all__ = [
     "Range",
     "explain",
     "mark",
+    "measure_gains",
     "multigraph",
     "reset_stats",
     "stats",

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, capture, region, user_code
+from multigraph_backend import _compat, capture, lowering, marks, region, user_code
 from multigraph_backend.compile_state import CompileState
+from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Multigraph:
         `mode` and `options` as in torch.compile (see `Options`); `name` labels the regions in reports.  Raises
         `OptionsError` for what is not accepted.
         """
+        marks.meet(example_inputs)
         code = user_code.current()
         accepted = Options.build(options, mode, code.models)
         disabled = disabled_pieces(os.environ)
@@ -72,6 +74,7 @@ class Multigraph:
     def reset(self) -> None:
         """Called by `torch._dynamo.reset()`: Dynamo drops the code that holds the regions, reports start anew."""
         region.live.clear()
+        marks.forget()
 
     def __repr__(self) -> str:
         return "<torch.compile backend multigraph>"
@@ -82,12 +85,10 @@ def _compile_at_once(
 ) -> Callable[..., Any]:
     """As any other backend does: one generic compile, in Dynamo's trace and under its guards."""
     started = time.perf_counter()
-    if options.compiler == "inductor":
-        run: Callable[..., Any] = _compat.compile_fx(
-            gm, list(example_inputs), config_patches=dict(options.inductor) or None
-        )
-    else:
-        run = _compat.lookup_compiler(options.compiler)(gm, list(example_inputs))
+    try:
+        run = lowering.compile_module(gm, list(example_inputs), options)
+    except CannotLower as error:
+        run, reason = gm.forward, f"{reason}; it runs eagerly: {error}"
     return region.compiled_at_once(run, code, options, time.perf_counter() - started, reason)
 
 

@@ -67,7 +67,8 @@ def _from_predicate(graph: CapturedGraph, predicate: Predicate, notes: list[str]
         found = graph.find(name)
         if found is None:
             condition.never = unknown_name(graph, name)
-            notes.append(condition.never)
+            if not graph.code.partial:  # what Dynamo traces after a break is not what the name was declared for
+                notes.append(condition.never)
         elif isinstance(found, int):
             _decide(condition, name, found, facts)
         else:

@@ -3,10 +3,14 @@
 torch's `mark_unbacked` starts the table of a tensor's specializations anew, so marking one dimension forgets what was
 marked on another, and its list form drops `specialize_on`.  `mark` keeps all of it, and takes values and ranges where
 torch takes callables alone.
+
+Marks are attributes of one tensor object: a clone, a slice or a tensor on another device has none, and nobody hears of
+it.  So the place of each `mark` is kept until a trace has met one of its tensors; `explain()` shows the others.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +41,8 @@ def mark(
     Raises ValueError for a dimension that the tensor does not have.
     """
     checks = [_as_check(entry) for entry in specialize_on]
+    caller = sys._getframe(1)
+    place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     for one in (dim,) if isinstance(dim, int) else tuple(dim):
         if not -tensor.dim() <= one < tensor.dim():
             raise ValueError(f"the tensor has {tensor.dim()} dimensions, dimension {one} cannot be marked")
@@ -48,6 +54,28 @@ def mark(
         else:
             _compat.mark_dynamic(tensor, index, specialize_on=checks, **bounds)
         tensor._specialize_on = {**table, **tensor._specialize_on}  # type: ignore[attr-defined]
+    _met.setdefault(place, False)
+    tensor._multigraph_marks = {*getattr(tensor, "_multigraph_marks", ()), place}  # type: ignore[attr-defined]
+
+
+_met: dict[str, bool] = {}  # place of a `mark` -> whether a trace had one of its tensors
+
+
+def meet(example_inputs: Sequence[Any]) -> None:
+    """These are inputs of a trace."""
+    for value in example_inputs:
+        for place in getattr(value, "_multigraph_marks", ()):
+            _met[place] = True
+
+
+def unmet() -> tuple[str, ...]:
+    """Places of marks ("file:line") of which no trace has had a tensor."""
+    return tuple(place for place, met in list(_met.items()) if not met)
+
+
+def forget() -> None:
+    """Start anew, with `torch._dynamo.reset()`."""
+    _met.clear()
 
 
 def _as_check(entry: Specialization) -> Callable[[int], object]:

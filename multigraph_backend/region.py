@@ -20,7 +20,7 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, declared, dispatch, lowering, naming, trace
+from multigraph_backend import _compat, declared, dispatch, gains, lowering, naming, trace
 from multigraph_backend.aliasing import shared_storages, user_tensors
 from multigraph_backend.background import describe
 from multigraph_backend.capture import CapturedGraph, NamedSize
@@ -44,6 +44,15 @@ _NO_COMPILE_STANCES = ("eager_on_recompile", "fail_on_recompile", "force_eager")
 _NOT_READY: Ready = (lambda args: False, lambda: None, None)
 
 
+def living() -> list[Region]:
+    """Every region that is alive; other threads may add some meanwhile."""
+    while True:
+        try:
+            return list(live)
+        except RuntimeError:  # the set grew while it was read
+            continue
+
+
 class VariantFailed(RuntimeError):
     """A compile failed and the user asked to hear of it (`on_failure="raise"`)."""
 
@@ -64,7 +73,7 @@ class Region:
         self.argument_names = _argument_names(graph)
         self._graph = graph
         self._state = state
-        if options.on_failure == "raise" and not graph.code.resumed:
+        if options.on_failure == "raise" and not graph.code.partial:
             _refuse_unknown_names(graph, options)
         conditions, notes = declared.resolve(graph, options.specialize)
         self.notes = list(dict.fromkeys([*graph.notes, *notes]))
@@ -107,16 +116,23 @@ class Region:
                 continue
             if form.proven:
                 candidate.tick()
-                return form.lowered.run(*args)
+                return self._run_proven(candidate, form, args)
             return self._first_run(candidate, form, args)
-        stance = _stance()
-        if stance == "fail_on_recompile":
+        in_force = stance()
+        if in_force == "fail_on_recompile":
             raise RuntimeError(
                 f"{self.code}: no compiled form fits this call of {variant.text}, and torch.compiler.set_stance is "
                 "'fail_on_recompile'; call it once under the default stance, or use 'eager_on_recompile'"
             )
-        why = f"stance {stance!r}" if stance in _NO_COMPILE_STANCES else self.generic.reason
+        why = f"stance {in_force!r}" if in_force in _NO_COMPILE_STANCES else self.generic.reason
         return self._run_eagerly(args, why or "no form may be compiled")
+
+    def _run_proven(self, variant: Variant, form: Form, args: tuple[Any, ...]) -> Any:
+        if gains.measuring() and not variant.generic and not self._graph.mutates_inputs:
+            generic = self._form_for(self.generic, args)
+            if generic is not None:
+                return gains.run_beside(form.lowered.run, generic.lowered.run, args, variant.gain)
+        return form.lowered.run(*args)
 
     def _variant(self, target: int) -> Variant:
         return self.variants[target] if target < len(self.variants) else self.generic
@@ -124,7 +140,7 @@ class Region:
     def _form_for(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """A form that holds for `args`, compiled now if it must and may be; one compile at a time per variant."""
         form = variant.fitting(args)
-        if form is not None or _stance() in _NO_COMPILE_STANCES or not variant.may_compile(self._sharing(args)):
+        if form is not None or stance() in _NO_COMPILE_STANCES or not variant.may_compile(self._sharing(args)):
             return form
         limit = self.options.compile_timeout
         if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
@@ -243,11 +259,16 @@ class Region:
 
     # ---------------------------------------------------------------- publishing
 
+    def publish(self) -> None:
+        """Let generated code run what it may: all of it, but for variants while gains are measured."""
+        for variant in (*self.variants, self.generic):
+            self._publish(variant)
+
     def _publish(self, variant: Variant) -> None:
         """Let generated code run the proven forms of `variant` without coming here."""
         with self._publish_lock:
             forms = [form.lowered for form in variant.forms if form.proven]
-            if not forms:
+            if not forms or (gains.measuring() and not variant.generic):
                 self._ready[variant.number] = _NOT_READY
             elif len(forms) == 1:
                 self._ready[variant.number] = (forms[0].condition.check, variant.tick, forms[0].run)
@@ -311,7 +332,8 @@ def compiled_at_once(
 # ---------------------------------------------------------------- helpers
 
 
-def _stance() -> str:
+def stance() -> str:
+    """torch's stance, "default" where this torch does not tell."""
     return "default" if _compat.missing("stances") else _compat.stance()
 
 

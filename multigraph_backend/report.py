@@ -5,20 +5,31 @@
 
 from __future__ import annotations
 
+import fnmatch
+import inspect
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
+from multigraph_backend import marks
 from multigraph_backend import region as regions
+from multigraph_backend.options import disabled_pieces
 from multigraph_backend.variant import Variant
 
 
 @dataclass(frozen=True)
 class VariantReport:
     """One declared condition: its `state` is declared, compiling, ready, failed or inactive; `forms` are the
-    conditions that its compiles added ("True": none); `compile_seconds` over all of its forms."""
+    conditions that its compiles added ("True": none); `compile_seconds` over all of its forms.
+
+    `gain`: how many times as fast as generic, over `gain_calls` calls under `measure_gains()`; None where not measured.
+    `user_stack`: after a failure, the lines of the user's program that the compiler was at, where torch says so.
+    """
 
     condition: str
     state: str
@@ -27,6 +38,9 @@ class VariantReport:
     reason: str | None
     forms: tuple[str, ...]
     opaque: str | None = None
+    gain: float | None = None
+    gain_calls: int = 0
+    user_stack: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,9 +66,16 @@ class RegionReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All regions that are alive, in no particular order of importance; `str` is for reading."""
+    """Regions that are alive, in the order of the source; `str` is for reading.
+
+    `stance`: torch's stance at that moment (`torch.compiler.set_stance`); `disabled`: pieces that `MULTIGRAPH_DISABLE`
+    turns off; `unmet_marks`: places ("file:line") of `mark` calls whose tensors no trace has had.
+    """
 
     regions: tuple[RegionReport, ...] = field(default_factory=tuple)
+    stance: str = "default"
+    disabled: tuple[str, ...] = ()
+    unmet_marks: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, as JSON has them."""
@@ -66,15 +87,49 @@ class Explanation:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        if not self.regions:
-            return "multigraph: nothing compiled yet"
-        return "\n".join(_region_text(entry) for entry in self.regions)
+        lines = [_region_text(entry) for entry in self.regions] or ["multigraph: nothing compiled yet"]
+        if self.stance != "default":
+            lines.append(f"stance in force: {self.stance}")
+        if self.disabled:
+            lines.append(f"MULTIGRAPH_DISABLE turns off: {', '.join(self.disabled)}")
+        lines += [
+            f"marked at {place}: no trace has had that tensor (a clone or a slice of it, perhaps, or no call yet)"
+            for place in self.unmet_marks
+        ]
+        return "\n".join(lines)
 
 
-def explain() -> Explanation:
-    """The account of every region that is alive."""
-    entries = sorted(regions.live, key=lambda entry: (entry.code.file, entry.code.line, entry.serial))
-    return Explanation(tuple(_report(entry, entries) for entry in entries))
+def explain(model: object = None) -> Explanation:
+    """The account of every region that is alive, or of those of one model.
+
+    `model`: a module or function, compiled or not, or a name or glob of a module class or function.  A module stands
+    for its class and those of its submodules (Dynamo traces a submodule on its own after a graph break).
+    """
+    entries = sorted(regions.living(), key=lambda entry: (entry.code.file, entry.code.line, entry.serial))
+    if model is not None:
+        wanted = _names_of(model)
+        entries = [entry for entry in entries if any(fnmatch.filter(entry.code.models, name) for name in wanted)]
+    return Explanation(
+        tuple(_report(entry, entries) for entry in entries),
+        stance=regions.stance(),
+        disabled=tuple(sorted(disabled_pieces(os.environ))),
+        unmet_marks=marks.unmet(),
+    )
+
+
+def _names_of(model: object) -> set[str]:
+    if isinstance(model, str):
+        return {model}
+    if isinstance(model, torch.nn.Module):
+        return {type(module).__name__ for module in model.modules()}
+    function = inspect.unwrap(model) if callable(model) else None
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return _names_of(owner)
+    name = getattr(function, "__name__", None)
+    if name is None:
+        raise TypeError(f"explain() takes a module, a function or a name, not {model!r}")
+    return {name}
 
 
 def _report(region: regions.Region, all_regions: Sequence[regions.Region]) -> RegionReport:
@@ -129,6 +184,9 @@ def _variant_report(region: regions.Region, variant: Variant, linked: Sequence[r
         reason=variant.reason or _linked_reason(variant, linked),
         forms=tuple(_named(region, form.lowered.condition.code) for form in variant.forms),
         opaque=opaque,
+        gain=None if variant.gain.factor is None else round(variant.gain.factor, 3),
+        gain_calls=variant.gain.calls,
+        user_stack=variant.user_stack,
     )
 
 
@@ -142,6 +200,8 @@ def _region_text(entry: RegionReport) -> str:
         line = f"  {variant.condition:<{width}}  {variant.state:<9} {variant.calls:>8} calls"
         if variant.forms:
             line += f"  compiled in {variant.compile_seconds:.2f} s"
+        if variant.gain is not None:
+            line += f"  {variant.gain:.2f} times as fast as generic ({variant.gain_calls} calls)"
         added = [form for form in variant.forms if form != "True"]
         if added:
             line += f"  where {' | '.join(added)}"
@@ -150,6 +210,8 @@ def _region_text(entry: RegionReport) -> str:
         if variant.reason:
             line += f"  ({variant.reason})"
         lines.append(line)
+        if variant.user_stack:
+            lines += [f"    {entry}" for entry in variant.user_stack.splitlines()]
     said = {variant.reason for variant in entry.variants}
     lines += [f"  note: {note}" for note in entry.notes if note not in said]
     return "\n".join(lines)

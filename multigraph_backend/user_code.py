@@ -35,6 +35,8 @@ class UserCode:
     varkeyword: str | None = None
     parameters: tuple[str, ...] = ()
     integers: Mapping[str, int] = field(default_factory=dict)
+    # traced on its own after a graph break: the rest of a function, or one that it calls.  Its names are not declared
+    partial: bool = False
 
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"
@@ -42,11 +44,6 @@ class UserCode:
     def same_place(self, other: UserCode) -> bool:
         """Whether both are graphs of one function."""
         return (self.function, self.file, self.line) == (other.function, other.file, other.line)
-
-    @property
-    def resumed(self) -> bool:
-        """Whether this is the rest of a function after a graph break: its locals are not the user's arguments."""
-        return "torch_dynamo_resume_in" in self.function
 
     def known_as(self, name: str) -> str:
         """The user's name of an input: `args[0]`, `kwargs['mask']` by the signature of what is wrapped."""
@@ -76,7 +73,8 @@ def current() -> UserCode:
     if isinstance(wrapped, MethodType):
         owner = wrapped.__self__
     shown = _code_of(wrapped) or code
-    module = type(owner).__name__ if isinstance(owner, torch.nn.Module) else None
+    # after a graph break `self` may be gone; the code still says where it was defined
+    module = type(owner).__name__ if isinstance(owner, torch.nn.Module) else _defining_class(shown)
     return UserCode(
         function=f"{module}.{shown.co_name}" if module else shown.co_name,
         file=shown.co_filename,
@@ -86,6 +84,7 @@ def current() -> UserCode:
         varkeyword=_special(code, inspect.CO_VARKEYWORDS),
         parameters=_parameters_after(wrapped, code),
         integers={name: value for name, value in local_values.items() if type(value) is int},
+        partial="torch_dynamo_resume_in" in code.co_name or _compat.traced_from_user_code(),
     )
 
 
@@ -118,6 +117,11 @@ def _wrapped_by(code: CodeType, local_values: Mapping[str, Any], owner: object) 
         return module
     innermost: Callable[..., Any] = inspect.unwrap(function)
     return innermost
+
+
+def _defining_class(code: CodeType) -> str | None:
+    *_, outer, _name = ("", *code.co_qualname.split("."))
+    return outer if outer and outer != "<locals>" else None
 
 
 def _code_of(function: object) -> CodeType | None:

@@ -10,6 +10,8 @@ a failure leaves a reason and a time before which nobody tries again.
 
 from __future__ import annotations
 
+import re
+import textwrap
 import threading
 import time
 import traceback
@@ -22,6 +24,7 @@ import sympy
 from multigraph_backend import trace
 from multigraph_backend.background import describe
 from multigraph_backend.declared import Condition
+from multigraph_backend.gains import Gain
 from multigraph_backend.lowering import Lowered
 
 # which inputs of a call share memory (`aliasing.shared_storages`)
@@ -59,7 +62,9 @@ class Variant:
         self.failures = 0
         self.reason: str | None = condition.never if condition is not None else None
         self.details: str | None = None  # the whole traceback of the last failure, as text: no frame is kept alive
+        self.user_stack: str | None = None  # the user's lines that the last failure was about, where torch says so
         self.compile_seconds = 0.0
+        self.gain = Gain()
         self.exact: int | None = None  # the one value that an opaque condition is compiled for
         self._retry_at: dict[Sharing, float] = {}
         self._clock = clock
@@ -114,7 +119,7 @@ class Variant:
         self.compile_seconds += form.lowered.seconds
         if not self._retry_at:
             self.failures = 0
-            self.reason = self.details = None
+            self.reason = self.details = self.user_stack = None
         trace.count("generic_compiled" if self.generic else "variants_compiled")
 
     def drop(self, form: Form, error: BaseException, sharing: Sharing) -> None:
@@ -126,5 +131,15 @@ class Variant:
         self.failures += 1
         self.reason = describe(error)
         self.details = "".join(traceback.format_exception(error))
+        self.user_stack = _user_stack(self.details)
         self._retry_at[sharing] = self._clock() + _FIRST_RETRY * 2 ** min(self.failures - 1, 10)
         trace.count("failures")
+
+
+_TRACED_LINES = re.compile(r"^Original traceback:\n((?:[ \t]+\S.*\n?)+)", re.MULTILINE)
+
+
+def _user_stack(details: str) -> str | None:
+    """What torch adds to an error of one node: the lines of the user's program that Dynamo traced into it."""
+    found = _TRACED_LINES.findall(details)
+    return textwrap.dedent(found[-1]).strip() if found else None

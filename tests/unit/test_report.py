@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 
@@ -90,3 +92,116 @@ def test_torch_s_own_switch_turns_on_the_log() -> None:
             check=True,
         )
         assert ("compiling generic" in ran.stderr) == expected, ran.stderr
+
+
+class Inner(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+
+class Outer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.sin())
+
+
+def test_the_account_of_one_model() -> None:
+    options = {"compiler": "eager"}
+    model, function = (torch.compile(it, backend=multigraph, dynamic=True, options=options) for it in (Outer(), f))
+    model(torch.randn(3, 3))
+    function(torch.randn(3, 3), 2)
+
+    def functions(chosen: object) -> set[str]:
+        return {entry.function for entry in multigraph_backend.explain(chosen).regions}
+
+    of_model = {"Outer.forward", "Inner.forward"}
+    assert functions(function) == functions(f) == functions("f") == {"f"}
+    assert of_model <= functions(model) == functions(model._orig_mod)
+    assert "f" not in functions(model)
+    assert "Inner.forward" in functions("Inn*")
+    assert "Outer.forward" not in functions("Inn*")
+    assert functions(None) == functions(model) | {"f"}
+    assert functions("Nobody") == set()
+    with pytest.raises(TypeError, match="a module, a function or a name, not 3"):
+        multigraph_backend.explain(3)
+
+
+def test_a_name_declared_for_the_model_is_no_error_in_what_it_breaks_into(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"compiler": "eager", "specialize": [{"x[0]": 3}, {"x[1]": 5}], "on_failure": "raise"}
+
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = Outer()
+
+        def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return self.outer(x * other.sum())
+
+    options["specialize"].append({"other[0]": 4})
+    compiled = torch.compile(Named(), backend=multigraph, dynamic=True, options=options)
+    compiled(torch.randn(3, 4), torch.randn(4))
+    assert "other[0]" not in caplog.text
+    inner, *_ = multigraph_backend.explain("Inner").regions
+    assert inner.variants[2].state == "inactive"
+    assert "'other[0]' is no size or integer input of Inner.forward" in str(inner.variants[2].reason)
+    with pytest.raises(Exception, match="'nothing' is no size or integer input of f"):
+        torch.compile(f, backend=multigraph, options={**options, "specialize": [{"nothing": 3}]})(torch.randn(3, 3), 2)
+
+
+def test_stances_in_force_and_switches_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", "variants")
+    with torch.compiler.set_stance("eager_on_recompile"):
+        account = multigraph_backend.explain()
+    assert (account.stance, account.disabled) == ("eager_on_recompile", ("variants",))
+    assert_expected_inline(
+        str(account),
+        """\
+multigraph: nothing compiled yet
+stance in force: eager_on_recompile
+MULTIGRAPH_DISABLE turns off: variants""",
+    )
+
+
+def test_a_mark_that_no_trace_has_met_is_shown() -> None:
+    compiled = torch.compile(lambda x: x * 2, backend=multigraph, options={"compiler": "eager"})
+    marked, lost = torch.randn(8, 3), torch.randn(8, 3)
+    for x in (marked, lost):
+        multigraph_backend.mark(x, 0, specialize_on=[8])
+    multigraph_backend.mark(lost, 1)
+    line = inspect.currentframe().f_lineno - 1
+    compiled(lost.clone())
+    assert len(multigraph_backend.explain().unmet_marks) == 2
+    compiled(marked)
+    assert multigraph_backend.explain().unmet_marks == (f"{__file__}:{line}",)
+    assert f"marked at {__file__}:{line}: no trace has had that tensor" in str(multigraph_backend.explain())
+    torch._dynamo.reset()
+    assert multigraph_backend.explain().unmet_marks == ()
+
+
+def test_a_failure_shows_the_lines_of_the_program_that_it_was_about() -> None:
+    def compiler(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        class Refuses(torch.fx.Interpreter):
+            def call_function(self, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+                if "tanh" in str(target):
+                    raise NotImplementedError("no such instruction")
+                return super().call_function(target, args, kwargs)
+
+        return Refuses(gm).run(*inputs)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        return torch.tanh(y)
+
+    x = torch.randn(3)
+    compiled = torch.compile(program, backend=multigraph, options={"compiler": compiler})
+    torch.testing.assert_close(compiled(x), program(x))
+    (region,) = multigraph_backend.explain().regions
+    assert region.generic.state == "failed"
+    assert str(region.generic.reason).startswith("NotImplementedError: no such instruction")
+    assert str(region.generic.user_stack).splitlines()[1].strip() == "return torch.tanh(y)"
+    assert "    return torch.tanh(y)" in str(multigraph_backend.explain())
