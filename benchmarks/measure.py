@@ -337,7 +337,7 @@ class Results:
     def _print(self, row: Mapping[str, Any]) -> None:
         texts = [column.text(row) for column in self._columns]
         if not self._widths:
-            self._widths = [max(len(column.title), 9 if column.digits is not None else 12) for column in self._columns]
+            self._widths = [max(len(column.title), 9 if column.digits is not None else 15) for column in self._columns]
             print(self._line([column.title for column in self._columns]), flush=True)
         error = "" if row["error"] is None else "   FAILED: " + row["error"].splitlines()[0]
         print(self._line(texts) + error, flush=True)

@@ -57,9 +57,9 @@ COLUMNS = (
     Column("over_static", "variant/static", 3),
     Column("over_generic", "variant/generic", 3),
     Column("host_us", "host us", 1),
-    Column("generic_host_us", "generic", 1),
-    Column("static_host_us", "static", 1),
-    Column("dynamic_host_us", "dynamic", 1),
+    Column("generic_host_us", "generic host", 1),
+    Column("static_host_us", "static host", 1),
+    Column("dynamic_host_us", "dynamic host", 1),
 )
 
 
