@@ -101,7 +101,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("TensorPropertySource", "torch._dynamo.source", "TensorPropertySource", shape=("base", "prop", "idx")),
         _S("ConstantSource", "torch._dynamo.source", "ConstantSource", shape=("source_name",)),
         _S("FloatTensorSource", "torch._dynamo.source", "FloatTensorSource", shape=("base",)),
-        _S("TracingContext", "torch._guards", "TracingContext", shape=("fake_mode", "try_get")),
+        _S("TracingContext", "torch._guards", "TracingContext",
+           shape=("fake_mode", "try_get", "report_output_strides")),
         _S("tracing", "torch._guards", "tracing", shape=("context",)),
         _S("DuplicateInputs", "torch._guards", "DuplicateInputs", shape=("input_source_a", "input_source_b")),
         _S("StorageOverlap", "torch._guards", "StorageOverlap",
@@ -198,8 +199,8 @@ def missing(feature: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------- differences between versions
 
 
-# Inductor's scheduler may put a change of an input before a read of its old values; seen in 2.11, gone in 2.13
-SCHEDULER_LOSES_READERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+# Inductor may change an input before it has read all of its old values; seen in 2.11, gone in 2.13
+INDUCTOR_CHANGES_EARLY = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 def source_name(source: Any) -> str:

@@ -341,7 +341,6 @@ GENERIC, SOME_VARIANT, UNKNOWN = -1, -2, -3
 LEGALLY_EAGER = (
     "inputs that overlap in memory are changed in place",
     "a view of an input that is changed in place is returned",
-    "Inductor of torch 2.11 and 2.12 may run that one after the change",
 )
 
 
