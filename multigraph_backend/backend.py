@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, capture, lowering, marks, region, user_code
+from multigraph_backend import _compat, capture, lowering, marks, region, registry, user_code
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
@@ -73,7 +73,7 @@ class Multigraph:
 
     def reset(self) -> None:
         """Called by `torch._dynamo.reset()`: Dynamo drops the code that holds the regions, reports start anew."""
-        region.live.clear()
+        registry.clear()
         marks.forget()
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from multigraph_backend import registry
 from multigraph_backend.background import describe
 
 log = logging.getLogger(__name__)
@@ -82,9 +83,7 @@ def measure_gains() -> Iterator[None]:
 
 
 def _publish_all() -> None:
-    from multigraph_backend import region
-
-    for entry in region.living():
+    for entry in registry.living():
         entry.publish()
 
 

@@ -37,7 +37,8 @@ def mark(
     `specialize_on`: each entry an integer, a form like `{"min": 1, "max": 512, "multiple_of": 16}`, or a callable of
     one integer.  `unbacked`: sizes 0 and 1 are no cases of their own (`torch._dynamo.decorators.mark_unbacked`).
     `min`, `max`: bounds that torch guards on; not together with `unbacked` before torch 2.13.  Earlier marks on other
-    dimensions are kept.  Like torch's marks it must come before the first trace and is lost on clone and slice.
+    dimensions are kept.  Like torch's marks it is lost on clone and slice, and ignored where a trace has had that
+    dimension marked before (another `specialize_on` makes no new trace).
     Raises ValueError for a dimension that the tensor does not have.
     """
     checks = [_as_check(entry) for entry in specialize_on]

@@ -20,7 +20,7 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, declared, dispatch, gains, lowering, naming, trace
+from multigraph_backend import _compat, declared, dispatch, gains, lowering, naming, registry, trace
 from multigraph_backend.aliasing import shared_storages, user_tensors
 from multigraph_backend.background import describe
 from multigraph_backend.capture import CapturedGraph, NamedSize
@@ -36,21 +36,11 @@ from multigraph_backend.variant import Form, Sharing, Variant
 
 log = logging.getLogger(__name__)
 
-live: weakref.WeakSet[Region] = weakref.WeakSet()
 _serials = itertools.count()
 
 _NO_COMPILE_STANCES = ("eager_on_recompile", "fail_on_recompile", "force_eager")
 
 _NOT_READY: Ready = (lambda args: False, lambda: None, None)
-
-
-def living() -> list[Region]:
-    """Every region that is alive; other threads may add some meanwhile."""
-    while True:
-        try:
-            return list(live)
-        except RuntimeError:  # the set grew while it was read
-            continue
 
 
 class VariantFailed(RuntimeError):
@@ -84,7 +74,7 @@ class Region:
         self._publish_lock = threading.Lock()
         self._all_pending = options.compile == "eager"
         trace.count("regions")
-        live.add(self)
+        registry.add(self)
         for note in self.notes:
             trace.warn_once(f"{self.code}: {note}", "%s: %s", self.code, note)
 
@@ -305,6 +295,7 @@ class Region:
                 made = lowering.stand_ins(self._graph, args, values)
             except CannotLower as error:
                 log.info("%s: %s stays lazy: %s", self.code, variant.text, error)
+                self.notes.append(f"{variant.text} stays lazy: {error}")
                 continue
             self._form_for(variant, made)
 
@@ -324,7 +315,7 @@ def compiled_at_once(
     region._ready, region._publish_lock, region._all_pending = [_NOT_READY], threading.Lock(), False
     region._publish(region.generic)
     trace.count("regions")
-    live.add(region)
+    registry.add(region)
     trace.warn_once(f"{code}: {reason}", "%s: %s", code, region.notes[0])
     return region.dispatcher()
 

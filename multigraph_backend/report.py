@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import marks
+from multigraph_backend import marks, registry
 from multigraph_backend import region as regions
 from multigraph_backend.options import disabled_pieces
 from multigraph_backend.variant import Variant
@@ -105,7 +105,7 @@ def explain(model: object = None) -> Explanation:
     `model`: a module or function, compiled or not, or a name or glob of a module class or function.  A module stands
     for its class and those of its submodules (Dynamo traces a submodule on its own after a graph break).
     """
-    entries = sorted(regions.living(), key=lambda entry: (entry.code.file, entry.code.line, entry.serial))
+    entries = sorted(registry.living(), key=lambda entry: (entry.code.file, entry.code.line, entry.serial))
     if model is not None:
         wanted = _names_of(model)
         entries = [entry for entry in entries if any(fnmatch.filter(entry.code.models, name) for name in wanted)]

@@ -1,0 +1,193 @@
+"""What a shell can ask of multigraph: whether it can work here (`doctor`), and what it did for a script (`explain`).
+
+    python -m multigraph_backend doctor
+    python -m multigraph_backend explain SCRIPT [args...]
+
+torch is imported by what needs it: by no `--help`, and by `explain` only if the script does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from multigraph_backend import __version__, registry
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` without the program's name.  Returns the exit status; wrong usage exits with 2."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command == "explain":
+        if not os.path.exists(arguments.script):
+            parser.error(f"there is no file {arguments.script!r}")
+        if arguments.json not in (None, "-") and not os.path.isdir(os.path.dirname(os.path.abspath(arguments.json))):
+            parser.error(f"there is no folder for {arguments.json!r}")
+        _Account(arguments.script, arguments.json, arguments.model).run(arguments.args)
+        return 0
+    from multigraph_backend import doctor
+
+    diagnosis = doctor.diagnose(self_test=arguments.self_test, timeout=arguments.timeout)
+    print(diagnosis.to_json() if arguments.json else diagnosis)
+    return diagnosis.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m multigraph_backend", description="multigraph, a backend for torch.compile"
+    )
+    parser.add_argument("--version", action="version", version=f"multigraph {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine and this environment",
+        description="Checks versions, the backend's name, the C++ compiler, GPUs, caches and variables of the "
+        "environment, then compiles a small function and compares it with eager.",
+        epilog="exit status: 0 no error, 1 an error, 2 wrong usage",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--no-self-test", dest="self_test", action="store_false", help="compile nothing")
+    doctor.add_argument(
+        "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for the self-test on each device (300)"
+    )
+    explain = commands.add_parser(
+        "explain",
+        help="run a script, then print what multigraph did for it",
+        description="Runs SCRIPT as python does, and prints what multigraph compiled and ran in that process when the "
+        "process ends, also by an exception or sys.exit. Graphs are kept in memory until then.",
+        epilog="exit status: the script's; 2 wrong usage. A script that a signal or os._exit ends has no account.",
+    )
+    explain.add_argument("--json", metavar="PATH", help="write JSON to PATH (-: to stdout) in place of the text")
+    explain.add_argument("--model", metavar="GLOB", help="only graphs of module classes or functions of that name")
+    explain.add_argument("script", metavar="SCRIPT", help="a Python file")
+    explain.add_argument("args", metavar="args", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a number of seconds greater than 0, not {text!r}")
+    return value
+
+
+# ---------------------------------------------------------------- explain
+
+
+class _Account:
+    """Runs a script and gives account of it when the process ends.
+
+    The account is given at exit, after the script's own exit functions and threads, so that the script's exit status
+    and its traceback are left to Python.  Only the frames of this module are taken out of the traceback.
+    """
+
+    def __init__(self, script: str, json_path: str | None, model: str | None) -> None:
+        self.script = script
+        self.json_path = os.path.abspath(json_path) if json_path not in (None, "-") else json_path
+        self.model = model
+        self.process = os.getpid()
+        self.interrupted = False
+        self.globals: dict[str, Any] = {}  # kept: the script's threads and exit functions use what is in them
+
+    def run(self, args: Sequence[str]) -> None:
+        """Run the script in this process, as `python SCRIPT args...` does.  Raises what it raises."""
+        path = os.path.abspath(self.script)
+        sys.argv[:] = [path, *args]
+        if not sys.flags.safe_path:  # else neither the current folder nor the script's is to be searched
+            sys.path[0] = os.path.dirname(os.path.realpath(path))
+        registry.keep()  # regions end with their model, often before the script does
+        sys.excepthook = _without_our_frames(sys.excepthook)
+        atexit.register(self.give)
+        try:
+            self.globals = runpy.run_path(path, run_name="__main__")
+        except KeyboardInterrupt:
+            self.interrupted = True
+            raise
+
+    def give(self) -> None:
+        """Write the account."""
+        if os.getpid() != self.process:  # a fork of the script
+            return
+        text = self._text()
+        registry.release()  # before the interpreter takes down what they stand on
+        try:
+            if self.json_path in (None, "-"):
+                print(text, flush=True)
+            else:
+                assert self.json_path is not None
+                with open(self.json_path, "w", encoding="utf-8") as file:
+                    file.write(text + "\n")
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: no error at exit
+        except OSError as error:
+            print(f"multigraph: the account of {self.script} could not be written: {error}", file=sys.stderr)
+        if self.interrupted:  # python ends so for a script, but not for a module
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(self.process, signal.SIGINT)
+
+    def _text(self) -> str:
+        if not registry.living():
+            loaded = "multigraph_backend.region" in sys.modules
+            return '{"regions": []}' if self.json_path is not None else "\n".join(self._nothing(loaded))
+        from multigraph_backend.report import explain
+
+        account = explain(self.model)
+        if self.json_path is not None:
+            return account.to_json()
+        if not account.regions:
+            functions = sorted({entry.function for entry in explain().regions})
+            return f"multigraph: no graph of a model {self.model!r}; {self.script} has graphs of {', '.join(functions)}"
+        return f"multigraph: what {self.script} compiled and ran\n{account}"
+
+    def _nothing(self, loaded: bool) -> Iterator[str]:
+        from multigraph_backend.doctor.settings import switches_in_force
+
+        yield f"multigraph: {self.script} compiled nothing with multigraph"
+        switches = switches_in_force(os.environ)
+        for finding in switches:
+            yield f"  {finding.text}\n  remedy: {finding.remedy}"
+        if switches:
+            return
+        if "torch" not in sys.modules:
+            yield "  it did not import torch in this process"
+        elif not loaded:
+            yield '  no call of what torch.compile(..., backend="multigraph") returned was traced'
+        else:
+            from multigraph_backend.report import explain
+
+            yield "  the backend was loaded, but Dynamo handed it no graph"
+            yield from (f"  {line}" for line in str(explain()).splitlines()[1:])
+        yield (
+            '  remedy: pass backend="multigraph" to torch.compile and call what it returns; TORCH_LOGS=graph_breaks '
+            "shows what Dynamo leaves to Python, and `python -m multigraph_backend doctor` checks the installation"
+        )
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def _without_our_frames(hook: _Hook) -> _Hook:
+    """Print a traceback from the script's first frame on."""
+    ours = {__file__, runpy.run_path.__code__.co_filename}
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+            trace = trace.tb_next
+        hook(kind, error.with_traceback(trace), trace)
+
+    return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())
