@@ -5,7 +5,9 @@ take the request with it.  (Compiling while the generic graph serves will use th
 
 torch allows one compile at a time, under Dynamo's compile lock, which the compiling thread takes because Inductor's
 backward takes it too.  When time is up the thread is asked to end by an exception; one that does not come back (it
-waits in C code) is abandoned: the lock is taken over, process-wide changes are undone by the caller.
+waits in C code) is abandoned: the lock is taken over, process-wide changes are undone by the caller.  Should it come
+back later, it is parked for good: unwinding would set random states and configurations back to what they were before
+the compile, under the feet of a program that has gone on.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from multigraph_backend import _compat
 
 Result = TypeVar("Result")
 
-_GRACE = 1.0  # seconds an overdue compile gets to unwind
+_GRACE = 1.0  # seconds an overdue compile gets to notice
+_UNWINDING = 10.0  # seconds it gets to unwind once it has
 
 
 class CompileTimeout(Exception):
@@ -29,7 +32,16 @@ class CompileTimeout(Exception):
 
 
 class _Overdue(BaseException):
-    """Raised inside a compile whose time is up; not an Exception, so that no fall back of torch swallows it."""
+    """Raised inside a compile whose time is up; not an Exception, so that no fall back of torch swallows it.
+
+    Python makes the instance in the thread that it interrupts, before any frame is unwound.
+    """
+
+    job: _Job[object]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.job.noticed()
 
 
 class _Job(Generic[Result]):
@@ -39,6 +51,8 @@ class _Job(Generic[Result]):
         self._process_wide = contextlib.ExitStack()
         self._lock = threading.Lock()  # guards _ended against the exception that ends an overdue job
         self._ended = False
+        self._abandoned = False
+        self._unwinding = False
         self.holds_lock = threading.Event()
         self.finished = threading.Event()
         self.result: Result | None = None
@@ -73,10 +87,22 @@ class _Job(Generic[Result]):
             if self._ended:
                 self.finished.wait()
                 return
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Overdue))
-        if not self.finished.wait(_GRACE):
+            overdue = type("_Overdue", (_Overdue,), {"job": self})
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(overdue))
+        if self.finished.wait(_GRACE):
+            return
+        with self._lock:
+            self._abandoned = not self._unwinding
+        if self._abandoned or not self.finished.wait(_UNWINDING):
             self._process_wide.close()
             _compat.take_over_compile_lock()
+
+    def noticed(self) -> None:
+        """In the compiling thread, when the exception of `abandon` reaches it; does not return once abandoned."""
+        with self._lock:
+            self._unwinding = not self._abandoned
+        if not self._unwinding:
+            threading.Event().wait()
 
 
 def compile_within(

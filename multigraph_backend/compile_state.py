@@ -78,6 +78,7 @@ class CompileState:
             patches.enter_context(_compat.functorch_config.patch(**functorch))
             patches.enter_context(_compat.compiler_config.patch(**tag))
             process_wide.enter_context(_compat.compile_session())
+            process_wide.enter_context(_compat.preserve_rng_state())
             own.enter_context(_compat.maybe_disable_inference_mode())
             own.enter_context(_compat.maybe_disable_inference_mode_for_fake_prop())
             own.enter_context(torch.set_grad_enabled(self.grad))
@@ -94,7 +95,6 @@ class CompileState:
                 own.enter_context(torch.cuda.device(self.device))
             own.enter_context(_compat.PreserveDispatchKeyGuard())
             own.enter_context(_compat.disable_current_modes())
-            own.enter_context(_compat.preserve_rng_state())
             own.enter_context(_compat.revert_all_patches())
             yield
 

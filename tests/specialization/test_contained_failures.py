@@ -226,6 +226,23 @@ def test_configuration_is_as_before_after_a_compile_that_hangs() -> None:
     assert not torch.compiler.is_compiling()
 
 
+def draws_and_waits(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    torch.rand(3)
+    threading.Event().wait()
+
+
+def test_random_numbers_go_on_as_before_after_a_compile_that_hangs() -> None:
+    compiled = compile(only_the_variant(draws_and_waits), compile_timeout=1)
+    x = torch.randn(8, 3)
+    compiled(torch.randn(5, 3))
+    torch.manual_seed(0)
+    compiled(x)
+    drawn = torch.rand(4)
+    torch.manual_seed(0)
+    torch.testing.assert_close(drawn, torch.rand(4), rtol=0, atol=0)
+    assert multigraph_backend.stats()["failures"] == 1
+
+
 # ---------------------------------------------------------------- threads
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -85,6 +86,34 @@ def test_a_compile_in_python_is_stopped_for_good() -> None:
     with pytest.raises(CompileTimeout):
         compile_within(0.1, compile, here())
     assert stopped.wait(5)
+
+
+def test_a_compile_that_comes_back_after_it_was_given_up_undoes_nothing_any_more() -> None:
+    came_back = threading.Event()
+
+    def compile(process_wide: contextlib.ExitStack) -> None:
+        state = torch.random.get_rng_state()
+        try:
+            time.sleep(2)  # in C code, where no exception can reach it
+        finally:
+            torch.random.set_rng_state(state)  # what torch does around its tracing
+            came_back.set()
+
+    torch.manual_seed(0)
+    with pytest.raises(CompileTimeout):
+        compile_within(0.1, compile, here())
+    first = torch.rand(4)
+    (thread,) = [thread for thread in threading.enumerate() if _sleeps_in(thread, "compile")]
+    assert not came_back.wait(3)
+    assert thread.is_alive()
+    second = torch.rand(4)
+    torch.manual_seed(0)
+    torch.testing.assert_close((torch.rand(4), torch.rand(4)), (first, second), rtol=0, atol=0)
+
+
+def _sleeps_in(thread: threading.Thread, function: str) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == function and frame.f_code.co_filename == __file__
 
 
 def test_waiting_for_another_compile_does_not_count_against_the_limit() -> None:
