@@ -5,10 +5,12 @@ them, and a comparison is a median over paired passes, never a difference to a f
 
 `device_passes` times the work itself. On the GPU a form's calls are recorded in a CUDA graph and its replays are timed
 with events, so that launches and Python take no part. On the CPU it is the time of the call. `host_us` is what a call
-costs the thread that makes it: calls that do not wait for the GPU.
+costs the thread that makes it: calls that do not wait for the GPU. `end_to_end_us` is a call and the wait for it;
+`gpu_us` is its work between two events, for forms that record by themselves and cannot be recorded again.
 
 `Results` prints each row when it is there and writes the JSON file anew with it: a benchmark that is cut short leaves
-what it had. A row that fails is a row with its error, and the rest goes on.
+what it had. A row that fails is a row with its error, and the rest goes on. `Goal`s are printed beside what they are
+about, and nothing depends on them. What must not share a process runs in one of its own (`in_own_process`, `answer`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +48,7 @@ Value = TypeVar("Value")
 Inputs = Sequence[tuple[torch.Tensor, ...]]
 
 MOST_INPUT_BYTES = 256 << 20  # of all input sets together: several times any cache
+CYCLES_PER_US = 2000.0  # of a GPU, at most
 REPLAY_US = 1500.0  # how long a timed replay should take at least, so that its start and end do not show
 
 
@@ -75,6 +80,22 @@ def difference(output: torch.Tensor, reference: torch.Tensor) -> float:
     """‖output - reference‖ / ‖reference‖; NaN where either has one."""
     wanted = reference.double()
     return float((output.double() - wanted).norm() / wanted.norm())
+
+
+def worst_difference(outputs: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> float:
+    """The largest ‖output - reference‖ / ‖reference‖; infinite where a shape or a type differs, NaN where one has one.
+
+    A reference much smaller than the others (a gradient that is zero but for rounding) is measured against a tenth of
+    what is usual among them.
+    """
+    norms = [float(reference.double().norm()) for reference in references]
+    usual = math.sqrt(statistics.fmean(norm * norm for norm in norms))
+    worst = [0.0]
+    for output, reference, norm in zip(outputs, references, norms, strict=True):
+        if (output.shape, output.dtype) != (reference.shape, reference.dtype):
+            return math.inf
+        worst.append(float((output.double() - reference.double()).norm()) / (max(norm, usual / 10) or 1.0))
+    return math.nan if any(map(math.isnan, worst)) else max(worst)
 
 
 # ---------------------------------------------------------------- timing
@@ -138,15 +159,54 @@ def host_us(form: Call, inputs: Inputs, calls: int = 8) -> Pass:
     """A pass that returns microseconds per call that does not wait: few calls, so that the queue never fills."""
 
     def timed() -> float:
-        torch.cuda.synchronize()
+        wait()
         started = time.perf_counter()
         for number in range(calls):
             form(*inputs[number % len(inputs)])
         taken = time.perf_counter() - started
-        torch.cuda.synchronize()
+        wait()
         return taken * 1e6 / calls
 
     return timed
+
+
+def end_to_end_us(form: Call, inputs: Inputs, calls: int = 8) -> Pass:
+    """A pass that returns microseconds per call that is waited for."""
+
+    def timed() -> float:
+        wait()
+        started = time.perf_counter()
+        for number in range(calls):
+            form(*inputs[number % len(inputs)])
+            wait()
+        return (time.perf_counter() - started) * 1e6 / calls
+
+    return timed
+
+
+def gpu_us(form: Call, inputs: Inputs, lead_us: float, calls: int = 3) -> Pass:
+    """A pass that returns microseconds of a call's work on the GPU, which has `lead_us` of other work to do first, so
+    that the whole call is in its queue before it begins."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed() -> float:
+        taken = 0.0
+        for number in range(calls):
+            torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
+            start.record()
+            form(*inputs[number % len(inputs)])
+            end.record()
+            end.synchronize()
+            taken += float(start.elapsed_time(end)) * 1e3
+        return taken / calls
+
+    return timed
+
+
+def wait() -> None:
+    """Until the GPU has done what it was given, where there is one at work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _enough(wanted_us: float, one_us: float, most: int = 1 << 12) -> int:
@@ -205,6 +265,16 @@ def _replay(graph: torch.cuda.CUDAGraph, calls: int) -> Pass:
         return float(start.elapsed_time(end)) * 1e3 / calls
 
     return timed
+
+
+# ---------------------------------------------------------------- memory
+
+
+def pool_bytes(segments: Sequence[Mapping[str, Any]] | None = None) -> int:
+    """Bytes that private pools hold, those of recordings; `segments` as `torch.cuda.memory_snapshot` gives them."""
+    if segments is None:
+        segments = torch.cuda.memory_snapshot()
+    return sum(int(entry["total_size"]) for entry in segments if tuple(entry["segment_pool_id"]) != (0, 0))
 
 
 # ---------------------------------------------------------------- what ran
@@ -282,6 +352,31 @@ class Column:
         return f"{value:.{self.digits}f}" if self.digits is not None else str(value)
 
 
+@dataclass(frozen=True)
+class Goal:
+    """A bound on a value of a row: a number, or the key of the value that is the bound."""
+
+    title: str
+    key: str
+    bound: float | str
+    at_least: bool = False
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        bound = row.get(self.bound) if isinstance(self.bound, str) else self.bound
+        sign = ">=" if self.at_least else "<="
+        named = self.bound if bound is None else f"{bound:.4g}"
+        value = row.get(self.key)
+        if value is None or bound is None:
+            return f"{self.title} {sign} {named} ?"
+        met = value >= bound if self.at_least else value <= bound
+        return f"{self.title} {sign} {named} {'met' if met else 'MISSED'}"
+
+
+def goals_text(goals: Sequence[Goal], row: Mapping[str, Any]) -> str:
+    """Each goal, and whether the row meets it ("?": not measured)."""
+    return ", ".join(goal.text(row) for goal in goals)
+
+
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every benchmark takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -327,12 +422,12 @@ class Results:
         self._print(row)
         self._write()
 
-    def finish(self) -> int:
-        """The exit status: 1 if a row failed."""
+    def finish(self, ours: Callable[[Mapping[str, Any]], bool] = lambda row: True) -> int:
+        """The exit status: 1 if a row failed that is `ours`, or if there is no row."""
         self._write()
         failed = sum(row["error"] is not None for row in self.rows)
         print(f"{len(self.rows)} rows, {failed} failed", flush=True)
-        return int(failed > 0 or not self.rows)
+        return int(not self.rows or any(row["error"] is not None for row in self.rows if ours(row)))
 
     def _print(self, row: Mapping[str, Any]) -> None:
         texts = [column.text(row) for column in self._columns]
@@ -363,3 +458,28 @@ def attempt(measured: Callable[[], Value]) -> tuple[Value | None, str | None]:
         return measured(), None
     except Exception as error:
         return None, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"
+
+
+def in_own_process(script: str, words: Sequence[str], seconds: float) -> tuple[Any, str | None]:
+    """What `attempt` returned in a process that runs `script` with `words` and `--answer PATH` (`answer` writes it)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "answer.json"
+        command = [sys.executable, script, *words, "--answer", str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return None, f"not done after {seconds:.0f} seconds"
+        if path.exists():
+            answered = json.loads(path.read_text())
+            return answered["value"], answered["error"]
+        said = done.stderr.strip().splitlines() or ["nothing said"]
+        return None, "\n".join([f"ended with status {done.returncode}: {said[-1]}", *said[-20:]])
+
+
+def answer(path: Path, measured: Callable[[], object]) -> int:
+    """The other side of `in_own_process`; the exit status."""
+    value, error = attempt(measured)
+    written = path.with_name(f".{path.name}.part")
+    written.write_text(json.dumps({"value": value, "error": error}))
+    written.replace(path)
+    return 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,8 @@ class Multigraph:
         code = user_code.current()
         accepted = Options.build(options, mode, code.models)
         disabled = disabled_pieces(os.environ)
+        if disabled & {"cudagraphs", "all"}:
+            accepted = dataclasses.replace(accepted, cudagraphs=False)
         try:
             if "all" in disabled:
                 return _compile_at_once(gm, example_inputs, accepted, code, "MULTIGRAPH_DISABLE=all")
@@ -75,6 +78,8 @@ class Multigraph:
         """Called by `torch._dynamo.reset()`: Dynamo drops the code that holds the regions, reports start anew."""
         registry.clear()
         marks.forget()
+        if (runtime := sys.modules.get("multigraph_backend.cudagraphs.runtime")) is not None:
+            runtime.forget()
 
     def __repr__(self) -> str:
         return "<torch.compile backend multigraph>"
@@ -86,7 +91,7 @@ def _compile_at_once(
     """As any other backend does: one generic compile, in Dynamo's trace and under its guards."""
     started = time.perf_counter()
     try:
-        run = lowering.compile_module(gm, list(example_inputs), options)
+        run = lowering.compile_at_once(gm, list(example_inputs), options, f"{code}")
     except CannotLower as error:
         run, reason = gm.forward, f"{reason}; it runs eagerly: {error}"
     return region.compiled_at_once(run, code, options, time.perf_counter() - started, reason)

@@ -16,8 +16,9 @@ In: Inductor's joint graph, or one that it compiles.  Out: the same contract as 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,21 +26,26 @@ import torch
 from multigraph_backend import _compat, trace
 from multigraph_backend.fresh_inputs import CannotLower
 
+InnerCompile = Callable[..., Any]
+
 KEPT = "the backward needs an input as it was before the graph changed it in place, and nothing keeps those values"
 
 _COPY = torch.ops.aten.copy_.default
 
 
-def compile_fx_settings(chosen: Mapping[str, object]) -> dict[str, object]:
-    """Keyword arguments for Inductor's `compile_fx`: the knobs `chosen`, and the two guards of this module."""
+def compile_fx_settings(chosen: Mapping[str, object], inner: InnerCompile | None = None) -> dict[str, object]:
+    """Keyword arguments for Inductor's `compile_fx`: the knobs `chosen`, and the two guards of this module.
+
+    `inner` compiles one graph in place of Inductor's own function.
+    """
     lacking = _compat.missing("changed inputs")
     if lacking:
         message = f"gradients may be wrong where a graph changes its inputs in place; this torch differs: {lacking[0]}"
         trace.warn_once(message, "%s", message)
-        return {"config_patches": dict(chosen) or None}
+        return {"config_patches": dict(chosen) or None, **({} if inner is None else {"inner_compile": inner})}
     theirs = chosen.get("custom_partitioner_fn", _compat.partitioner_config.custom_partitioner_fn)
     patches = {**chosen, "custom_partitioner_fn": SafePartitioner(theirs)}
-    return {"config_patches": patches, "inner_compile": compile_in_order}
+    return {"config_patches": patches, "inner_compile": functools.partial(compile_in_order, inner)}
 
 
 _Partitioner: Any = object if _compat.missing("changed inputs") else _compat.CustomPartitionerFn
@@ -71,17 +77,20 @@ class SafePartitioner(_Partitioner):  # type: ignore[misc]
         return _compat.get_hash_for_files((__file__,)), self.theirs and self.theirs.uuid()
 
 
-def compile_in_order(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:
+def compile_in_order(
+    inner: InnerCompile | None, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
+) -> Any:
     """Inductor's compile of one graph, in which no change of an input runs before a read of its old values."""
+    compile_inner = inner or _compat.compile_fx_inner
     moved = {
         changed: writes
         for changed, writes in _changes(gm).items()
         if reads_elsewhere(changed, writes) or (_compat.INDUCTOR_CHANGES_EARLY and outlives(changed, writes))
     }
     if not moved:
-        return _compat.compile_fx_inner(gm, example_inputs, **settings)
+        return compile_inner(gm, example_inputs, **settings)
     targets, count = _take_out(gm, moved)
-    code = _compat.compile_fx_inner(gm, example_inputs, **settings)
+    code = compile_inner(gm, example_inputs, **settings)
     context = _compat.TracingContext.try_get()
     if context is not None and context.output_strides:  # AOTAutograd counts from both ends
         del context.output_strides[count:]

@@ -61,15 +61,20 @@ class CompileState:
         )
 
     @contextlib.contextmanager
-    def restored(self, process_wide: contextlib.ExitStack, cache_tag: str, autograd_cache: bool) -> Iterator[None]:
+    def restored(
+        self, process_wide: contextlib.ExitStack, cache_tag: str, autograd_cache: bool, bundled: bool = False
+    ) -> Iterator[None]:
         """Run the body in this state, in the calling thread, which must run inside a copy of `context`.
 
         What has to be changed for the whole process is entered on `process_wide`, which the caller of the compile
-        closes: it can do so even if this thread hangs.  `cache_tag` distinguishes cache keys of variants.
+        closes: it can do so even if this thread hangs.  `cache_tag` distinguishes cache keys of variants.  `bundled`:
+        AOTAutograd's cache keeps what the compiler returned, not where Inductor's own cache has it.
         """
         functorch: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
         if not autograd_cache:
             functorch["enable_autograd_cache"] = False
+        if bundled:
+            functorch["bundled_autograd_cache"] = True
         tag = {"cache_key_tag": f"{_compat.compiler_config.cache_key_tag}|multigraph:{cache_tag}"}
         with contextlib.ExitStack() as own:
             patches = own if _compat.config_is_per_context() else process_wide

@@ -62,17 +62,22 @@ def lower(
     pinned = pinned or {}
     facts = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
     tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
+    recorded = records(graph.module, args, options)
+    cache_tag = f"{tag}|{recorded and (options.cudagraphs, options.cut, options.safe)}"
     shared = bool(shared_storages([args[index] for index in user_tensors(graph)]))
 
     def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float]) -> Lowered:
         started = time.perf_counter()
         # AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it
         autograd_cache = not shared and (bool(floats) or not graph.floats)
-        with state.restored(process_wide, tag, autograd_cache), _compat.own_float_specializations():
+        with (
+            state.restored(process_wide, cache_tag, autograd_cache, bundled=recorded),
+            _compat.own_float_specializations(),
+        ):
             fresh = fresh_inputs.build(graph, facts, args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
             with _compat.tracing(context):
-                run = _compile(fresh, options)
+                run = _compile(fresh, options, f"{graph.code}, {name}" if recorded else None)
             condition = added_condition(graph, fresh, context, args, {**pinned, **floats})
         return Lowered(run, condition, time.perf_counter() - started)
 
@@ -103,25 +108,53 @@ def lower(
     return lowered
 
 
+def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> bool:
+    """Whether code for `module` is to be recorded: it is wanted, and something of the graph is on a GPU."""
+    if not options.cudagraphs or options.compiler != "inductor":
+        return False
+    values = [*inputs, *module.parameters(), *module.buffers()]
+    values += [node.meta.get("example_value") for node in module.graph.nodes]
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+
+
+def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
+    """The chosen compiler's code for `module`, in Dynamo's own trace.  Raises as `compile_module` does."""
+    if not records(module, inputs, options):
+        return compile_module(module, inputs, options)
+    # its backward is compiled at the first call of it, when no setting of now is in force any more
+    with _compat.functorch_config.patch(enable_autograd_cache=False):
+        return compile_module(module, inputs, options, name)
+
+
 def compile_module(
-    module: torch.fx.GraphModule, inputs: list[Any], options: Options, ignore_shape_env: bool = False
+    module: torch.fx.GraphModule,
+    inputs: list[Any],
+    options: Options,
+    recorded_as: str | None = None,
+    ignore_shape_env: bool = False,
 ) -> CompiledFunction:
-    """The chosen compiler's code for `module`.  Raises what it raises, and `CannotLower` for what it gets wrong."""
+    """The chosen compiler's code for `module`, recorded under the name `recorded_as` if there is one.
+
+    Raises what the compiler raises, and `CannotLower` for what it gets wrong.
+    """
     if options.compiler != "inductor":
         other: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
         return other
+    knobs, inner = dict(options.inductor), None
+    if recorded_as is not None:
+        from multigraph_backend.cudagraphs import output_code
+
+        inner = output_code.inner_compile(options, recorded_as)
+        knobs.update(output_code.KNOBS)
     run: CompiledFunction = _compat.compile_fx(
-        module,
-        inputs,
-        ignore_shape_env=ignore_shape_env,
-        **changed_inputs.compile_fx_settings(dict(options.inductor)),
+        module, inputs, ignore_shape_env=ignore_shape_env, **changed_inputs.compile_fx_settings(knobs, inner)
     )
     return run
 
 
-def _compile(fresh: FreshInputs, options: Options) -> CompiledFunction:
+def _compile(fresh: FreshInputs, options: Options, recorded_as: str | None) -> CompiledFunction:
     inputs = fresh.inputs
-    run = compile_module(fresh.module, inputs, options, ignore_shape_env=True)
+    run = compile_module(fresh.module, inputs, options, recorded_as, ignore_shape_env=True)
     if not callable(run):
         raise TypeError(f"the compiler returned {type(run).__name__}, which is not callable")
     for attribute in ("zero_grad", "named_parameters", "named_buffers"):  # they keep the graph's copy alive

@@ -27,7 +27,8 @@ from multigraph_backend.predicates import Predicate, did_you_mean, predicate_fro
 
 VARIABLE = "MULTIGRAPH_OPTIONS"
 DISABLE_VARIABLE = "MULTIGRAPH_DISABLE"
-PIECES = ("variants", "all")
+_OR_ERROR = "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR"
+PIECES = ("variants", "cudagraphs", "all")
 
 
 class OptionsError(ValueError):
@@ -37,7 +38,8 @@ class OptionsError(ValueError):
 def disabled_pieces(environ: Mapping[str, str]) -> frozenset[str]:
     """The pieces that ``MULTIGRAPH_DISABLE`` turns off, for finding out which one a problem comes from.
 
-    "variants": every call runs the generic graph; "all": each graph is compiled at once, as any backend would.
+    "variants": every call runs the generic graph; "cudagraphs": nothing is recorded; "all": each graph is compiled at
+    once, as any backend would, and nothing is recorded.
     Raises OptionsError for a name that is none of these.
     """
     names = [name.strip() for name in environ.get(DISABLE_VARIABLE, "").split(",")]
@@ -58,6 +60,10 @@ class Options:
     on_failure: what becomes of a call whose variant fails to compile: "fallback", generic; "raise", an error
     compile_timeout: seconds that a late compile may take before the call goes on without it; None: no limit
     compiler: what lowers each graph, a backend's name or a callable of a graph module and its example inputs
+    cudagraphs: "auto" records what can be recorded on a GPU; "require" also raises where something cannot; False:
+        nothing is recorded
+    cut: operators that no recording may hold, by name, `namespace::op`, `namespace::op.overload`, or a glob
+    safe: custom operators in Python that recordings may hold: they read and change nothing but their arguments
     inductor: patches of Inductor's configuration, sorted by name; those of the mode are among them
     mode: the mode of `torch.compile`; None is the default one
     """
@@ -67,6 +73,9 @@ class Options:
     on_failure: Literal["fallback", "raise"] = "fallback"
     compile_timeout: float | None = 600.0
     compiler: str | Callable[..., Any] = "inductor"
+    cudagraphs: Literal["auto", "require", False] = "auto"
+    cut: tuple[str, ...] = ()
+    safe: tuple[str, ...] = ()
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
 
@@ -74,7 +83,8 @@ class Options:
         # Callables and the values of patches take no part: they may be unhashable.
         compiler = self.compiler if isinstance(self.compiler, str) else None
         knobs = tuple(name for name, _ in self.inductor)
-        return hash((self.specialize, self.compile, self.on_failure, self.compile_timeout, compiler, knobs))
+        recorded = self.cudagraphs, self.cut, self.safe
+        return hash((self.specialize, self.compile, self.on_failure, self.compile_timeout, compiler, recorded, knobs))
 
     @staticmethod
     def build(
@@ -104,14 +114,38 @@ class Options:
         read = {key: _READERS[key](value) for key, value in given.items()}
         knobs: dict[str, object] = {}
         compiler = read.get("compiler", "inductor")
+        if compiler != "inductor" and read.get("cudagraphs") == "require":
+            given["cudagraphs"].refuse("none", f"only Inductor's code is recorded, and the compiler is {compiler!r}")
         for key in ("mode", "inductor"):
             if compiler != "inductor" and read.get(key):
                 given[key].refuse("none", f"only Inductor has it, and the compiler is {compiler!r}")
         if read.get("mode") is not None:
             knobs.update(_modes()[cast(str, read["mode"])])
         knobs.update(cast(Mapping[str, object], read.get("inductor", {})))
+        _take_over_cudagraphs(knobs, read, os.environ if environ is None else environ)
+        read["cut"] = cast(tuple[str, ...], read.get("cut", ())) + cast(tuple[str, ...], read.pop("splitting_ops", ()))
         read["inductor"] = tuple(sorted(knobs.items(), key=lambda item: item[0]))
         return Options(**cast(dict[str, Any], read))
+
+
+def _take_over_cudagraphs(knobs: dict[str, object], read: dict[str, object], environ: Mapping[str, str]) -> None:
+    """What Inductor's own knobs, modes and environment say of recordings, as the option; it decides where it is given.
+
+    `mode="reduce-overhead"` asks for what is done anyway; a mode without recordings, or `triton.cudagraphs` off, for
+    none; `triton.cudagraph_or_error` for "require".  With `cudagraphs=False` Inductor's knobs stay its own.
+    """
+    chosen = read.get("cudagraphs")
+    if chosen is False or read.get("compiler", "inductor") != "inductor":
+        return
+    if chosen is None:
+        mode = cast("str | None", read.get("mode"))
+        if knobs.get("triton.cudagraphs") is False or (mode or "").endswith("no-cudagraphs"):
+            read["cudagraphs"] = False
+            return
+        if knobs.get("triton.cudagraph_or_error", environ.get(_OR_ERROR) == "1"):
+            read["cudagraphs"] = "require"
+    knobs.pop("triton.cudagraph_or_error", None)
+    knobs.pop("triton.cudagraphs", None)
 
 
 @dataclass(frozen=True)
@@ -210,6 +244,28 @@ def _read_choice(*choices: str) -> Callable[[_Given], str]:
     return read
 
 
+def _read_cudagraphs(given: _Given) -> object:
+    if given.value is False or (isinstance(given.value, str) and given.value in ("auto", "require")):
+        return given.value
+    hint = did_you_mean(given.value, ("auto", "require")) if isinstance(given.value, str) else ""
+    given.refuse(f"'auto', 'require' or False{hint}")
+
+
+def _read_operators(given: _Given) -> tuple[str, ...]:
+    """Names of operators; every spelling of one (`a.b`, `a::b`) as `a::b`."""
+    if isinstance(given.value, str) or not isinstance(given.value, list | tuple):
+        given.refuse("a list of names of operators", "wrap it in a list" if isinstance(given.value, str) else "")
+    names = []
+    for index, entry in enumerate(given.value):
+        text = str(entry)
+        if not isinstance(entry, str) or not text.strip():
+            _Given(f"{given.option}[{index}]", entry, given.origin).refuse(
+                "the name of an operator, such as 'aten::mm'"
+            )
+        names.append(text if "::" in text else text.replace(".", "::", 1))
+    return tuple(names)
+
+
 def _read_timeout(given: _Given) -> float | None:
     value = given.value
     if value is None:
@@ -280,6 +336,10 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "on_failure": _read_choice("fallback", "raise"),
     "compile_timeout": _read_timeout,
     "compiler": _read_compiler,
+    "cudagraphs": _read_cudagraphs,
+    "cut": _read_operators,
+    "splitting_ops": _read_operators,
+    "safe": _read_operators,
     "inductor": _read_inductor,
     "mode": _read_mode,
 }

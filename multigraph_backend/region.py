@@ -174,6 +174,8 @@ class Region:
 
     def _failed(self, variant: Variant, error: BaseException, sharing: Sharing) -> None:
         variant.fail(error, sharing)
+        if self.options.cudagraphs == "require" and (missed := _not_all_recorded(error)) is not None:
+            raise missed
         remedy = _remedy(error)
         if remedy is not None:  # a lack of this machine: every compile fails, and one line says it
             trace.warn_once(remedy, "%s", remedy)
@@ -404,6 +406,14 @@ def _example(facts: Facts, near: int) -> int:
     value = value if facts.max is None else min(value, facts.max)
     down = value // facts.multiple_of * facts.multiple_of
     return down if facts.holds(down) and down > 1 else down + facts.multiple_of
+
+
+def _not_all_recorded(error: BaseException) -> BaseException | None:
+    """The error in the chain of causes that says what `cudagraphs="require"` could not have."""
+    cause: BaseException | None = error
+    while cause is not None and type(cause).__name__ != "NotAllRecorded":
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def _remedy(error: BaseException) -> str | None:

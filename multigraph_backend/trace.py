@@ -17,17 +17,20 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from multigraph_backend import _compat
 
 log = logging.getLogger(__name__)
 
 CallKind = Literal["generic_calls", "variant_calls"]
-Event = Literal["regions", "generic_compiled", "variants_compiled", "eager_calls", "failures"]
+Event = Literal[
+    "regions", "generic_compiled", "variants_compiled", "eager_calls", "failures",
+    "recordings", "failed_recordings", "evicted_recordings", "unrecorded_pieces", "moved_outputs",
+]  # fmt: skip
 
 _CALLS: tuple[CallKind, ...] = ("generic_calls", "variant_calls")
-_EVENTS: tuple[Event, ...] = ("regions", "generic_compiled", "variants_compiled", "eager_calls", "failures")
+_EVENTS: tuple[Event, ...] = get_args(Event)
 
 _lock = threading.RLock()  # guards everything below; a finalizer may run inside
 _events: dict[str, int] = dict.fromkeys(_EVENTS, 0)

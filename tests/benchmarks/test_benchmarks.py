@@ -1,14 +1,27 @@
-"""Each benchmark as scripts/gpu runs it: a process of its own that writes JSON. How fast anything is, is not asked."""
+"""What the benchmarks are made of, and each as scripts/gpu runs it: a process of its own that writes JSON.
+
+How fast anything is, is not asked. What records runs on a GPU alone: here its forms run unrecorded.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
+import logging
+import math
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -74,3 +87,331 @@ def test_compile_time(tmp_path: Path) -> None:
         ("mlp", "forward", "Eq"),
     ]
     assert positive(rows, "seconds", "stock_seconds", "over_stock", "compile_seconds", "stock_compile_seconds")
+
+
+def test_replay(tmp_path: Path) -> None:
+    rows = run("replay", tmp_path)
+    forms, parts = ("eager", "inductor", "stock", "multigraph"), ("guards + wrappers", "input copy")
+    named = [(row["program"], row["form"]) for row in rows]
+    order = (*forms[:3], *parts, "multigraph")  # what a GPU records by hand is not there
+    assert named == [(program, form) for program in ("tiny function", "32 copied inputs") for form in order]
+    assert positive(rows, "host_us")
+    whole = [row for row in rows if row["form"] in forms]
+    assert positive(whole, "end_us", "record_ms", "first_call_s", "over_stock", "end_over_stock")
+    assert all(row["counts"]["generic_calls"] > 0 for row in whole if row["form"] == "multigraph")
+
+
+def test_capture_sizes(tmp_path: Path) -> None:
+    rows = run("capture_sizes", tmp_path)
+    assert [(row["form"], row["order"], row["sizes"]) for row in rows] == [
+        ("stock", "descending", 3),
+        ("multigraph", "descending", 3),
+    ]
+    assert positive(rows, "ms", "median_ms", "warm_up_ms", "record_ms", "replay_ms", "over_stock")
+    assert [list(row["each_size_ms"]) for row in rows] == [["4", "3", "2"]] * 2
+
+
+def test_models(tmp_path: Path) -> None:
+    rows = run("models", tmp_path)
+    assert [(row["model"], row["mode"]) for row in rows] == [("decoder", "inference"), ("decoder", "checkpointed")]
+    for row in rows:
+        assert (row["steps"], row["raised"], row["wrong"]) == (3, 0, 0)
+        assert not [line for line in row["warned"] if line.startswith("multigraph_backend")]
+        assert (row["stock_steps"], row["stock_raised"], row["stock_wrong"], row["stock_said"]) == (3, 0, 0, None)
+        assert float(row["worst"]) < 1e-4
+        assert row["counts"]["generic_calls"] > 0
+
+
+# ---------------------------------------------------------------- what they are made of
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A benchmark as a module."""
+    monkeypatch.syspath_prepend(str(CHECKOUT / "benchmarks"))
+    return importlib.import_module
+
+
+def test_a_difference_is_relative_to_what_is_usual(load: Callable[[str], Any]) -> None:
+    worst = load("measure").worst_difference
+    large, small = torch.ones(100), torch.full((100,), 1e-8)
+    assert worst([large, small], [large, small]) == 0
+    assert worst([large * 1.01, small], [large, small]) == pytest.approx(0.01, rel=1e-3)
+    assert worst([large, small * 3], [large, small]) < 1e-6  # noise about zero
+    assert worst([large, large * 0], [large, large]) == pytest.approx(1)
+    assert math.isnan(worst([large, large * math.nan, large], [large] * 3))
+    assert worst([torch.ones(10, 10)], [large]) == worst([large.double()], [large]) == math.inf
+    assert worst([torch.ones(3)], [torch.zeros(3)]) > 1
+
+
+def test_goals_say_whether_they_are_met(load: Callable[[str], Any]) -> None:
+    measure = load("measure")
+    few = measure.Goal("host/floor", "over_floor", 1.35)
+    many = measure.Goal("in graphs", "share", 95, at_least=True)
+    named = measure.Goal("pool", "pool_mib", "stock_pool_mib")
+    row = {"over_floor": 1.4, "share": 97.5, "pool_mib": 200.0, "stock_pool_mib": 228.0}
+    said = "host/floor <= 1.35 MISSED, in graphs >= 95 met, pool <= 228 met"
+    assert measure.goals_text((few, many, named), row) == said
+    assert measure.goals_text((few, named), {"pool_mib": 1.0}) == "host/floor <= 1.35 ?, pool <= stock_pool_mib ?"
+
+
+def test_the_exit_status_is_about_our_rows(load: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    measure = load("measure")
+    args = argparse.Namespace(device="cpu", json=None, threads=torch.get_num_threads(), quick=True)
+
+    def ours(row: dict[str, Any]) -> bool:
+        return bool(row["form"] == "multigraph")
+
+    results = measure.Results("some", "Some", (measure.Column("form", "form"),), args)
+    assert (results.finish(ours), results.finish()) == (1, 1)  # nothing was measured
+    results.add({"form": "stock"}, {}, "RuntimeError: overwritten\nand more")
+    results.add({"form": "multigraph"}, {})
+    assert (results.finish(ours), results.finish()) == (0, 1)
+    results.add({"form": "multigraph"}, {}, "RuntimeError: wrong")
+    assert results.finish(ours) == 1
+    assert "FAILED: RuntimeError: overwritten\n" in capsys.readouterr().out
+
+
+def test_a_process_of_its_own_answers_or_says_how_it_ended(load: Callable[[str], Any], tmp_path: Path) -> None:
+    measure = load("measure")
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, sys, pathlib\nsys.path[:0] = [{str(CHECKOUT)!r}, {str(CHECKOUT / 'benchmarks')!r}]\n"
+        "if sys.argv[1] == 'dies':\n    print('about to', file=sys.stderr, flush=True)\n    os.abort()\n"
+        "from measure import answer\n"
+        "path = pathlib.Path(sys.argv[-1])\n"
+        "sys.exit(answer(path, lambda: {'words': sys.argv[1:-2], 'ratio': 1 / int(sys.argv[1])}))\n"
+    )
+    value, error = measure.in_own_process(str(script), ["2", "a b"], 120)
+    assert (value, error) == ({"words": ["2", "a b"], "ratio": 0.5}, None)
+    value, error = measure.in_own_process(str(script), ["0"], 120)
+    assert value is None
+    assert error.startswith("ZeroDivisionError: ")
+    value, error = measure.in_own_process(str(script), ["dies"], 120)
+    assert value is None
+    assert error.startswith("ended with status -6: about to")
+
+
+def test_pools_are_the_segments_of_private_ones(load: Callable[[str], Any]) -> None:
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 1 << 30},
+        {"segment_pool_id": (0, 1), "total_size": 3},
+        {"segment_pool_id": [7, 0], "total_size": 4},
+    ]
+    assert load("measure").pool_bytes(segments) == 7
+
+
+@pytest.mark.parametrize("name", ["tiny", "many_inputs", "many_parameters", "decoder", "training"])
+def test_what_a_program_gives_depends_on_each_input_and_parameter(load: Callable[[str], Any], name: str) -> None:
+    replay, measure = load("replay"), load("measure")
+    torch.manual_seed(1)
+    program = getattr(replay, name)("cpu")
+    call = replay.step(program, program.function)
+
+    def results(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        with torch.set_grad_enabled(program.training):
+            given = [call(*inputs).detach()]
+        return given + ([each.grad for each in program.parameters] if program.training else [])
+
+    inputs = program.inputs()
+    wanted = results(inputs)
+    assert all(result is not None and result.isfinite().all() for result in wanted)
+    assert measure.worst_difference(results(inputs), wanted) < program.bound / 10
+    for number in range(len(inputs)):
+        other = tuple(torch.randn_like(x) if i == number else x for i, x in enumerate(inputs))
+        assert measure.worst_difference(results(other), wanted) > 10 * program.bound
+    for parameter in program.parameters[:: max(1, len(program.parameters) // 20)]:
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.copy_(torch.randn_like(parameter))
+        assert measure.worst_difference(results(inputs), wanted) > 10 * program.bound
+        with torch.no_grad():
+            parameter.copy_(kept)
+
+
+@pytest.mark.parametrize("name", ["tiny", "training"])
+def test_the_floor_does_nothing_behind_the_wrappers(load: Callable[[str], Any], name: str) -> None:
+    replay = load("replay")
+    torch._dynamo.reset()
+    program = getattr(replay, name)("cpu")
+    call = replay.step(program, torch.compile(replay.own_code(program.function), backend=replay.does_nothing()))
+    seen: list[list[int]] = []
+    for _ in range(4):
+        with torch.set_grad_enabled(program.training):
+            output = call(*program.inputs())
+            assert output.shape == program.function(*program.inputs()).shape
+            seen.append([output.data_ptr(), *(each.grad.data_ptr() for each in program.parameters if program.training)])
+        assert output.count_nonzero() == 0
+    assert seen[1:] == seen[:1] * 3  # the same memory: nothing is computed, allocated or accumulated
+
+
+def test_ratios_of_replay_are_over_passes_of_one_round(load: Callable[[str], Any]) -> None:
+    replay = load("replay")
+    host = {
+        "multigraph": [12.0, 24.0, 36.0],
+        "stock": [24.0, 48.0, 72.0],
+        "guards + wrappers": [5.0, 10.0, 15.0],
+        "input copy": [3.0, 6.0, 9.0],
+        "bare replay": [2.0, 4.0, 6.0],
+        "address comparison": [1.0, 2.0, 3.0],
+    }
+    taken = replay.Taken(host, {"multigraph": [20.0, 20.0, 40.0], "hand-made": [10.0, 20.0, 20.0]})
+    row = replay.values("multigraph", taken)
+    assert (row["host_us"], row["end_us"], row["floor_us"]) == (24, 20, 20)
+    assert row["over_floor"] == pytest.approx(1.2)
+    assert (row["over_floor_us"], row["addresses_us"], row["addresses_and_10_us"]) == (4, 2, 12)
+    assert (row["over_stock"], row["end_over_hand"]) == (0.5, 2)
+    assert "end_over_stock" not in row
+    assert "gpu_us" not in row
+    assert replay.values("bare replay", taken) == {"host_us": 4}
+    assert replay.floor(replay.Taken({"input copy": [1.0]})) is None
+
+
+def test_a_replayed_form_that_is_wrong_is_found(load: Callable[[str], Any]) -> None:
+    replay = load("replay")
+    program = replay.tiny("cpu")
+    comparison = replay.Comparison(program, "cpu", {})
+    kept: list[torch.Tensor] = []
+
+    def stale(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        kept.append(program.function(a, b))
+        return kept[max(0, len(kept) - 3)]
+
+    comparison._add("stock", lambda: stale)
+    assert "stock" not in comparison.forms
+    assert comparison.errors["stock"].startswith("WrongNumbers: differs from eager")
+
+
+def test_sizes_come_in_the_order_asked_for(load: Callable[[str], Any]) -> None:
+    sizes = load("capture_sizes")
+    assert len(set(sizes.sizes_of(False))) == 32
+    assert min(sizes.sizes_of(False)) == 2
+    assert sizes.ordered([4, 2, 8], "ascending") == [2, 4, 8]
+    assert sizes.ordered([4, 2, 8], "descending") == [8, 4, 2]
+    assert sizes.ordered([4, 2, 8], "largest") == [8]
+
+
+def test_sizes_are_summed_without_the_first(load: Callable[[str], Any]) -> None:
+    sizes = load("capture_sizes")
+    first = {"warm_up": 100.0, "record": 100.0, "replay": 100.0}
+    later = [{"warm_up": float(number), "record": 2.0, "replay": 1.0} for number in (1, 1, 4)]
+    row = sizes.summary([first, *later])
+    assert row == {
+        "sizes": 4, "first_size_ms": 300, "ms": 5, "median_ms": 4, "warm_up_ms": 2, "record_ms": 2, "replay_ms": 1,
+    }  # fmt: skip
+    assert sizes.summary([first]) == {"sizes": 1, "first_size_ms": 300}
+    rows = {"bare": {"ms": 2.0}, "stock": {"ms": 10.0, "pool_mib": 230.0}, "multigraph": {"ms": 3.0, "pool_mib": 240.0}}
+    sizes.ratios(rows)
+    assert (rows["multigraph"]["over_bare"], rows["multigraph"]["over_stock"]) == (1.5, 0.3)
+    said = load("measure").goals_text(sizes.GOALS, rows["multigraph"])
+    assert said == "over stock <= 0.4 met, pool <= 230 MISSED"
+
+
+def test_kernels_belong_to_the_call_that_launched_them(load: Callable[[str], Any]) -> None:
+    def event(cat: str, name: str, correlation: int) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "args": {"correlation": correlation}}
+
+    events = [
+        event("cuda_runtime", "cudaGraphLaunch", 1),
+        event("cuda_driver", "cuGraphLaunch", 2),
+        event("cuda_runtime", "cudaLaunchKernel", 3),
+        event("cuda_driver", "cuLaunchKernelEx", 4),
+        *(event("kernel", f"triton_{number}", 1) for number in range(5)),
+        event("kernel", "gemm", 2),
+        event("kernel", "copy", 3),
+        event("kernel", "fill", 4),
+        event("kernel", "copy", 5),  # its call is not in the profile
+        event("gpu_memcpy", "Memcpy HtoD", 3),
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+    ]
+    models = load("models")
+    seen = models.kernels(events)
+    assert (seen.count, seen.in_graphs, seen.outside) == (9, 6, {"copy": 2, "fill": 1})
+    assert seen.percent() == pytest.approx(100 * 6 / 9)
+    assert models.kernels([]).percent() is None
+
+
+def test_loops_find_outputs_that_the_next_call_overwrites(load: Callable[[str], Any]) -> None:
+    models = load("models")
+    model = models.model_of("decoder", "inference", torch.float32, "cpu")
+    buffer = torch.empty(8, 32, 64)
+
+    def form(x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=buffer[: len(x)].copy_(model.module(x).logits))
+
+    for call, wrong in ((model.module, 0), (form, 3)):
+        loop = models.Inference(call, model, torch.float32)
+        loop.run(4, models.contextlib.nullcontext)
+        assert (loop.tally.steps, loop.tally.raised) == (4, 0)
+        assert loop.tally.wrong >= wrong
+        assert (loop.tally.error is None) == (wrong == 0)
+    assert "held outputs differ" in loop.tally.error
+
+
+@pytest.mark.parametrize("what", ["right", "gradients", "losses", "held losses", "missing", "raises"])
+def test_loops_find_what_is_wrong_in_training(load: Callable[[str], Any], what: str) -> None:
+    models = load("models")
+    model = models.model_of("decoder", "checkpointed", torch.float32, "cpu")
+    last = list(model.module.parameters())[-1]
+    kept: list[torch.Tensor] = []
+
+    def form(**batch: torch.Tensor) -> Any:
+        if what == "raises":
+            raise ValueError("accessing tensor output that has been overwritten")
+        output = model.module(**batch)
+        if what == "held losses":  # the second step changes a loss of the first
+            kept.append(output.loss.detach())
+            kept[0].add_(len(kept) > 2)
+        if what == "losses":
+            return output._replace(loss=output.loss + output.loss.detach() * 0.1)
+        if what == "missing":
+            last.requires_grad_(False)
+            output = model.module(**batch)
+            last.requires_grad_(True)
+        if what == "gradients":
+            return output._replace(loss=output.loss * 1.1 - output.loss.detach() * 0.1)
+        return output
+
+    loop = models.Training(form, model, torch.float32)
+    loop.run(2, models.contextlib.nullcontext)
+    found = (loop.tally.raised, loop.tally.wrong > 0, loop.tally.error)
+    if what == "right":
+        assert found == (0, False, None)
+    elif what == "raises":
+        error = "step 1: ValueError: accessing tensor output that has been overwritten"
+        assert (found, loop.tally.steps) == ((1, False, error), 1)
+    else:
+        assert found[:2] == (0, True)
+        said = f"WrongNumbers: {'gradients' if what == 'missing' else what}"
+        assert found[2].startswith(f"step {2 if what == 'held losses' else 1}: {said}")
+
+
+def test_warnings_are_counted_once_each_without_the_deserved(load: Callable[[str], Any]) -> None:
+    with load("models").Said() as said:
+        for _ in range(2):
+            warnings.warn("first line\nsecond", UserWarning, stacklevel=1)
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+        warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication available", stacklevel=1)
+        logging.getLogger("multigraph_backend.trace").warning("one of %s", "ours")
+        logging.getLogger("torch._dynamo.convert_frame").warning("one of torch's")
+        logging.getLogger("torch._inductor").info("no warning")
+    assert said.lines == {
+        "UserWarning: first line": 2,
+        "multigraph_backend.trace: one of ours": 1,
+        "torch._dynamo.convert_frame: one of torch's": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("replay", ["--only", "decoder", "--rounds", "5", "--cudagraphs", "require", "--json", "a.json"]),
+        ("capture_sizes", ["--order", "ascending", "largest", "--sizes", "2", "4", "--only", "multigraph"]),
+        ("models", ["--models", "llama", "vit", "--modes", "training", "--dtype", "bfloat16", "--no-stock"]),
+    ],
+)
+def test_arguments(load: Callable[[str], Any], name: str, words: list[str]) -> None:
+    parser = load(name).parser()
+    assert vars(parser.parse_args(words)) != vars(parser.parse_args([]))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--device", "tpu"])

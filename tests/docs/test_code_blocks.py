@@ -207,8 +207,9 @@ def _check_listing(block: Block) -> None:
         raise Uncovered(f"{block}: a block without a language that lists neither scripts nor modules")
     for name in scripts:
         _check_script(block, name)
+    folders = [PACKAGE, *(PACKAGE / name for name in names if name.endswith("/"))]
     for name in modules:
-        if not (PACKAGE / name).is_file():
+        if not any((folder / name).is_file() for folder in folders):
             raise Uncovered(f"{block}: there is no {name}")
 
 

@@ -20,6 +20,7 @@ KNOBS: dict[str, tuple[object, type | None]] = {
     "max_autotune": (False, bool),
     "max_fusion_size": (64, int),
     "triton.cudagraphs": (False, bool),
+    "triton.cudagraph_or_error": (False, bool),
     "coordinate_descent_tuning": (False, bool),
     "realize_scale": (1.5, float),
     "cpp_wrapper_name": ("none", str),
@@ -30,6 +31,7 @@ MODES: dict[str, dict[str, object]] = {
     "default": {},
     "reduce-overhead": {"triton.cudagraphs": True},
     "max-autotune": {"max_autotune": True, "triton.cudagraphs": True, "coordinate_descent_tuning": True},
+    "max-autotune-no-cudagraphs": {"max_autotune": True, "coordinate_descent_tuning": True},
 }
 
 
@@ -66,7 +68,7 @@ def test_defaults() -> None:
     assert build() == Options() == build({}) == build(mode="default") == build({"inductor": {}})
     assert_expected_inline(
         repr(Options()),
-        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, compiler='inductor', inductor=(), mode=None)""",  # noqa: E501
+        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, compiler='inductor', cudagraphs='auto', cut=(), safe=(), inductor=(), mode=None)""",  # noqa: E501
     )
 
 
@@ -124,11 +126,11 @@ def test_unknown_options() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode
-unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode
-unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode
-unknown option 'zzz'; valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode
-unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, compile, on_failure, compile_timeout, compiler, inductor, mode""",  # noqa: E501
+unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, inductor, mode
+unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, inductor, mode
+unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, inductor, mode
+unknown option 'zzz'; valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, inductor, mode
+unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, inductor, mode""",  # noqa: E501
     )
 
 
@@ -208,7 +210,7 @@ def test_long_values_are_shortened_in_errors() -> None:
 
 @pytest.mark.usefixtures("inductor")
 def test_mode_and_patches_combine() -> None:
-    assert build(mode="reduce-overhead").inductor == (("triton.cudagraphs", True),)
+    assert build(mode="reduce-overhead").inductor == ()  # what it asks for is done anyway
     options = build({"inductor": {"triton.cudagraphs": False, "realize_scale": 2}}, mode="max-autotune")
     assert options.mode == "max-autotune"
     assert options.inductor == (
@@ -222,6 +224,47 @@ def test_mode_and_patches_combine() -> None:
     assert build({"inductor": {"post_grad_custom_pre_pass": print}}).inductor == (("post_grad_custom_pre_pass", print),)
     assert build({"mode": "reduce-overhead"}) == build(mode="reduce-overhead")
     assert MODES["max-autotune"]["triton.cudagraphs"] is True, "the mode itself must not change"
+
+
+@pytest.mark.usefixtures("inductor")
+def test_what_inductors_knobs_modes_and_environment_say_of_recordings() -> None:
+    assert build().cudagraphs == "auto"
+    assert build(mode="max-autotune").cudagraphs == "auto"
+    assert build(mode="max-autotune-no-cudagraphs").cudagraphs is False
+    assert build({"inductor": {"triton.cudagraphs": False}}).cudagraphs is False
+    assert build({"inductor": {"triton.cudagraph_or_error": True}}).cudagraphs == "require"
+    assert build({"inductor": {"triton.cudagraph_or_error": True}}).inductor == ()
+    asked = {"TORCHINDUCTOR_CUDAGRAPH_OR_ERROR": "1"}
+    assert Options.build(None, None, (), asked).cudagraphs == "require"
+    assert Options.build({"cudagraphs": "auto"}, None, (), asked).cudagraphs == "auto"
+    off = build({"cudagraphs": False}, mode="reduce-overhead")
+    assert (off.cudagraphs, off.inductor) == (False, (("triton.cudagraphs", True),))
+
+
+def test_operators_to_cut_at_and_to_hold() -> None:
+    options = build({"cut": ["aten::mm", "vllm.attention"], "splitting_ops": ["mine::*"], "safe": ("mine::pure",)})
+    assert options.cut == ("aten::mm", "vllm::attention", "mine::*")
+    assert options.safe == ("mine::pure",)
+    assert hash(options) == hash(build({"cut": ["aten::mm", "vllm::attention", "mine::*"], "safe": ["mine::pure"]}))
+
+
+def test_wrong_values_for_recordings() -> None:
+    texts = [
+        error({"cudagraphs": True}),
+        error({"cudagraphs": "required"}),
+        error({"cudagraphs": "require", "compiler": "eager"}),
+        error({"cut": "aten::mm"}),
+        error({"safe": [1]}),
+    ]
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+option 'cudagraphs': expected 'auto', 'require' or False, got True (bool)
+option 'cudagraphs': expected 'auto', 'require' or False (did you mean 'require'?), got 'required' (str)
+option 'cudagraphs': expected none, got 'require' (str); only Inductor's code is recorded, and the compiler is 'eager'
+option 'cut': expected a list of names of operators, got 'aten::mm' (str); wrap it in a list
+option 'safe[0]': expected the name of an operator, such as 'aten::mm', got 1 (int)""",
+    )
 
 
 @pytest.mark.usefixtures("inductor")
@@ -251,8 +294,8 @@ option "inductor['max_autotune']": expected a value of type bool, got 1 (int)
 option "inductor['max_fusion_size']": expected a value of type int, got 1.0 (float)
 option "inductor['realize_scale']": expected a value of type float, got True (bool)
 option "inductor['max-autotune']": 'max_autotune' is given twice
-option 'mode': expected one of 'default', 'reduce-overhead', 'max-autotune' (did you mean 'max-autotune'?), got 'max-autotun' (str)
-option 'mode': expected one of 'default', 'reduce-overhead', 'max-autotune', got 3 (int)
+option 'mode': expected one of 'default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs' (did you mean 'max-autotune'?), got 'max-autotun' (str)
+option 'mode': expected one of 'default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs', got 3 (int)
 option 'mode': expected 'reduce-overhead', as the argument mode says, got 'max-autotune' (str)
 option 'inductor': expected none, got {'max_autotune': True} (dict); only Inductor has it, and the compiler is 'eager'
 option 'mode': expected none, got 'max-autotune' (str); only Inductor has it, and the compiler is 'eager'
@@ -295,16 +338,19 @@ def test_the_real_inductor() -> None:
 
     before = config.get_config_copy()
     options = build({"inductor": {"max-autotune-gemm": True}}, mode="max-autotune")
+    taken_over = {"triton.cudagraphs", "triton.cudagraph_or_error"}
     wanted = {**list_mode_options()["max-autotune"], "max_autotune_gemm": True}
-    assert dict(options.inductor) == wanted
+    assert dict(options.inductor) == {name: value for name, value in wanted.items() if name not in taken_over}
     for mode, patches in list_mode_options().items():
-        assert dict(build(mode=mode).inductor) == patches
+        kept = {name: value for name, value in patches.items() if name not in taken_over}
+        assert dict(build(mode=mode).inductor) == kept
         assert build({"inductor": patches}).inductor == build(mode=mode).inductor
     assert "did you mean 'max_autotune'?" in error({"inductor": {"max_autotun": True}})
     assert "expected a value of type bool, got 1 (int)" in error({"inductor": {"max_autotune": 1}})
     assert "expected one of 'default'" in error(mode="fastest")
     for name, value in before.items():
-        assert dict(build({"inductor": {name: value}}).inductor) == {name: value}
+        wanted = {} if name == "triton.cudagraph_or_error" else {name: value}
+        assert dict(build({"inductor": {name: value}}).inductor) == wanted
     assert config.get_config_copy() == before
 
 
@@ -348,9 +394,9 @@ def test_code_replaces_the_environment_key_by_key() -> None:
         compile="eager",
         compile_timeout=5.0,
         mode="max-autotune",
-        inductor=tuple(sorted(MODES["max-autotune"].items())),
+        inductor=(("coordinate_descent_tuning", True), ("max_autotune", True)),
     )
-    assert build(mode="reduce-overhead", env=env).inductor == (("triton.cudagraphs", True),)
+    assert build(mode="reduce-overhead", env=env).inductor == ()
     assert build({"specialize": []}, env={"*": {"specialize": "auto"}}).specialize == ()
 
 

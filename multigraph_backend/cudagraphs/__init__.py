@@ -1,0 +1,1 @@
+"""Recordings of compiled code: pieces, a tree of recordings that share one pool, and their replay."""

@@ -1,0 +1,175 @@
+"""What the runtime of recordings needs of a device: an interface, so that it runs without a GPU too.
+
+`cuda_device.py` serves it with CUDA, `simulated.py` with CPU tensors whose recordings live in a real arena, where a
+mistake about what is alive shows up as a wrong number.  Everything that touches a driver or an allocator is behind this
+interface; what decides (`tree.py`) and what is generated (`replay.py`) is above it.
+
+Tensors are torch tensors on both sides.  A *storage* is a `torch.UntypedStorage`; its *handle* is its `_cdata`, which
+names it in the calls that must be cheap.  An *address* is a number of bytes in the device's memory.
+
+A recording's outputs live in the device's *pool* at addresses that do not change.  The runtime owns those blocks by
+address: once `capture` has returned, no storage frees pool memory by dying; `free` does, and `restore` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class CaptureFailed(Exception):
+    """A recording could not be made.  The device is as it was before, and what is in the pool too."""
+
+
+class DeviceFailed(Exception):
+    """A call of the driver failed outside of a capture."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in its storage: sizes, strides and offset in elements."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        size, stride = tuple(map(int, tensor.size())), tuple(map(int, tensor.stride()))
+        return cls(size, stride, int(tensor.storage_offset()), tensor.dtype)
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first to behind the last element."""
+        if 0 in self.size:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+
+class Graph(Protocol):
+    """One recording as the driver knows it."""
+
+    def replay(self) -> None:
+        """Launch it on the current stream of the calling thread."""
+
+
+class PoolState(Protocol):
+    """What the pool's allocator looked like at one moment; opaque."""
+
+
+@dataclass
+class Captured:
+    """What `capture` returns.
+
+    `result`: what the captured function returned.  `blocks`: address and bytes of each block that is still allocated
+    in the pool because of this capture (outputs), now owned by the runtime.  `freed`: addresses of blocks whose owners
+    (see `restore`) died during the capture.  `state`: the pool right after.
+    """
+
+    graph: Graph
+    result: Any
+    blocks: dict[int, int]
+    freed: frozenset[int]
+    state: PoolState
+
+
+class Device(Protocol):
+    """A device and its pool for recordings.  All calls but `same_addresses` and `use_count` come under one lock.
+
+    The callables below that are marked hot are looked up once and called per call of a compiled function.
+    """
+
+    index: int
+
+    # ---------------------------------------------------------------- tensors
+
+    #: hot: (tensors, addresses, indices) -> whether tensors[i] lies at addresses[i] for each i in indices
+    same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool]
+    #: hot: handle of a storage -> how many tensors and storage objects refer to it
+    use_count: Callable[[int], int]
+    #: hot: (destinations, sources): copies each source into its destination in as few launches as possible
+    copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object]
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a plain dense tensor in this device's memory (which recordings may read)."""
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Where its first element lies."""
+
+    def storage_address(self, storage: torch.UntypedStorage) -> int:
+        """Where its first byte lies."""
+
+    def maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
+        """hot: a function that makes a new tensor of `layout` over a storage, as if freshly allocated (no autograd
+        history, not a view of anything)."""
+
+    def storage_at(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        """A storage over memory of the pool, which it neither owns nor frees.  Two of them may overlap."""
+
+    def move_out(self, storage: torch.UntypedStorage) -> bool:
+        """Give `storage`, and so every tensor that shares it, memory of its own outside of the pool, with the bytes it
+        has now; its old block stays as it is.  False if this storage cannot be moved (nothing has changed then);
+        storages that came out of a capture can."""
+
+    def fresh_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """hot: new memory outside of the pool."""
+
+    # ---------------------------------------------------------------- the pool
+
+    def empty_state(self) -> PoolState:
+        """The pool without any block."""
+
+    def restore(self, state: PoolState, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
+        """Make the pool's allocator what it was at `state`, with the blocks at the addresses `blocks` allocated and no
+        others (`blocks` are among those of `state`).  Bytes are not touched where a block stays allocated.
+
+        `owners` are storages that `storage_at` has just made over some of `blocks`: during the next capture, and then
+        only, the death of one frees its block, for the rest of the capture to use.
+        """
+
+    def pool_bytes(self) -> int:
+        """Bytes that the pool has reserved."""
+
+    #: which pool is in use, counted from 0.  A failed capture may leave a pool in which nothing can be recorded any
+    #: more; `capture` then begins a new one.  What was recorded in the old one lives on there, out of the way of others
+    generation: int
+
+    def new_pool(self) -> None:
+        """Begin an empty pool, with the next generation; the old one stays until `leave`."""
+
+    def leave(self, generation: int) -> None:
+        """Give an old pool's memory back: nothing recorded in it is left, and nothing in it is alive."""
+
+    # ---------------------------------------------------------------- recording
+
+    def capture(
+        self,
+        function: Callable[[], Any],
+        outputs: Callable[[Any], Sequence[torch.Tensor]],
+        random: bool = False,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Captured:
+        """Record what `function` launches; nothing of it runs.  What it allocates comes from the pool, and what it
+        frees goes back there; of the result's tensors, `outputs` names those that keep their memory.  `random`: it
+        draws random numbers, so the device's generator cannot serve other threads meanwhile.  `generators`: others that
+        it draws from.
+
+        Raises `CaptureFailed` with the cause when anything in it fails, or when memory of the pool is still held by
+        something other than `outputs`.  The pool, or a new one, is then fit for `restore` and another capture.
+        """
+
+    def capturing(self) -> bool:
+        """hot: whether the caller is recording on the current stream himself."""
+
+    # ---------------------------------------------------------------- streams
+
+    def stream(self) -> int:
+        """hot: the current stream of the calling thread, as a number."""
+
+    def wait_for(self, stream: int) -> None:
+        """Let the current stream wait for all that was launched on `stream` so far."""

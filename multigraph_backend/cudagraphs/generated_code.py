@@ -1,0 +1,339 @@
+"""What Inductor's generated code says of the pieces that it was cut into.
+
+Inductor describes its pieces in `partition_maps`, but it makes them before it has generated code: a buffer that is
+never made then is still in the map, and the numbers among a piece's arguments never are.  The code itself is what
+runs, so it is read: the `call` of the class `Runner`, and the functions `partition_0`, `partition_1`...
+
+    def call(self, args):
+        primals_1, primals_2 = args
+        args.clear()
+        partition0_args = [primals_2, primals_1]
+        del primals_1
+        (buf1, primals_2) = self.partitions[0](partition0_args)
+        del partition0_args
+        return (reinterpret_tensor(buf1, (64, ), (1, ), 0), primals_2, )
+
+In:  the source.
+Out: a `Call`: its inputs, and for each piece what its inputs and outputs are in the graph.  `NotUnderstood` where the
+     code has another form.
+
+Invariant: where it is unclear whether an output of a piece shares memory with something, it is said to.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+
+
+class NotUnderstood(ValueError):
+    """The code is not of the form that was seen; its text says where."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A function of a piece: how many inputs it takes, and per output, which of them it is and shares memory with."""
+
+    names: tuple[str, ...]
+    same: tuple[int | None, ...]
+    memory: tuple[frozenset[int], ...]
+
+
+@dataclass(frozen=True)
+class PieceCall:
+    """inputs: names of the arguments.  of_graph: which inputs of the graph they are.  outputs: per output, the graph's
+    outputs that are it, or a view of it.  memory: per output, the graph's outputs that may share its memory."""
+
+    inputs: tuple[str, ...]
+    of_graph: tuple[int | None, ...]
+    outputs: tuple[tuple[int, ...], ...]
+    memory: tuple[frozenset[int], ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """inputs: names.  outputs: how many.  outside: whether anything runs between the pieces.  ops: what Inductor's
+    comments say that is."""
+
+    inputs: tuple[str, ...]
+    outputs: int
+    pieces: tuple[PieceCall, ...]
+    outside: bool
+    ops: tuple[str, ...]
+
+
+class GeneratedCode:
+    """The functions of a generated module."""
+
+    def __init__(self, source: str) -> None:
+        try:
+            module = ast.parse(source)
+        except SyntaxError as error:
+            raise NotUnderstood(f"it is not Python: {error}") from None
+        self.lines = source.split("\n")
+        self.functions = {item.name: item for item in module.body if isinstance(item, ast.FunctionDef)}
+        for item in module.body:
+            if isinstance(item, ast.ClassDef) and item.name == "Runner":
+                self.functions.update({method.name: method for method in item.body if _is_function(method)})
+        self.partitions = _partitions(module, self.functions)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameters, ...]:
+        """Of each piece.  Raises NotUnderstood."""
+        return tuple(self._parameters(function) for function in self.partitions)
+
+    @functools.cached_property
+    def call(self) -> Call:
+        """What the function `call` does.  Raises NotUnderstood."""
+        function = self.functions.get("call")
+        if function is None:
+            raise NotUnderstood("it has no function 'call'")
+        inputs = _unpacked(function)
+        values = {name: _Value(graph_input=at) for at, name in enumerate(inputs)}
+        lists: dict[str, tuple[list[str], list[_Value]]] = {}
+        calls: dict[int, tuple[list[str], list[_Value]]] = {}
+        outside, returned = False, None
+        for statement, sure in _flat(function.body):
+            if isinstance(statement, ast.Return):
+                returned = _elements(statement.value)
+                break
+            if (made := _arguments_made(statement)) is not None:
+                lists[made[0]] = made[1], [values.get(name, _Value()) for name in made[1]]
+            elif (called := _piece_called(statement)) is not None and sure:
+                number, name, targets = called
+                names, given = lists.get(name, ([], []))
+                if number in calls or not self._fits(number, given, targets):
+                    raise NotUnderstood(f"piece {number} is not called as it is defined")
+                calls[number] = names, given
+                made_of = self.parameters[number]
+                values.update((target, _output(number, at, made_of, given)) for at, target in enumerate(targets))
+            else:
+                outside = outside or not _runs_nothing(statement)
+                self._follow(statement, values, sure)
+        if returned is None or sorted(calls) != list(range(len(self.parameters))):
+            raise NotUnderstood("'call' does not call each piece and return")
+        results = [_value_of(expression, values, views=True) for expression in returned]
+        outside = outside or not all(_only_looks(expression) for expression in returned)
+        text = "\n".join(self.lines[function.lineno - 1 : function.end_lineno])
+        ops = [op for entry in re.findall(r"Original ATen: \[(.*?)\]", text) for op in entry.split(", ") if op]
+        pieces = tuple(
+            _piece_call(number, *calls[number], self.parameters[number], results) for number in sorted(calls)
+        )
+        return Call(inputs, len(results), pieces, outside, tuple(dict.fromkeys(ops)))
+
+    def recorded(self, operators: Iterable[str]) -> tuple[int, str] | None:
+        """The first piece that runs one of `operators`, each as code writes it (`torch.ops.aten.mm.default`)."""
+        text = "\n".join(self.lines)
+        wanted = {name for name in operators if name in text}
+        for number, function in enumerate(self.partitions if wanted else ()):
+            for inner in self._reached(function):
+                for node in ast.walk(inner):
+                    if isinstance(node, ast.Attribute) and (name := ast.unparse(node)) in wanted:
+                        return number, name
+        return None
+
+    def _reached(self, function: ast.FunctionDef) -> Iterator[ast.FunctionDef]:
+        """`function`, and the functions of the module that it calls."""
+        found = [function]
+        for inner in found:
+            yield inner
+            found += [other for name in _names(inner) if (other := self.functions.get(name)) and other not in found]
+
+    def _parameters(self, function: ast.FunctionDef) -> Parameters:
+        names = _unpacked(function)
+        values = {name: _Value(None, frozenset([at]), frozenset([at])) for at, name in enumerate(names)}
+        for statement, sure in _flat(function.body):
+            if isinstance(statement, ast.Return):
+                results = [_value_of(expression, values, views=False) for expression in _elements(statement.value)]
+                same = tuple(next(iter(value.same), None) for value in results)
+                return Parameters(names, same, tuple(value.memory for value in results))
+            self._follow(statement, values, sure)
+        raise NotUnderstood(f"{function.name} returns nothing")
+
+    def _fits(self, number: int, given: Sequence[object], targets: Sequence[str]) -> bool:
+        if number >= len(self.parameters):
+            return False
+        piece = self.parameters[number]
+        return len(given) == len(piece.names) and len(targets) == len(piece.same)
+
+    def _follow(self, statement: ast.stmt, values: dict[str, _Value], sure: bool) -> None:
+        """What names stand for after `statement`; it may not run if not `sure`."""
+        if isinstance(statement, ast.Delete) and sure:
+            for name in _names(statement):
+                values.pop(name, None)
+        if not isinstance(statement, ast.Assign) or _unpacks(statement):
+            return
+        value = _value_of(statement.value, values, views=False)
+        if "# reuse" in self.lines[statement.lineno - 1]:  # other contents in the same memory
+            value = _Value(memory=value.memory)
+        for target in statement.targets:
+            for name in _names(target):
+                if sure and isinstance(target, ast.Name):
+                    values[name] = value
+                else:
+                    values[name] = _Value(memory=value.memory | values.get(name, _Value()).memory)
+
+
+# ---------------------------------------------------------------- what names stand for
+
+
+@dataclass(frozen=True)
+class _Value:
+    """same: which tensors a name stands for.  memory: those that it may share memory with.
+
+    Both are inputs of a piece's function, inside of it, or outputs of pieces (piece, output), in `call`.
+    """
+
+    graph_input: int | None = None
+    same: frozenset[Any] = frozenset()
+    memory: frozenset[Any] = frozenset()
+
+
+def _output(number: int, at: int, piece: Parameters, given: Sequence[_Value]) -> _Value:
+    """What an output of a piece stands for in `call`."""
+    own = frozenset([(number, at)])
+    memory = own.union(*(given[index].memory for index in piece.memory[at]))
+    index = piece.same[at]
+    if index is None:
+        return _Value(None, own, memory)
+    return _Value(given[index].graph_input, own | given[index].same, memory)
+
+
+def _piece_call(
+    number: int, names: Sequence[str], given: Sequence[_Value], piece: Parameters, results: Sequence[_Value]
+) -> PieceCall:
+    places = [(number, at) for at in range(len(piece.same))]
+    return PieceCall(
+        tuple(names),
+        tuple(value.graph_input for value in given),
+        tuple(tuple(at for at, value in enumerate(results) if place in value.same) for place in places),
+        tuple(frozenset(at for at, value in enumerate(results) if place in value.memory) for place in places),
+    )
+
+
+def _value_of(expression: ast.expr, values: Mapping[str, _Value], views: bool) -> _Value:
+    """What an expression stands for; `views`: a view of a tensor counts for the same as the tensor."""
+    if isinstance(expression, ast.Name):
+        return values.get(expression.id, _Value())
+    if isinstance(expression, ast.Call):
+        called = ast.unparse(expression.func)
+        if called == "reinterpret_tensor" and views and isinstance(expression.args[0], ast.Name):
+            value = values.get(expression.args[0].id, _Value())
+            return _Value(None, value.same, value.memory)
+        if called.startswith("empty_strided") or _is_functional(called):
+            return _Value()
+    return _Value(memory=frozenset().union(*(values[name].memory for name in _names(expression) if name in values)))
+
+
+@functools.cache
+def _is_functional(name: str) -> bool:
+    """Whether `name` is an operator (`torch.ops...`) whose results share no memory with its arguments."""
+    if not name.startswith("torch.ops."):
+        return False
+    op: Any = torch.ops
+    for part in name.split(".")[2:]:
+        op = getattr(op, part, None)
+    schema = getattr(op, "_schema", None)
+    return schema is not None and all(result.alias_info is None for result in schema.returns)
+
+
+# ---------------------------------------------------------------- forms of statements
+
+
+def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef)
+
+
+def _partitions(module: ast.Module, functions: Mapping[str, ast.FunctionDef]) -> tuple[ast.FunctionDef, ...]:
+    """In the order in which `Runner(partitions=[partition_0, ...])` is given them."""
+    for node in module.body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and ast.unparse(node.value.func) == "Runner"
+        ):
+            given = node.value.keywords[0].value if node.value.keywords else None
+            names = [_name(item) for item in given.elts] if isinstance(given, ast.List) else []
+            if any(name not in functions for name in names):
+                raise NotUnderstood("the function of a piece is missing")
+            return tuple(functions[name] for name in names)
+    return ()
+
+
+def _flat(body: Sequence[ast.stmt], sure: bool = True) -> Iterator[tuple[ast.stmt, bool]]:
+    """Statements, each followed by those inside of it, and whether each is sure to run, once."""
+    for statement in body:
+        yield statement, sure
+        for inner in ("body", "orelse", "handlers", "finalbody"):
+            yield from _flat(getattr(statement, inner, ()), sure and isinstance(statement, ast.With))
+
+
+def _unpacked(function: ast.FunctionDef) -> tuple[str, ...]:
+    """Names that the list `args` is unpacked into: `a, b = args`."""
+    for statement in function.body:
+        if isinstance(statement, ast.Assign) and _unpacks(statement):
+            return tuple(_name(item) for item in _elements(statement.targets[0]))
+        if "args" in _names(statement) and ast.unparse(statement) != "args.clear()":
+            raise NotUnderstood(f"{function.name} does not unpack its arguments")
+    return ()
+
+
+def _unpacks(statement: ast.Assign) -> bool:
+    return isinstance(statement.value, ast.Name) and statement.value.id == "args"
+
+
+def _arguments_made(statement: ast.stmt) -> tuple[str, list[str]] | None:
+    """`partition0_args = [a, b]`."""
+    if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.List)):
+        return None
+    target = ast.unparse(statement.targets[0])
+    return (target, [_name(item) for item in statement.value.elts]) if _ARGUMENTS.fullmatch(target) else None
+
+
+def _piece_called(statement: ast.stmt) -> tuple[int, str, list[str]] | None:
+    """`(c, d) = self.partitions[0](partition0_args)`: number, list of arguments, names of outputs."""
+    if isinstance(statement, ast.With) or "self.partitions" not in (text := ast.unparse(statement)):
+        return None  # what is inside of a `with` comes by itself
+    found = _CALLED.fullmatch(ast.unparse(statement.value)) if isinstance(statement, ast.Assign) else None
+    if found is None or not isinstance(statement, ast.Assign):
+        raise NotUnderstood(f"line {statement.lineno}: {text}")
+    return int(found[1]), found[2], [_name(target) for target in _elements(statement.targets[0])]
+
+
+_ARGUMENTS = re.compile(r"partition\d+_args")
+_CALLED = re.compile(r"self\.partitions\[(\d+)\]\((\w+)\)")
+
+
+def _runs_nothing(statement: ast.stmt) -> bool:
+    """Whether a statement only names things, or gives them up."""
+    if isinstance(statement, ast.Expr):
+        return ast.unparse(statement) == "args.clear()"
+    return isinstance(statement, ast.Delete) or (isinstance(statement, ast.Assign) and _only_looks(statement.value))
+
+
+def _only_looks(expression: ast.expr) -> bool:
+    """Whether an expression is made of names, numbers, sizes and views."""
+    calls = [ast.unparse(node.func) for node in ast.walk(expression) if isinstance(node, ast.Call)]
+    return all(name == "reinterpret_tensor" or name.endswith((".size", ".stride")) for name in calls)
+
+
+def _name(node: ast.expr) -> str:
+    if not isinstance(node, ast.Name):
+        raise NotUnderstood(f"line {node.lineno}: {ast.unparse(node)} is no name")
+    return node.id
+
+
+def _elements(node: ast.expr | None) -> list[ast.expr]:
+    if not isinstance(node, ast.Tuple | ast.List):
+        raise NotUnderstood("a tuple was expected" if node is None else f"line {node.lineno}: a tuple was expected")
+    return list(node.elts)
+
+
+def _names(node: ast.AST) -> list[str]:
+    return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]

@@ -1,0 +1,210 @@
+"""Inductor's compiled code with its recordings: what torch keeps, caches and calls in place of Inductor's own.
+
+In: a graph that Inductor is to compile (forward, backward or inference).  Out: an `OutputCode` that calls Inductor's
+code, whole or its pieces, through the tree of recordings of its device.
+
+What a recording needs to know is taken once, while the graph is there, as a `GraphSpec` that is pickled with the code:
+a process that gets the code from AOTAutograd's cache records again with the same metadata and messages.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from multigraph_backend import _compat, trace
+from multigraph_backend.cudagraphs import partition, runtime
+from multigraph_backend.cudagraphs.cuts import CutRules
+from multigraph_backend.cudagraphs.piece import Piece
+from multigraph_backend.cudagraphs.recording import NotAllRecorded
+from multigraph_backend.cudagraphs.spec import GraphSpec
+from multigraph_backend.cudagraphs.tree import Tree
+from multigraph_backend.options import Options
+
+log = logging.getLogger(__name__)
+
+_OutputCode: Any = object if _compat.missing("cudagraphs") else _compat.OutputCode
+
+
+#: what makes Inductor part a graph into pieces that can be recorded; torch's own trees stay out all the same
+KNOBS: Mapping[str, object] = {"triton.cudagraphs": True, "graph_partition": True}
+
+
+class RecordedCode(_OutputCode):  # type: ignore[misc]
+    """Inductor's code for one graph, run through recordings.
+
+    `inner` is Inductor's, `spec` what is known of the graph, `label` what messages call it, `required` whether a call
+    that runs unrecorded is an error.
+    """
+
+    def __init__(self, inner: Any, spec: GraphSpec, label: str, required: bool) -> None:
+        self.inner, self.spec, self.label, self.required = inner, spec, label, required
+        self._boxed_call = True
+        self._fx_graph_cache_key = getattr(inner, "_fx_graph_cache_key", None)
+        self.pieces: tuple[Piece, ...] = ()
+        self._run: Callable[[list[Any]], Any] = inner
+        self._attach()
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self._run(inputs)
+
+    # ---------------------------------------------------------------- what torch asks of compiled code
+
+    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
+        graph_kwargs = {**graph_kwargs, "cudagraphs": _compat.BoxedBool(False)}  # torch's own trees stay out
+        cached = self.inner.current_callable is None
+        if cached:
+            inner, _ = _compat.FxGraphCache.cache_hit_post_compile(self.inner, {}, constants)
+            if inner is None:
+                raise RuntimeError("compiled code could not be loaded from the cache")
+            self.inner = inner
+        self.inner.post_compile(example_inputs, constants, graph_kwargs)
+        if cached:
+            self._attach()
+
+    def prepare_for_serialization(self) -> None:
+        # called on a copy of this object, which is then pickled
+        self.inner = copy.copy(self.inner)
+        self.inner.prepare_for_serialization()
+        self.pieces = ()
+        self._run = _unattached
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        self.inner.set_triton_bundle(triton_bundle)
+
+    # ---------------------------------------------------------------- recordings
+
+    def _attach(self) -> None:
+        """Put recordings between the callers of the code and the code."""
+        self._run = self.inner
+        reason = self.spec.refused or runtime.say_unavailable()
+        if reason is None and len(self.spec.devices) != 1:
+            reason = f"it spans {len(self.spec.devices)} devices"
+        if reason is None and self.spec.pieces:
+            try:
+                tree = runtime.tree(self.spec.devices[0])
+            except Exception as error:
+                reason = f"recordings could not be set up: {type(error).__name__}: {error}"
+        if reason is not None:
+            trace.warn_once(f"{self.label}: {reason}", "%s runs unrecorded: %s", self.label, reason)
+            return
+        if not self.spec.pieces:
+            return
+        constants = [value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)]
+        if self.spec.whole:
+            self.pieces = (self._whole(tree, constants),)
+            self._run = self.pieces[0]
+        else:
+            self._wrap_pieces(tree, constants)
+        weakref.finalize(self, tree.drop, self.pieces).atexit = False
+
+    def _whole(self, tree: Tree, constants: Sequence[torch.Tensor]) -> Piece:
+        spec = self.spec
+        return Piece(
+            tree,
+            self.inner,
+            names=[entry.name for entry in spec.inputs],
+            visible=spec.visible,
+            static=spec.static,
+            mutated=spec.mutated,
+            reused=range(len(spec.inputs)) if spec.is_backward else (),
+            constants=constants,
+            is_backward=spec.is_backward,
+            label=self.label,
+            random=spec.random,
+            required=self.required,
+        )
+
+    def _wrap_pieces(self, tree: Tree, constants: Sequence[torch.Tensor]) -> None:
+        pieces: list[Piece] = []
+
+        def wrapper(number: int) -> Callable[[Any], Piece]:
+            part = self.spec.pieces[number]
+
+            def wrap(function: Any) -> Piece:
+                piece = Piece(
+                    tree,
+                    function,
+                    names=part.names,
+                    visible=part.visible,
+                    static=part.static,
+                    mutated=part.mutated,
+                    reused=[at for at, index in enumerate(part.inputs) if index is None or self.spec.is_backward],
+                    constants=constants,
+                    is_backward=self.spec.is_backward,
+                    label=f"{self.label}, piece {number}",
+                    random=self.spec.random,
+                    required=self.required,
+                )
+                pieces.append(piece)
+                return piece
+
+            return wrap
+
+        self.inner.recursively_apply_fns([wrapper(number) for number in range(len(self.spec.pieces))])
+        self.pieces = tuple(pieces)
+        inner, lock = self.inner, tree.lock
+
+        def run(inputs: list[Any]) -> Any:
+            with lock:  # calls of other threads between the pieces of one call would be paths of their own
+                return inner(inputs)
+
+        self._run = run
+
+
+def _unattached(inputs: list[Any]) -> Any:
+    raise RuntimeError("compiled code was called before it was loaded")
+
+
+def inner_compile(options: Options, label: str) -> Callable[..., Any]:
+    """What compiles one graph in place of Inductor's function of that name; `label` is for messages."""
+    rules = CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe))
+    required = options.cudagraphs == "require" or _compat.inductor_config.triton.cudagraph_or_error
+    return functools.partial(_compile_inner, rules, bool(required), label)
+
+
+def _compile_inner(
+    rules: CutRules,
+    required: bool,
+    label: str,
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    **settings: Any,
+) -> Any:
+    """Inductor's compile of one graph, as `RecordedCode`.
+
+    Raises `NotAllRecorded` where all of it is `required` to be recorded and cannot be.
+    """
+    settings["cudagraphs"] = _compat.BoxedBool(False)
+    backward = bool(settings.get("is_backward"))
+    label = f"{label}, {'backward' if backward else 'forward'}"
+    taken = partition.take(gm, settings.get("static_input_idxs") or (), backward, rules)  # Inductor changes the graph
+    config = _compat.inductor_config
+    cut = [*config.custom_should_partition_ops, *taken.cut_ops]
+    with config.patch(custom_should_partition_ops=cut):
+        code = _compat.compile_fx_inner(gm, example_inputs, **settings)
+    if not isinstance(code, _compat.CompiledFxGraph):
+        return code
+    spec = partition.from_inductor(code, taken)
+    log.debug("%s:\n%s", label, spec.describe())
+    if required:
+        _check_all_recorded(spec, label)
+    return RecordedCode(code, spec, label, required)
+
+
+def _check_all_recorded(spec: GraphSpec, label: str) -> None:
+    if spec.refused is None and not spec.cuts and len(spec.devices) == 1:
+        return
+    lines = [f"{label}: cudagraphs='require', but not all of it can be recorded:"]
+    if spec.refused is not None:
+        lines.append(f"  {spec.refused}")
+    for cut in spec.cuts:
+        lines.append(f"  {', '.join(cut.ops)}: {cut.reason}")
+        lines += [f"    {line}" for line in (cut.stack_trace or "").strip().splitlines()]
+    raise NotAllRecorded("\n".join(lines))

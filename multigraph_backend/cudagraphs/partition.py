@@ -1,0 +1,233 @@
+"""What recordings have to know of a graph that Inductor has compiled, taken together before it is cached.
+
+Half of it is in the graph, and Inductor changes the graph while it compiles it; the other half is in what it made.  So
+`take` reads the graph before, and `from_inductor` puts a `GraphSpec` together after.
+
+In:  the graph that Inductor is given, the positions of static inputs, the user's `CutRules`; the `CompiledFxGraph`.
+Out: a `GraphSpec`.
+
+Invariant: what the generated code says decides.  Where it says nothing that is understood, Inductor's maps do, if they
+fit; where they contradict it, or an operator that may be in no recording is in one, nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from multigraph_backend import _compat
+from multigraph_backend.cudagraphs import cuts
+from multigraph_backend.cudagraphs.cuts import CutRules
+from multigraph_backend.cudagraphs.generated_code import GeneratedCode, NotUnderstood, Parameters, PieceCall
+from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, PartitionSpec, Placeholder
+
+log = logging.getLogger(__name__)
+
+LEFT_OUT = "Inductor, which keeps it out of its pieces"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What the graph says.
+
+    graph: a spec without pieces
+    cut_ops: operators that Inductor has to be told to cut around, for its `custom_should_partition_ops`
+    forbidden: operators that no piece may run, as code writes them, with the reason
+    """
+
+    graph: GraphSpec
+    cut_ops: tuple[str, ...]
+    forbidden: Mapping[str, str]
+
+
+def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRules) -> Taken:
+    """Read a graph before it is compiled.  `static`: as Inductor is given them, `static_input_idxs`."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    devices = devices_of(gm, rules.device_type)
+    tensors = {index for index, node in enumerate(placeholders) if isinstance(node.meta.get("val"), torch.Tensor)}
+    shown = visible_outputs(gm, is_backward)
+    graph = GraphSpec(
+        is_backward=is_backward,
+        inputs=tuple(placeholder(node) for node in placeholders),
+        outputs=len(shown),
+        static=tuple(sorted(tensors.intersection(static))),
+        mutated=(),
+        visible=shown,
+        pieces=(),
+        whole=False,
+        cuts=cuts.cuts_of(gm, rules) if devices else (),
+        devices=devices,
+        random=draws(gm),
+    )
+    never = cuts.operators_never_recorded(gm, rules) if devices else {}
+    return Taken(
+        graph, tuple(sorted({op.name() for op in never})), {f"torch.ops.{op}": why for op, why in never.items()}
+    )
+
+
+def from_inductor(code: Any, taken: Taken) -> GraphSpec:
+    """The spec of what Inductor made of a graph, `code`, a `CompiledFxGraph`."""
+    graph = dataclasses.replace(taken.graph, mutated=tuple(sorted(set(code.mutated_input_idxs))))
+    if not graph.devices:
+        return graph
+    try:
+        spec = _put_together(code, taken, graph)
+        spec.verify()
+    except ValueError as error:
+        return dataclasses.replace(graph, refused=str(error))
+    return spec
+
+
+def _put_together(code: Any, taken: Taken, graph: GraphSpec) -> GraphSpec:
+    """Raises ValueError where nothing can be recorded."""
+    maps = code.partition_maps
+    if maps is None:
+        raise ValueError("Inductor did not look for pieces in it")
+    try:
+        generated = GeneratedCode(code.source_code)
+        parameters = generated.parameters
+    except NotUnderstood as error:
+        raise ValueError(f"Inductor's code is not understood: {error}") from None
+    if len(parameters) != len(maps):
+        raise ValueError(f"Inductor tells of {len(maps)} pieces, and its code has {len(parameters)}")
+    if (found := generated.recorded(taken.forbidden)) is not None:
+        number, name = found
+        raise ValueError(f"{name} is in piece {number}, and may be in no recording: {taken.forbidden[name]}")
+    try:
+        call = generated.call
+        if (len(call.inputs), call.outputs) != (len(graph.inputs), graph.outputs):
+            raise NotUnderstood("it has other inputs or outputs than the graph")
+    except NotUnderstood as error:
+        log.info("pieces are taken from Inductor's maps, for its code is not understood: %s", error)
+        pieces = tuple(
+            _piece_of_map(number, entry, names, graph)
+            for number, (entry, names) in enumerate(zip(maps, parameters, strict=True))
+        )
+        return dataclasses.replace(graph, pieces=pieces)
+    for made, entry in zip(call.pieces, maps, strict=True):
+        _compare(made, entry)
+    left_out = graph.cuts or (Cut(LEFT_OUT, call.ops),)
+    return dataclasses.replace(
+        graph,
+        pieces=tuple(
+            _piece_of_call(number, made, entry, graph)
+            for number, (made, entry) in enumerate(zip(call.pieces, maps, strict=True))
+        ),
+        whole=len(call.pieces) == 1 and not call.outside,
+        cuts=left_out if call.outside else (),
+    )
+
+
+def _piece_of_call(number: int, made: PieceCall, entry: Any, graph: GraphSpec) -> PartitionSpec:
+    seen = [any(graph.visible[index] for index in indices) for indices in made.memory]
+    outputs = [indices[0] if indices else None for indices in made.outputs]
+    return _piece(number, made.inputs, made.of_graph, outputs, seen, entry, graph)
+
+
+def _piece_of_map(number: int, entry: Any, parameters: Parameters, graph: GraphSpec) -> PartitionSpec:
+    """From the map alone.  Raises ValueError where it does not fit."""
+    outputs = [indices[0] if indices else None for indices in map(_indices, entry.output_index_mapping)]
+    if (len(entry.input_index_mapping), len(outputs)) != (len(parameters.names), len(parameters.same)):
+        raise ValueError(f"Inductor's code is not understood, nor does its map fit piece {number}")
+    # what stays inside as far as the map knows may still be handed out under another name
+    seen = [index is None or graph.visible[index] for index in outputs]
+    return _piece(number, parameters.names, entry.input_index_mapping, outputs, seen, entry, graph)
+
+
+def _piece(
+    number: int,
+    names: Sequence[str],
+    of_graph: Sequence[int | None],
+    outputs: Sequence[int | None],
+    seen: Sequence[bool],
+    entry: Any,
+    graph: GraphSpec,
+) -> PartitionSpec:
+    return PartitionSpec(
+        number=number,
+        inputs=tuple(of_graph),
+        outputs=tuple(outputs),
+        static=tuple(at for at, index in enumerate(of_graph) if index in graph.static),
+        mutated=tuple(at for at, index in enumerate(of_graph) if index in graph.mutated),
+        visible=tuple(seen),
+        names=tuple(
+            name if index is None else graph.inputs[index].name for name, index in zip(names, of_graph, strict=True)
+        ),
+        constants=tuple(entry.constant_names),
+    )
+
+
+def _compare(made: PieceCall, entry: Any) -> None:
+    """Raises ValueError where a map of equal length says otherwise than the code."""
+    pairs = list(zip(made.of_graph, entry.input_index_mapping, strict=False))
+    if len(made.of_graph) != len(entry.input_index_mapping):
+        return  # numbers, or buffers that were not made
+    if any(None not in pair and pair[0] != pair[1] for pair in pairs):
+        raise ValueError(
+            f"Inductor's map of a piece has inputs {list(entry.input_index_mapping)}, its code {list(made.of_graph)}"
+        )
+
+
+def _indices(mapped: Any) -> Sequence[int]:
+    """The graph's outputs that an output of a piece is: up to some version one or None, then a list."""
+    if mapped is None:
+        return ()
+    return (mapped,) if isinstance(mapped, int) else tuple(mapped)
+
+
+# ---------------------------------------------------------------- the graph
+
+
+def devices_of(gm: GraphModule, device_type: str) -> tuple[int, ...]:
+    """Indices of the devices of `device_type` that hold a tensor of the graph; one without index counts for 0."""
+    values = [value for node in gm.graph.nodes for value in cuts.tensors(node.meta.get("val"))]
+    return tuple(sorted({value.device.index or 0 for value in values if value.device.type == device_type}))
+
+
+def placeholder(node: Node) -> Placeholder:
+    """Where the user's code uses an input first, and where it changes it."""
+    traces = [user.meta.get("stack_trace") for user in (node, *node.users)]
+    writes = [user for user in node.users if user.target is torch.ops.aten.copy_.default and user.args[0] is node]
+    mutated_at = [user.meta.get("stack_trace") for user in writes]
+    return Placeholder(
+        node.name,
+        next((trace for trace in traces if trace), None),
+        next((trace for trace in mutated_at if trace), None),
+    )
+
+
+def visible_outputs(gm: GraphModule, is_backward: bool) -> tuple[bool, ...]:
+    """Per output, whether a user may hold it.
+
+    A forward returns new values of changed inputs, then the user's outputs, which compilers mark, then what it saves.
+    Where nothing is saved, in a backward, or without marks, all are seen.
+    """
+    output = gm.graph.output_node()
+    results: Any = output.args[0]
+    count = len(results) if isinstance(results, list | tuple) else 1
+    marked = output.meta.get("user_visible_output_idxs")
+    saves = any(node.name.startswith("primals") for node in gm.graph.find_nodes(op="placeholder"))
+    if is_backward or not saves or not marked:
+        return (True,) * count
+    # bases of views that the user gets come behind his outputs; AOTAutograd counts them among what a forward returns
+    context = _compat.TracingContext.try_get()
+    returned = getattr(getattr(context, "fw_metadata", None), "num_forward", 0)
+    return tuple(index <= max(marked) or index < returned for index in range(count))
+
+
+def draws(gm: GraphModule) -> bool:
+    """Whether a graph may draw random numbers: torch says so of an operator, or knows nothing about it."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, _compat.OpOverload):
+            known = node.target.namespace in ("aten", "prims", "_c10d_functional")
+            if not known or torch.Tag.nondeterministic_seeded in node.target.tags:
+                return True
+        elif node.op == "call_function" and isinstance(node.target, _compat.HigherOrderOperator):
+            return True
+    return False

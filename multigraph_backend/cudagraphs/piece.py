@@ -1,0 +1,109 @@
+"""A piece of compiled code as the rest of the program calls it, and the short way of a call to its recording."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from sys import getrefcount
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.recording import Boxed
+    from multigraph_backend.cudagraphs.tree import Node, Tree
+
+_NONE: list[Node] = []
+
+
+class Function:
+    """A piece at one key (the numbers among its inputs): what the tree records.
+
+    `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
+    inputs that came at too many addresses.  `reasons` counts why calls ran unrecorded; `refused`: why none is recorded.
+    """
+
+    def __init__(self, piece: Piece, key: tuple[Any, ...]) -> None:
+        self.piece, self.key = piece, key
+        self.warm = False
+        self.failures = 0
+        self.refused: str | None = None
+        self.addresses: dict[int, int] = {}
+        self.copied: set[int] = set()
+        self.reasons: Counter[str] = Counter()
+
+
+class Piece:
+    """Called with a list of inputs, which it clears; returns a tuple of outputs.
+
+    function: the compiled code.  names: of its inputs, for messages.  static: positions whose addresses are expected to
+    stay.  mutated: positions that it changes.  reused: positions of temporaries, whose memory it may use for something
+    else.  visible: per output, whether a user may hold it.  constants: tensors that the code holds itself.  random:
+    whether it draws random numbers.  required: whether a call that runs unrecorded after the first is an error.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        function: Boxed,
+        *,
+        names: Sequence[str],
+        visible: Sequence[bool],
+        static: Iterable[int] = (),
+        mutated: Iterable[int] = (),
+        reused: Iterable[int] = (),
+        constants: Sequence[torch.Tensor] = (),
+        is_backward: bool = False,
+        label: str = "a piece",
+        random: bool = True,
+        required: bool = False,
+    ) -> None:
+        self.tree, self.function = tree, function
+        self.names, self.label, self.random, self.required = tuple(names), label, random, required
+        self.static, self.mutated, self.reused = frozenset(static), frozenset(mutated), frozenset(reused)
+        self.visible, self.constants, self.is_backward = tuple(visible), tuple(constants), is_backward
+        self.functions: dict[tuple[Any, ...], Function] = {}
+        self._numbers: tuple[int, ...] | None = None
+        self._only: Function | None = None  # where no numbers are among the inputs
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        tree = self.tree
+        with tree.lock:
+            if tree.capturing():  # a recording of the caller's own: this becomes part of it
+                return self.function(inputs)
+            function = self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
+            path, use_count = tree.path, tree.use_count
+            while path:
+                for slot in path[-1].watched:  # `Slot.alive`, without the call
+                    if use_count(slot.handle) > slot.base or getrefcount(slot.storage) > slot.refs:
+                        break
+                else:
+                    path.pop()
+                    continue
+                break
+            if (
+                tree.marks() == tree.mark
+                and tree.device_stream() == tree.stream
+                and (self.is_backward or get_ident() == tree.thread)
+            ) or tree.undisturbed(self):
+                nodes = (path[-1] if path else tree.root).children.get(function, _NONE)
+                for node in nodes:
+                    if node.ready and node.holds(inputs):
+                        if node is not nodes[0]:  # the next call is likely to be answered by the same one
+                            nodes.remove(node)
+                            nodes.insert(0, node)
+                        return node.run(inputs)
+            return tree.choose(function, inputs)
+
+    def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        if self._numbers is None:
+            self._numbers = tuple(index for index, value in enumerate(inputs) if isinstance(value, int | float))
+        return tuple([inputs[index] for index in self._numbers]) if self._numbers else ()
+
+    def _new(self, inputs: Sequence[Any]) -> Function:
+        key = self._key(inputs)
+        function = self.functions[key] = Function(self, key)
+        if not key:
+            self._only = function
+        return function

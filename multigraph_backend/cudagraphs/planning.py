@@ -1,0 +1,140 @@
+"""Where each input of a piece is to be in a recording: the ladder from fixed to copied to unrecorded.
+
+An output that is alive in the pool is read where it is.  A parameter or buffer is read where it lies; when it comes at
+another address the piece is recorded again for that one, up to a limit, then it is copied at each call.  Any other
+input that came at the same address twice is read there too by the first recording, and copied by later ones.  What the
+piece changes must lie still: an output, a parameter, a buffer, or an input that came at the same address twice.  What
+is no tensor in the device's memory rules a recording out.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from multigraph_backend import trace
+from multigraph_backend.cudagraphs.device import Device, Layout
+from multigraph_backend.cudagraphs.recording import InputPlan, NotRecorded, Slot, overlaps_otherwise
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.piece import Function
+    from multigraph_backend.cudagraphs.tree import Node, Tree
+
+log = logging.getLogger(__name__)
+
+
+def look(device: Device, function: Function, inputs: Sequence[Any]) -> None:
+    """Note where the inputs lie: some may turn out to stay there."""
+    function.addresses = {
+        index: device.address(value)
+        for index, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and device.is_on_device(value)
+    }
+
+
+def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any]) -> InputPlan:
+    """See the module's text.  Raises `NotRecorded`."""
+    piece, device, limit = function.piece, tree.device, tree.limits.per_parent
+    slots = {slot.handle: slot for node in tree.path for slot in node.slots}
+    before = function.addresses
+    look(device, function, inputs)
+    tried = len(parent.children.get(function, ()))
+    fixed: list[int] = []
+    copied: list[int] = []
+    managed: dict[int, Slot] = {}
+    generators: dict[int, torch.Generator] = {}
+    for index in range(len(inputs)):
+        kind = type(inputs[index])
+        if isinstance(inputs[index], torch.Generator):
+            generators[index] = inputs[index]
+            continue
+        if not isinstance(inputs[index], torch.Tensor):
+            if inputs[index] is not None and kind not in (int, float, bool):
+                raise NotRecorded(f"input {piece.names[index]} is a {kind.__name__}", always=True)
+            continue
+        if not device.is_on_device(inputs[index]):
+            function.failures += 1
+            reason = f"input {piece.names[index]} is a {kind.__name__} on {inputs[index].device}"
+            raise NotRecorded(reason, always=function.failures >= tree.limits.failures)
+        slot = slots.get(inputs[index].untyped_storage()._cdata)
+        address = function.addresses.get(index)
+        stays = address is not None and (before.get(index) == address or address in tree.lasting)
+        if slot is not None:
+            managed[index] = slot
+            fixed.append(index)
+        elif index in piece.mutated:
+            if not stays and (index not in piece.static or piece.is_backward):
+                raise NotRecorded(
+                    f"it changes input {piece.names[index]}, which is no parameter, buffer or output of a recording "
+                    "and came at another address than before"
+                )
+            if tried >= limit:
+                raise NotRecorded(f"it changes input {piece.names[index]}, which came at more than {limit} addresses")
+            fixed.append(index)
+        elif _may_be_fixed(function, index, stays, tried, limit):
+            fixed.append(index)
+        else:
+            if index in piece.static and tried >= limit and index not in function.copied:
+                _copy_from_now_on(function, index, limit)
+            if overlaps_otherwise(Layout.of(inputs[index])):
+                raise NotRecorded(f"elements of input {piece.names[index]} overlap in memory", always=True)
+            copied.append(index)
+    if tried >= 4 * limit:
+        raise NotRecorded(f"{tried} recordings after the same one, and none fits this call")
+    places = set(fixed)
+    return InputPlan(
+        tuple(fixed),
+        [device.address(inputs[index]) if index in places else None for index in range(len(inputs))],
+        managed,
+        tuple(copied),
+        tuple(index for index, slot in managed.items() if _dies_here(device, slot, inputs)),
+        generators,
+    )
+
+
+def _may_be_fixed(function: Function, index: int, stays: bool, tried: int, limit: int) -> bool:
+    if index not in function.piece.static:
+        return stays and tried == 0
+    # what a backward takes for static may be a tensor that an unrecorded forward has saved
+    return tried < limit and index not in function.copied and (stays or not function.piece.is_backward)
+
+
+def _copy_from_now_on(function: Function, index: int, limit: int) -> None:
+    piece = function.piece
+    function.copied.add(index)
+    trace.warn_once(
+        f"{piece.label}: copied {piece.names[index]}",
+        "%s: input %s came at more than %d addresses; it is copied at each call from now on",
+        piece.label,
+        piece.names[index],
+        limit,
+    )
+
+
+def _dies_here(device: Device, slot: Slot, inputs: Sequence[Any]) -> bool:
+    """Whether nobody but the list of inputs holds what is over `slot`: no user can, and no other code does."""
+    if slot.visible or slot.generation != device.generation:
+        return False
+    over = 0
+    for index in range(len(inputs)):
+        if isinstance(inputs[index], torch.Tensor) and inputs[index].untyped_storage()._cdata == slot.handle:
+            over += 1
+            if sys.getrefcount(inputs[index]) > 2:  # the list, and the call
+                return False
+    return device.use_count(slot.handle) == slot.base + over
+
+
+def log_again(function: Function, siblings: Sequence[Node], made: InputPlan) -> None:
+    """Say why a function is recorded again: which inputs lie elsewhere than in the last recording."""
+    piece, last = function.piece, siblings[-1].recording
+    assert last is not None
+    moved = [
+        f"{piece.names[index]} from {old:#x} to {new:#x}"
+        for index, (old, new) in enumerate(zip(last.plan.addresses, made.addresses, strict=True))
+        if old is not None and new is not None and old != new
+    ]
+    log.info("%s is recorded again: %s", piece.label, ", ".join(moved) or "something else is alive than before")

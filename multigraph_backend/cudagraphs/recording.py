@@ -1,0 +1,331 @@
+"""One recording: a piece of compiled code captured for inputs at known places.
+
+In: a boxed function, example inputs, for each input where it lies in a call (`InputPlan`).  Out: a `Recording`: the
+driver's graph, where inputs have to be, and what each output is: memory of the recording itself (a `Slot`), an input
+handed through or seen through another layout, a constant, a number.
+
+Inputs that are copied get buffers inside the capture, so their memory serves again as soon as the piece is done with
+them.  A saved tensor or an intermediate that nobody but the piece holds dies in it, and its memory serves again too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, Device, Graph, Layout, PoolState
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.piece import Piece
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+class NotRecorded(Exception):
+    """This call cannot be recorded or replayed; its text says why.  `always`: no later call can either."""
+
+    def __init__(self, reason: str, always: bool = False) -> None:
+        super().__init__(reason)
+        self.always = always
+
+
+class NotAllRecorded(RuntimeError):
+    """`cudagraphs="require"`, and something cannot be recorded; the text names each op and where it comes from."""
+
+
+class Slot:
+    """The memory of one storage that a recording hands out, at an address that stays in the pool of `generation`.
+
+    `visible`: whether a user may hold it (else only compiled code does).  `copied`: outputs over it are handed out as
+    copies, because it was seen alive when its memory was needed.  `movable`: whether what is alive over it can be moved
+    to other memory.  All tensors that are handed out share `storage`, so its counts tell whether any is alive.
+    """
+
+    __slots__ = ("address", "base", "copied", "generation", "handle", "movable", "nbytes", "refs", "storage", "visible")
+
+    def __init__(self, address: int, storage: torch.UntypedStorage, visible: bool, generation: int = 0) -> None:
+        self.address, self.generation = address, generation
+        self.nbytes = storage.nbytes()
+        self.visible = visible
+        self.copied = False
+        self.movable = True
+        self.put(storage)
+
+    def put(self, storage: torch.UntypedStorage) -> None:
+        """Let `storage` be the one over this memory."""
+        self.storage = storage
+        self.handle: int = storage._cdata
+        self.base = self.refs = 0
+
+    def settle(self, use_count: Callable[[int], int]) -> None:
+        """Take the counts of now for those of nothing handed out."""
+        self.base = use_count(self.handle)
+        self.refs = sys.getrefcount(self.storage)
+
+    def alive(self, use_count: Callable[[int], int]) -> bool:
+        """Whether a tensor, or a storage object, that was handed out still exists."""
+        return use_count(self.handle) > self.base or sys.getrefcount(self.storage) > self.refs
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """Where each input of a piece has to be.
+
+    `fixed`: positions that are read, and perhaps changed, at `addresses`.  `managed`: those of them that are outputs
+    alive in the pool, with their slots.  `copied`: positions whose values are copied into buffers at each call.
+    `owned`: managed positions that die inside the piece.  `generators`: random number generators.  All others are
+    numbers, part of the piece's key, or None.
+    """
+
+    fixed: tuple[int, ...]
+    addresses: list[int | None]
+    managed: Mapping[int, Slot]
+    copied: tuple[int, ...]
+    owned: tuple[int, ...]
+    generators: Mapping[int, torch.Generator] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OfSlot:
+    """An output in memory of the recording."""
+
+    slot: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class OfInput:
+    """An output that is an input (`layout` None), or the same memory in another layout, relative to its start."""
+
+    index: int
+    layout: Layout | None
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number, None, or a tensor that is the same at each call."""
+
+    value: Any
+
+
+Output = OfSlot | OfInput | Constant
+
+
+@dataclass
+class Recording:
+    """See the module's text.  `buffers`: per copied input, a tensor over its place in the pool."""
+
+    graph: Graph
+    plan: InputPlan
+    buffers: list[torch.Tensor]
+    sources: list[Callable[[torch.Tensor], torch.Tensor] | None]
+    outputs: list[Output]
+    slots: list[Slot]
+    consumed: list[tuple[Slot, int]]
+    state: PoolState
+    copied_bytes: int
+
+
+def record(
+    device: Device,
+    piece: Piece,
+    inputs: Sequence[Any],
+    plan: InputPlan,
+    prepare: Callable[[Sequence[torch.UntypedStorage]], None],
+) -> Recording:
+    """Capture `piece` for `inputs`.  `prepare` sets the pool to the state to record in, given the owners of blocks.
+
+    Nothing of it runs.  Raises `NotRecorded`; the pool is then fit for another `prepare`.
+    """
+    owners = {
+        slot.address: device.storage_at(slot.address, slot.nbytes)
+        for slot in {id(slot): slot for slot in (plan.managed[index] for index in plan.owned)}.values()
+    }
+    prepare(list(owners.values()))
+    parts = {index: _place(inputs[index]) for index in plan.copied}
+    owned = {index: (plan.managed[index].address, Layout.of(inputs[index])) for index in plan.owned}
+    places: dict[int, tuple[int, int]] = {}
+    passed: dict[int, StorageWeakRef] = {}
+
+    def capture() -> list[Any]:
+        args = list(inputs)
+        for index, place in parts.items():
+            buffer = torch.empty_strided(
+                place.layout.size, place.layout.stride, dtype=place.layout.dtype, device=inputs[index].device
+            )
+            storage = buffer.untyped_storage()
+            places[index] = device.storage_address(storage), storage.nbytes()
+            passed[index] = StorageWeakRef(storage)
+            args[index] = buffer
+            del buffer, storage
+        for index, (address, layout) in owned.items():
+            passed[index] = StorageWeakRef(owners[address])
+            args[index] = device.maker(layout)(owners[address])
+        owners.clear()
+        return list(piece.function(args))
+
+    described: list[Output] = []
+    storages: list[torch.UntypedStorage] = []
+    seen: list[bool] = []
+
+    def fresh(result: list[Any]) -> list[torch.Tensor]:
+        known = {index: tensor.untyped_storage()._cdata for index, tensor in enumerate(inputs) if _is_tensor(tensor)}
+        for index, reference in passed.items():
+            known.pop(index, None)
+            # an output in the buffer of a temporary is a new value there, not the value that was passed
+            if not reference.expired() and not (index in parts and index in piece.reused):
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                assert storage is not None
+                known[index] = storage._cdata
+        by_handle = {handle: index for index, handle in reversed(known.items())}
+        fixed_forever = {tensor.untyped_storage()._cdata for tensor in piece.constants}
+        kept: list[torch.Tensor] = []
+        slots: dict[int, int] = {}
+        if len(result) != len(piece.visible):
+            raise NotRecorded(f"it returns {len(result)} outputs where {len(piece.visible)} were expected", always=True)
+        for output, shown in zip(result, piece.visible, strict=True):
+            if not isinstance(output, torch.Tensor):
+                described.append(_number(output))
+                continue
+            handle = output.untyped_storage()._cdata
+            if handle in by_handle:
+                index = by_handle[handle]
+                described.append(_of_input(index, inputs[index], output, 0 if index in parts else None))
+                if index in owned:
+                    kept.append(output)  # its block stays
+                if index in plan.managed and shown:
+                    plan.managed[index].visible = True
+            elif handle in fixed_forever or output.untyped_storage().nbytes() == 0:
+                described.append(Constant(output))
+            else:
+                _check_output(device, output)
+                if handle not in slots:
+                    slots[handle] = len(storages)
+                    storages.append(output.untyped_storage())
+                    seen.append(False)
+                    kept.append(output)
+                seen[slots[handle]] |= shown
+                described.append(OfSlot(slots[handle], Layout.of(output)))
+        result.clear()  # outputs that are views of buffers end here, and the buffers with them
+        return kept
+
+    try:
+        generators = list(plan.generators.values())
+        captured = device.capture(capture, fresh, piece.random or bool(generators), generators)
+    except CaptureFailed as error:
+        storages.clear()
+        described.clear()
+        if isinstance(error.__cause__, NotRecorded):
+            raise error.__cause__ from None
+        raise NotRecorded(f"recording failed: {error}") from error
+    return Recording(
+        graph=captured.graph,
+        plan=plan,
+        buffers=[_over(device, places[index], part) for index, part in parts.items()],
+        sources=[part.source for part in parts.values()],
+        outputs=described,
+        slots=[
+            Slot(device.storage_address(storage), storage, shown, device.generation)
+            for storage, shown in zip(storages, seen, strict=True)
+        ],
+        consumed=_consumed(plan, captured),
+        state=captured.state,
+        copied_bytes=sum(part.layout.span for part in parts.values()),
+    )
+
+
+def _consumed(plan: InputPlan, captured: Captured) -> list[tuple[Slot, int]]:
+    """Slots that die in the piece, with how many inputs are over each."""
+    counts: dict[int, tuple[Slot, int]] = {}
+    for index in plan.owned:
+        slot = plan.managed[index]
+        counts[slot.address] = slot, counts.get(slot.address, (slot, 0))[1] + 1
+    return [entry for address, entry in counts.items() if address in captured.freed]
+
+
+# ---------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Layout of an input's buffer, and for inputs that repeat elements, how to see each element once."""
+
+    layout: Layout
+    source: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    layout = Layout.of(tensor)
+    layout = Layout(layout.size, layout.stride, 0, layout.dtype)
+    if not overlaps_itself(layout):
+        return _Place(layout, None)
+    return _Place(layout, _each_element_once(layout))
+
+
+def _each_element_once(layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
+    repeated = [dim for dim, stride in enumerate(layout.stride) if stride == 0 and layout.size[dim] > 1]
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        for dim in repeated:
+            tensor = tensor.narrow(dim, 0, 1)
+        return tensor
+
+    return once
+
+
+def overlaps_itself(layout: Layout) -> bool:
+    """Whether two elements share memory because a dimension is expanded."""
+    return any(stride == 0 and size > 1 for size, stride in zip(layout.size, layout.stride, strict=True))
+
+
+def overlaps_otherwise(layout: Layout) -> bool:
+    """Whether elements may share memory in a way that expanding does not explain (as after `unfold`)."""
+    dims = sorted(
+        (stride, size) for size, stride in zip(layout.size, layout.stride, strict=True) if size > 1 and stride
+    )
+    reached = 0
+    for stride, size in dims:
+        if stride <= reached:
+            return True
+        reached += (size - 1) * stride
+    return False
+
+
+def _over(device: Device, place: tuple[int, int], part: _Place) -> torch.Tensor:
+    buffer = device.maker(part.layout)(device.storage_at(*place))
+    return part.source(buffer) if part.source is not None else buffer
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _number(value: Any) -> Constant:
+    if value is None or isinstance(value, bool | int | float):
+        return Constant(value)
+    raise NotRecorded(f"it returns a {type(value).__name__}", always=True)
+
+
+def _check_output(device: Device, output: torch.Tensor) -> None:
+    if not device.is_on_device(output):
+        raise NotRecorded(f"it returns a {type(output).__name__} on {output.device}", always=True)
+    if output.is_conj() or output.is_neg() or output.requires_grad:
+        raise NotRecorded("it returns a tensor with a conjugate, negative or gradient mark", always=True)
+
+
+def _of_input(index: int, tensor: torch.Tensor, output: torch.Tensor, start: int | None) -> OfInput:
+    """`start`: where the input that was captured began in its storage; None: where `tensor` does."""
+    layout = Layout.of(output)
+    if start is None:
+        start = tensor.storage_offset() * tensor.dtype.itemsize // layout.dtype.itemsize
+    relative = Layout(layout.size, layout.stride, layout.offset - start, layout.dtype)
+    as_given = Layout(tuple(tensor.size()), tuple(tensor.stride()), 0, tensor.dtype)
+    return OfInput(index, None if relative == as_given else relative)

@@ -1,0 +1,139 @@
+"""What runs per call of a recorded piece: generated once for each recording, nothing interpreted.
+
+In: a `Recording`.  Out: two functions of the boxed inputs.  `holds` says whether the recording may be replayed for
+them: fixed inputs lie where they were, what the recording writes over is dead, what dies in it is held by nobody else.
+`run` copies the inputs that are copied in one launch, launches the recording, makes the outputs and clears the list.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from multigraph_backend.cudagraphs.device import Device, Layout
+from multigraph_backend.cudagraphs.recording import Constant, OfInput, OfSlot, Recording, Slot
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.tree import Node
+
+Run = Callable[[list[Any]], tuple[Any, ...]]
+Holds = Callable[[list[Any]], bool]
+
+_WORD = torch.int64
+
+
+def build_holds(device: Device, recording: Recording, dead: Sequence[Slot]) -> Holds:
+    """`dead`: slots of earlier recordings whose memory this one may use."""
+    lines = ["def holds(inputs):"]
+    names: dict[str, Any] = {"use_count": device.use_count}
+    if recording.plan.fixed:
+        plan = recording.plan
+        names.update(same=device.same_addresses, addresses=plan.addresses, fixed=list(plan.fixed))
+        lines += ["    if not same(inputs, addresses, fixed):", "        return False"]
+    for index, generator in recording.plan.generators.items():
+        names[f"generator{index}"] = generator
+        lines += [f"    if inputs[{index}] is not generator{index}:", "        return False"]
+    if dead:
+        names["dead"] = tuple(dead)
+        lines += ["    for slot in dead:", "        if slot.alive(use_count):", "            return False"]
+    if recording.consumed:
+        names["consumed"] = tuple(recording.consumed)
+        lines += ["    for slot, count in consumed:"]
+        lines += ["        if use_count(slot.handle) > slot.base + count:", "            return False"]
+    lines.append("    return True")
+    holds: Holds = _function("holds", lines, names)
+    return holds
+
+
+def build_run(device: Device, recording: Recording, node: Node) -> Run:
+    """The function for replaying `recording`, the one of `node`, which it appends to the path.
+
+    Reads where its slots' storages are and which of them are copied, and settles their counts: nothing over the slots
+    may be alive, and it is built anew when one of these changes.
+    """
+    lines = ["def run(inputs):"]
+    names: dict[str, Any] = {"copy": device.copy, "launch": recording.graph.replay, "node": node}
+    names.update(tree=node.tree, append=node.tree.path.append)
+    if recording.buffers:
+        sources = []
+        for number, (index, source) in enumerate(zip(recording.plan.copied, recording.sources, strict=True)):
+            if source is not None:
+                names[f"once{number}"] = source
+            sources.append(f"inputs[{index}]" if source is None else f"once{number}(inputs[{index}])")
+        names["buffers"] = recording.buffers
+        lines.append(f"    copy(buffers, [{', '.join(sources)}])")
+    lines.append("    launch()")
+    lines += _copies_of_slots(device, recording.slots, names)
+    outputs = [_output(device, recording, number, names) for number in range(len(recording.outputs))]
+    lines += [f"    outputs = ({', '.join(outputs)}{',' if outputs else ''})", "    inputs.clear()"]
+    lines += [
+        "    node.calls += 1",
+        "    node.used = tree.clock = tree.clock + 1",
+        "    append(node)",
+        "    return outputs",
+    ]
+    run: Run = _function("run", lines, names)
+    for slot in recording.slots:
+        slot.settle(device.use_count)
+    return run
+
+
+def _copies_of_slots(device: Device, slots: Sequence[Slot], names: dict[str, Any]) -> list[str]:
+    """Statements that copy each copied slot to a storage of its own, `storage{number}`."""
+    copied = [number for number, slot in enumerate(slots) if slot.copied]
+    lines = []
+    for number, slot in enumerate(slots):
+        if not slot.copied:
+            names[f"storage{number}"] = slot.storage
+            continue
+        words = device.maker(_words(slot.nbytes))
+        names.update({f"words{number}": words, f"recorded{number}": words(slot.storage)})
+        names[f"fresh{number}"] = functools.partial(device.fresh_storage, slot.nbytes)
+        lines.append(f"    storage{number} = fresh{number}()")
+    if copied:
+        to = ", ".join(f"words{number}(storage{number})" for number in copied)
+        lines.append(f"    copy([{to}], [{', '.join(f'recorded{number}' for number in copied)}])")
+    return lines
+
+
+def _words(nbytes: int) -> Layout:
+    dtype = _WORD if nbytes % _WORD.itemsize == 0 else torch.uint8
+    return Layout((nbytes // dtype.itemsize,), (1,), 0, dtype)
+
+
+def _output(device: Device, recording: Recording, number: int, names: dict[str, Any]) -> str:
+    output = recording.outputs[number]
+    if isinstance(output, OfSlot):
+        names[f"make{number}"] = device.maker(output.layout)
+        return f"make{number}(storage{output.slot})"
+    if isinstance(output, OfInput):
+        if output.layout is None:
+            return f"inputs[{output.index}]"
+        names[f"view{number}"] = functools.partial(_view, device, output.layout)
+        return f"view{number}(inputs[{output.index}])"
+    assert isinstance(output, Constant)
+    if isinstance(output.value, torch.Tensor):
+        names[f"make{number}"] = functools.partial(_view, device, _relative(output.value))
+        names[f"constant{number}"] = output.value
+        return f"make{number}(constant{number})"
+    names[f"value{number}"] = output.value
+    return f"value{number}"
+
+
+def _relative(tensor: torch.Tensor) -> Layout:
+    layout = Layout.of(tensor)
+    return Layout(layout.size, layout.stride, 0, layout.dtype)
+
+
+def _view(device: Device, layout: Layout, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of `layout`, relative to the start of `tensor`, in the memory of `tensor`."""
+    offset = tensor.storage_offset() * tensor.dtype.itemsize // layout.dtype.itemsize + layout.offset
+    return device.maker(Layout(layout.size, layout.stride, offset, layout.dtype))(tensor.untyped_storage())
+
+
+def _function(name: str, lines: Sequence[str], names: dict[str, Any]) -> Any:
+    exec(compile("\n".join(lines), f"<multigraph {name} of a recording>", "exec"), names)
+    return names[name]

@@ -1,0 +1,293 @@
+"""A device without a GPU, on which a mistake about memory is a wrong number, as it would be on a GPU.
+
+The runtime of recordings must know which memory is alive at every moment; what it gets wrong is silent until a kernel
+writes over a tensor that somebody still reads.  `SimulatedDevice` serves the `Device` interface with ordinary CPU
+tensors, so that CI finds such a mistake.
+
+The pool is one buffer.  Kernels of a recording read and write the buffer at the addresses that the capture gave them,
+and nothing else; taken and freed ranges are filled with `POISON`.  A tensor of the pool that the user holds is a CPU
+tensor that shows a range of the buffer (`simulated_memory.py`): memory that is overwritten while a tensor still uses it
+shows as garbage in that tensor.  A replay fails where a GPU would read what is gone: memory outside of the pool that
+has died, a pool that was left.  Work on a stream that has not waited for the last work on the pool is an error too.
+
+A capture runs nothing: what it sees and refuses is said in `simulated_capture.py`.
+
+Not simulated: bytes that the user changes through one storage are seen through another that overlaps it from the next
+call of the device on.  A recording keeps the memory outside of the pool that it uses, which adds one to `use_count`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.cudagraphs.arena import ArenaState
+from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, Device, DeviceFailed, Layout, PoolState
+from multigraph_backend.cudagraphs.simulated_capture import NOT_CAPTURED, Recorder
+from multigraph_backend.cudagraphs.simulated_memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
+
+#: beyond every address that a process can have
+_FIRST_POOL = 1 << 48
+_POOL_DISTANCE = 1 << 40
+
+#: the calls that `fail_at` knows
+CALLS = ("capture_begin", "allocate", "launch", "capture_end", "replay", "copy", "restore")
+
+
+@dataclass(frozen=True)
+class _State:
+    pool: Pool
+    arena: ArenaState
+
+
+class SimulatedRecording:
+    """A `Graph`: kernels over the bytes of a pool."""
+
+    def __init__(self, device: SimulatedDevice, recorder: Recorder) -> None:
+        self._device = device
+        self._pool = recorder.pool
+        self._kernels = recorder.kernels
+        self._outside = recorder.outside
+        self.number = next(device._numbers)
+
+    def replay(self) -> None:
+        device = self._device
+        device._driver("replay", self.number)
+        if any(memory.dead() for memory in self._outside):
+            raise AssertionError(f"recording {self.number} uses memory outside of the pool that has died")
+        if self._pool.left:
+            raise AssertionError(f"recording {self.number} lives in a pool that was left")
+        self._pool.timeline.work(device.stream(), "replay")
+        device._memory.gather()
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for kernel in self._kernels:
+                kernel.run()
+        device._memory.scatter()
+
+
+class SimulatedDevice:
+    """A `Device`.  For tests beside it: `log`, `calls`, `fail_at`, `set_stream`, and the two switches."""
+
+    def __init__(self, pool_bytes: int = 1 << 20, granularity: int = 64) -> None:
+        self.index = 0
+        self.generation = -1  # `new_pool` makes it 0
+        self.same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool] = self._same_addresses
+        self.use_count: Callable[[int], int] = _compat.storage_use_count
+        self.copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = self._copy
+        #: what was asked of the driver: (call, detail), the last some thousands
+        self.log: deque[tuple[str, Any]] = deque(maxlen=10_000)
+        #: set it to have each failed capture begin a new pool, as one on a GPU may
+        self.failures_spoil_the_pool = False
+        #: set it to make `capturing` say that the user records on his own
+        self.user_captures = False
+        self._capacity = pool_bytes
+        self._granularity = granularity
+        self._numbers = itertools.count()
+        #: by generation
+        self._pools: dict[int, Pool] = {}
+        self._memory = Memory()
+        self._recording_in: int | None = None  # the thread of a capture
+        self._failures: dict[str, int] = {}
+        self._thread = threading.local()
+        self._owners: list[Mapped] = []
+        self._pool: Pool
+        self.new_pool()
+
+    # ---------------------------------------------------------------- for tests
+
+    def fail_at(self, call: str, after: int = 0) -> None:
+        """Let driver call `call` (one of `CALLS`) fail once, after it has worked `after` times."""
+        if call not in CALLS:
+            raise ValueError(f"no driver call {call!r}; there are {', '.join(CALLS)}")
+        self._failures[call] = after
+
+    def calls(self, call: str) -> list[Any]:
+        """The details of each `call` in the log."""
+        return [detail for name, detail in self.log if name == call]
+
+    def set_stream(self, stream: int) -> None:
+        """Make `stream` the current stream of this thread."""
+        self._thread.stream = stream
+
+    # ---------------------------------------------------------------- tensors
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.device.type == "cpu"
+        )
+
+    def address(self, tensor: torch.Tensor) -> int:
+        return self.storage_address(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.itemsize
+
+    def storage_address(self, storage: torch.UntypedStorage) -> int:
+        mapped = self._memory.of(storage)
+        return storage.data_ptr() if mapped is None else mapped.pool.base + mapped.offset
+
+    def _same_addresses(self, tensors: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]) -> bool:
+        return all(self.address(tensors[index]) == addresses[index] for index in indices)
+
+    def _copy(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self._driver("copy", len(destinations))
+        found = [self._memory.of(tensor.untyped_storage()) for tensor in (*destinations, *sources)]
+        for pool in {mapped.pool for mapped in found if mapped is not None} or {self._pool}:
+            pool.timeline.work(self.stream(), "copy")
+        self._memory.gather()
+        with torch.no_grad():
+            for destination, source in zip(destinations, sources, strict=True):
+                self._memory.reference(destination).tensor().copy_(self._memory.reference(source).tensor())
+        self._memory.scatter()
+
+    def maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
+        return lambda storage: tensor_over(layout, storage)
+
+    def storage_at(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        if nbytes == 0:
+            return torch.UntypedStorage(0, device="cpu")
+        for pool in self._pools.values():
+            if pool.base <= address and address + nbytes <= pool.base + pool.arena.capacity:
+                self._memory.gather()
+                return self._memory.map(pool, address - pool.base, nbytes, None)
+        raise AssertionError(f"{nbytes} bytes at {address:#x} are not in a pool")
+
+    def move_out(self, storage: torch.UntypedStorage) -> bool:
+        mapped = self._memory.of(storage)
+        if mapped is None or mapped.origin is None:
+            return False
+        mapped.pool.timeline.work(self.stream(), "move_out")
+        self._memory.gather()
+        self._memory.scatter()
+        del self._memory.mapped[storage._cdata]
+        return True
+
+    def fresh_storage(self, nbytes: int) -> torch.UntypedStorage:
+        storage = torch.UntypedStorage(nbytes, device="cpu")
+        bytes_of(storage).fill_(POISON)
+        return storage
+
+    # ---------------------------------------------------------------- the pool
+
+    def empty_state(self) -> PoolState:
+        return _State(self._pool, ArenaState())
+
+    def restore(self, state: PoolState, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
+        self._driver("restore", tuple(sorted(blocks)))
+        pool = self._pool
+        if not isinstance(state, _State) or state.pool is not pool:
+            raise AssertionError("restore to a state of another pool")
+        wanted = {address - pool.base for address in blocks}
+        kept = {offset: nbytes for offset, nbytes in state.arena.blocks if offset in wanted}
+        owning = [self._memory.mapped[storage._cdata] for storage in owners]
+        if len(kept) < len(wanted):
+            raise AssertionError(f"restore with blocks at offsets {sorted(wanted - set(kept))}, which the state lacks")
+        if len({owner.offset for owner in owning} & set(kept)) < len(owning):
+            raise AssertionError("restore with owners that are not over one of its blocks each")
+        self._memory.gather()
+        pool.poison([(0, pool.arena.capacity)], kept.items())
+        pool.arena.restore(ArenaState(tuple(kept.items())))
+        self._owners = owning
+        self._memory.scatter()
+
+    def pool_bytes(self) -> int:
+        return self._pool.arena.high_water
+
+    def new_pool(self) -> None:
+        self.generation += 1
+        self._owners = []
+        base = _FIRST_POOL + self.generation * _POOL_DISTANCE
+        self._pool = self._pools[self.generation] = Pool(base, self._capacity, self._granularity)
+
+    def leave(self, generation: int) -> None:
+        if generation == self.generation:
+            raise AssertionError("the pool in use is left")
+        pool = self._pools.pop(generation)
+        self._memory.gather()
+        pool.poison([(0, pool.arena.capacity)], ())
+        pool.left = True
+        self._memory.scatter()
+
+    # ---------------------------------------------------------------- recording
+
+    def capture(
+        self,
+        function: Callable[[], Any],
+        outputs: Callable[[Any], Sequence[torch.Tensor]],
+        random: bool = False,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Captured:
+        pool, arena = self._pool, self._pool.arena
+        pool.timeline.check(self.stream(), "capture")
+        if self._recording_in is not None:
+            raise CaptureFailed(f"{NOT_CAPTURED}: a capture")
+        self._memory.gather()
+        state, high_water = arena.state(), arena.high_water
+        recorder = Recorder(pool, self._memory, self._owners, self.is_on_device, self._driver)
+        try:
+            self._driver("capture_begin")
+            self._recording_in = threading.get_ident()
+            with recorder:
+                result = function()
+            blocks = recorder.finish(outputs(result))
+            self._driver("capture_end")
+        except BaseException as error:
+            for handle in recorder.made:
+                self._memory.mapped.pop(handle, None)
+            arena.restore(state)
+            arena.high_water = high_water
+            if self.failures_spoil_the_pool:
+                self.new_pool()
+            if not isinstance(error, Exception):
+                raise
+            raise CaptureFailed(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._recording_in = None
+            self._owners = []
+        # what was freed of others holds their bytes until the recording is replayed
+        pool.poison(recorder.touched, recorder.freed)
+        self._memory.scatter()
+        return Captured(
+            graph=SimulatedRecording(self, recorder),
+            result=result,
+            blocks={pool.base + offset: nbytes for offset, nbytes in blocks.items()},
+            freed=frozenset(pool.base + offset for offset, _ in recorder.freed),
+            state=_State(pool, arena.state()),
+        )
+
+    def capturing(self) -> bool:
+        return self.user_captures or self._recording_in == threading.get_ident()
+
+    # ---------------------------------------------------------------- streams
+
+    def stream(self) -> int:
+        stream: int = getattr(self._thread, "stream", 0)
+        return stream
+
+    def wait_for(self, stream: int) -> None:
+        self.log.append(("wait_for", (self.stream(), stream)))
+        for pool in self._pools.values():
+            pool.timeline.wait(self.stream(), stream)
+
+    # ---------------------------------------------------------------- beneath
+
+    def _driver(self, call: str, detail: Any = None) -> None:
+        """What each call of the simulated driver passes: it is logged, and may fail."""
+        self.log.append((call, detail))
+        if self._recording_in is not None and call in ("replay", "copy", "restore"):
+            raise DeviceFailed(f"{NOT_CAPTURED}: {call}")
+        if call in self._failures:
+            self._failures[call] -= 1
+            if self._failures[call] < 0:
+                del self._failures[call]
+                raise (torch.OutOfMemoryError if call == "allocate" else DeviceFailed)(f"injected failure of {call}")
+
+
+if TYPE_CHECKING:
+    _device: Device = SimulatedDevice()

@@ -1,0 +1,157 @@
+"""The memory of a simulated device: pools, CPU storages that stand for ranges of them, and memory outside.
+
+A storage *mapped* to a range is a cache of it.  `gather` before a pool is read: bytes that the user changed in mapped
+storages go to the pool, also those of storages that have died since.  `scatter` after a pool was written: mapped
+storages show what it holds.  In between, pool and storages agree but for what the user writes.
+
+A kernel knows a tensor as a `Reference`: a place in a pool, or in memory outside, which is used where it lies.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from multigraph_backend import _compat
+from multigraph_backend.cudagraphs.arena import Arena, Timeline
+from multigraph_backend.cudagraphs.device import Layout
+
+#: what memory holds that nothing was written to: NaN in every floating-point type
+POISON = 0xFF
+
+
+class Pool:
+    """The memory that recordings share."""
+
+    def __init__(self, base: int, capacity: int, granularity: int) -> None:
+        self.base = base
+        self.arena = Arena(capacity, granularity)
+        self.memory = bytearray([POISON]) * capacity
+        self.storage = torch.frombuffer(self.memory, dtype=torch.uint8).untyped_storage()
+        self.timeline = Timeline()
+        self.left = False
+
+    def poison(self, ranges: Iterable[tuple[int, int]], kept: Iterable[tuple[int, int]]) -> None:
+        """Write over `ranges`, but not over `kept`."""
+        contents = [(offset, self.memory[offset : offset + nbytes]) for offset, nbytes in kept]
+        for offset, nbytes in ranges:
+            self.memory[offset : offset + nbytes] = bytes([POISON]) * nbytes
+        for offset, content in contents:
+            self.memory[offset : offset + len(content)] = content
+
+
+@dataclass
+class Mapped:
+    """A CPU storage that stands for a range of the pool.
+
+    The weak reference keeps the storage's handle from being used again.  `memory` is the storage's own and outlives it,
+    so that what the user wrote last is not lost; `seen` is what both sides agreed on last.
+    """
+
+    weak: StorageWeakRef
+    memory: bytearray
+    seen: bytes
+    pool: Pool
+    offset: int
+    origin: str | None  # the operation that allocated it in a capture; None for `storage_at`
+
+    def write_back(self) -> None:
+        if self.memory != self.seen:
+            for index, (now, before) in enumerate(zip(self.memory, self.seen, strict=True)):
+                if now != before:
+                    self.pool.memory[self.offset + index] = now
+            self.seen = bytes(self.memory)
+
+    def refresh(self) -> None:
+        now = bytes(self.pool.memory[self.offset : self.offset + len(self.memory)])
+        if now != self.seen:
+            self.memory[:] = now
+            self.seen = now
+
+    def reference(self, layout: Layout) -> Reference:
+        if self.offset % layout.dtype.itemsize:
+            raise AssertionError(f"a tensor of {layout.dtype} in a storage at offset {self.offset} of the pool")
+        return Reference(self.pool, replace(layout, offset=layout.offset + self.offset // layout.dtype.itemsize))
+
+
+def tensor_over(layout: Layout, storage: torch.UntypedStorage) -> torch.Tensor:
+    with torch.no_grad():
+        empty = torch.empty(0, dtype=layout.dtype, device="cpu")
+        return empty.set_(storage, layout.offset, layout.size, layout.stride)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return tensor_over(Layout((storage.nbytes(),), (1,), 0, torch.uint8), storage)
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, int]:
+    """Counts that grow with each tensor and each storage object over the memory of `tensor`."""
+    storage = tensor.untyped_storage()
+    return _compat.storage_use_count(storage._cdata), sys.getrefcount(storage)
+
+
+class Outside:
+    """Memory outside of the pool that recordings use, kept, so that nothing else comes to lie at its address."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.keep = bytes_of(storage)
+
+    def dead(self) -> bool:
+        """Whether only the recordings are left that use it: on a GPU it would be gone."""
+        return self.keep.numel() > 0 and _references(self.keep) == _references(bytes_of(torch.UntypedStorage(1)))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A tensor as a kernel knows it: where it lies, not who holds it."""
+
+    memory: Pool | Outside
+    layout: Layout
+
+    def tensor(self) -> torch.Tensor:
+        memory = self.memory
+        return tensor_over(self.layout, memory.storage if isinstance(memory, Pool) else memory.keep.untyped_storage())
+
+
+class Memory:
+    """What is mapped, by the handle of its storage, and what recordings use outside of the pools."""
+
+    def __init__(self) -> None:
+        self.mapped: dict[int, Mapped] = {}
+        self._outside: weakref.WeakValueDictionary[int, Outside] = weakref.WeakValueDictionary()
+
+    def map(self, pool: Pool, offset: int, nbytes: int, origin: str | None) -> torch.UntypedStorage:
+        """A new storage that stands for a range of `pool`."""
+        content = pool.memory[offset : offset + nbytes]
+        storage = torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
+        self.mapped[storage._cdata] = Mapped(StorageWeakRef(storage), content, bytes(content), pool, offset, origin)
+        return storage
+
+    def of(self, storage: torch.UntypedStorage) -> Mapped | None:
+        return self.mapped.get(storage._cdata)
+
+    def gather(self) -> None:
+        for handle, mapped in list(self.mapped.items()):
+            died = mapped.weak.expired()
+            mapped.write_back()
+            if died:
+                del self.mapped[handle]
+
+    def scatter(self) -> None:
+        for mapped in self.mapped.values():
+            mapped.refresh()
+
+    def reference(self, tensor: torch.Tensor) -> Reference:
+        storage, layout = tensor.untyped_storage(), Layout.of(tensor)
+        mapped = self.of(storage)
+        if mapped is not None:
+            return mapped.reference(layout)
+        outside = self._outside.get(storage._cdata)
+        if outside is None:
+            outside = self._outside[storage._cdata] = Outside(storage)
+        return Reference(outside, layout)

@@ -1,0 +1,424 @@
+"""The tree of recordings of one device: which recording answers a call, and when a new one is made.
+
+A recording stands for the memory it was made in: what was alive then was kept out of its way, everything else it may
+write over.  So recordings form trees.  A node's children are what was recorded next, in the state that the node leaves;
+the *path* is the nodes replayed in this step, from the first to the last that still has an output alive.  A node whose
+outputs are all dead leaves the path by itself, and so a step ends by itself.
+
+Invariants:
+
+- Every output that is alive in the pool belongs to a node on the path.
+- A recording is replayed only as a child of the path's last node, when the memory that it may write over is dead and
+  its fixed inputs lie where they lay.
+- What is alive and in the way of a new step is moved out first, to memory of its own, under the tensors that the user
+  holds.  What cannot be moved is never in the way: then the path goes on, or the call runs unrecorded.
+
+One lock guards all of it; a call holds it from the choice of a node to the launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from multigraph_backend import trace
+from multigraph_backend.cudagraphs import planning, recording, replay
+from multigraph_backend.cudagraphs.device import Device, PoolState
+from multigraph_backend.cudagraphs.piece import Function, Piece
+from multigraph_backend.cudagraphs.recording import NotAllRecorded, NotRecorded, Recording, Slot
+
+log = logging.getLogger(__name__)
+
+FIRST_CALL = "first call"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What recordings may cost.
+
+    per_parent: recordings of one function after the same parent, before inputs at new addresses are copied
+    depth: nodes on a path; a longer one ends its step, or its calls run unrecorded
+    per_device: recordings in all; the least recently used are given up for new ones
+    pool_bytes: bytes of the pool from which on recordings are given up for new ones; None: no limit
+    failures: failed recordings of one function before it is not tried again
+    """
+
+    per_parent: int = 5
+    depth: int = 64
+    per_device: int = 1024
+    pool_bytes: int | None = None
+    failures: int = 2
+
+
+def _not_built(inputs: list[object]) -> tuple[object, ...]:
+    raise AssertionError("a recording was replayed before its code was built")
+
+
+class Node:
+    """A recording in its place in the tree; the root has none.
+
+    `state`: the pool of `generation` when it has run; `after`: addresses of what is allocated there then.
+    `dead`: slots of earlier nodes whose memory it may write over and that no node between makes sure of.
+    """
+
+    __slots__ = ("after", "calls", "children", "dead", "depth", "function", "generation", "holds", "parent",
+                 "ready", "recording", "run", "slots", "state", "tree", "used",
+                 "watched")  # fmt: skip
+
+    def __init__(
+        self, tree: Tree, state: PoolState, parent: Node | None = None, function: Function | None = None,
+        recording: Recording | None = None, dead: Sequence[Slot] = (), after: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.tree, self.state, self.parent, self.function, self.recording = tree, state, parent, function, recording
+        self.dead, self.after, self.generation = tuple(dead), after, tree.device.generation
+        self.slots: tuple[Slot, ...] = tuple(recording.slots) if recording is not None else ()
+        self.watched = self.slots  # those over which something may have been handed out
+        self.children: dict[Function, list[Node]] = {}
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.calls = self.used = 0
+        self.ready = False
+        self.run: replay.Run = _not_built
+        self.holds: replay.Holds = lambda inputs: False
+        if recording is not None:
+            self.holds = replay.build_holds(tree.device, recording, self.dead)
+
+    def build(self) -> None:
+        """Generate what runs; again when a slot has moved or is to be copied.  Nothing over its slots may be alive."""
+        assert self.recording is not None
+        self.unbuild()  # drops what the old one held over the slots, before counts are taken
+        self.run = replay.build_run(self.tree.device, self.recording, self)
+        self.watched = tuple(slot for slot in self.slots if not slot.copied)
+        self.ready = True
+
+    def unbuild(self) -> None:
+        """Until it is built again it is not replayed."""
+        self.ready = False
+        self.run = _not_built
+
+    def alive(self) -> bool:
+        """Whether any output that was handed out still exists."""
+        use_count = self.tree.device.use_count
+        return any(slot.alive(use_count) for slot in self.watched)
+
+    def below(self) -> Iterator[Node]:
+        """This node and all that were recorded after it."""
+        yield self
+        for nodes in self.children.values():
+            for node in nodes:
+                yield from node.below()
+
+    def surely_dead(self) -> Iterator[Slot]:
+        """Slots of earlier nodes that are dead whenever this one has run."""
+        yield from self.dead
+        if self.recording is not None:
+            yield from (slot for slot, _ in self.recording.consumed)
+
+
+class Tree:
+    """See the module's text.  One per device.
+
+    marks: a counter that changes when the user says that a step begins.
+    """
+
+    def __init__(self, device: Device, limits: Limits | None = None, marks: Callable[[], int] = lambda: 0) -> None:
+        self.device, self.limits, self.marks = device, limits or Limits(), marks
+        self.lock = threading.RLock()
+        self.capturing, self.use_count, self.device_stream = device.capturing, device.use_count, device.stream
+        self.path: list[Node] = []
+        self.root = Node(self, device.empty_state())
+        self.size = self.clock = 0
+        self.counts: Counter[str] = Counter()
+        self.shared = False
+        #: addresses of parameters and buffers that forward pieces were recorded with
+        self.lasting: set[int] = set()
+        self._dropped: deque[Piece] = deque()
+        self._busy = False
+        self._seen = device.generation  # pools up to here are in _old, or were left
+        self._old: set[int] = set()
+        self._pool_used = False
+        self.stream = device.stream()
+        self.mark = marks()
+        self.thread: int | None = None
+
+    # ---------------------------------------------------------------- every call
+
+    def undisturbed(self, piece: Piece) -> bool:
+        """Whether nothing has happened since the last call that `choose` must look at first."""
+        if self.marks() != self.mark:
+            return False
+        stream = self.device_stream()
+        if stream != self.stream:
+            self.device.wait_for(self.stream)
+            self.stream = stream
+        thread = threading.get_ident()
+        if thread != self.thread and not piece.is_backward:  # autograd runs backwards in threads of its own
+            if self.thread is None:
+                self.thread = thread
+            elif not self.shared:
+                self._share()
+        return True
+
+    def _share(self) -> None:
+        """Several threads call: what one of them uses must not be moved or overwritten by another, so from now on users
+        get copies, made while the lock is held."""
+        self.shared = True
+        for node in self.root.below():
+            if any(slot.visible and not slot.copied for slot in node.slots):
+                self._copy_what_users_see(node)
+
+    def _copy_what_users_see(self, node: Node) -> None:
+        for slot in node.slots:
+            slot.copied = slot.copied or slot.visible
+        if node.alive():
+            node.unbuild()  # the first thread uses its outputs; it is built when they are dead
+        else:
+            node.build()
+
+    # ---------------------------------------------------------------- calls that no child of the path answers at once
+
+    def choose(self, function: Function, inputs: list[object]) -> Sequence[object]:
+        """Answer a call off the recorded paths: begin a new step, record, or run unrecorded."""
+        self._busy = True
+        try:
+            self._sweep()
+            marked = self.marks() != self.mark
+            self.mark = self.marks()
+            self.undisturbed(function.piece)
+            if marked:
+                self._restart()
+            try:
+                node = self._node_for(function, inputs)
+            except NotRecorded as why:
+                if why.always:
+                    function.refused = str(why)
+                self._count_unrecorded(function, str(why))
+                if function.piece.required and str(why) != FIRST_CALL:
+                    message = f"{function.piece.label}: cudagraphs='require', but this call runs unrecorded: {why}"
+                    raise NotAllRecorded(message) from why
+                node = None
+        finally:
+            self._busy = False
+        return function.piece.function(inputs) if node is None else node.run(inputs)
+
+    def _node_for(self, function: Function, inputs: list[object]) -> Node:
+        """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
+        if function.refused is not None:
+            raise NotRecorded(function.refused)
+        if not function.warm:
+            function.warm = True
+            planning.look(self.device, function, inputs)
+            raise NotRecorded(FIRST_CALL)
+        if self.path and self._new_step(function, inputs):
+            self._restart()
+        parent = self.path[-1] if self.path else self.root
+        found = self._child(parent, function, inputs)
+        if found is not None:
+            return found
+        if parent.depth >= self.limits.depth:
+            raise NotRecorded(
+                f"{parent.depth} recordings follow one another in this step, whose outputs are still alive"
+            )
+        plan = planning.plan(self, parent, function, inputs)
+        self._make_room()
+        return self._record(parent, function, inputs, plan)
+
+    def _child(self, parent: Node, function: Function, inputs: list[object]) -> Node | None:
+        for node in parent.children.get(function, ()):
+            if not node.ready:
+                if node.alive():
+                    continue
+                node.build()
+            if node.holds(inputs):
+                return node
+        return None
+
+    def _count_unrecorded(self, function: Function, why: str) -> None:
+        function.reasons[why] += 1
+        self.counts["unrecorded"] += 1
+        trace.count("unrecorded_pieces")
+        if why != FIRST_CALL:
+            label = function.piece.label
+            trace.warn_once(f"{label}: unrecorded: {why}", "%s runs unrecorded: %s", label, why)
+
+    # ---------------------------------------------------------------- steps
+
+    def _new_step(self, function: Function, inputs: list[object]) -> bool:
+        """Whether this call begins a new step although outputs of the last are alive: it repeats what is on the path,
+        or begins as a recorded step began, and nothing alive is on its way into compiled code."""
+        alive = [slot for node in self.path for slot in node.slots if slot.alive(self.device.use_count)]
+        if any(not slot.visible or not slot.movable for slot in alive):
+            return False
+        if self.shared and alive and threading.get_ident() != self.thread:
+            return False
+        if len(self.path) >= self.limits.depth:
+            return True
+        for node in self.path:
+            if node.function is function and node.recording is not None:
+                plan = node.recording.plan
+                lasting = [index for index in plan.fixed if index not in plan.managed]
+                if self.device.same_addresses(inputs, plan.addresses, lasting):
+                    return True
+        return self._child(self.root, function, inputs) is not None
+
+    def _restart(self) -> None:
+        """Begin a new step: move out what is alive, if all of it can be moved."""
+        use_count = self.device.use_count
+        alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
+        if not all(slot.movable for _, slot in alive):
+            return
+        for _, slot in alive:
+            moved = self.device.move_out(slot.storage)
+            assert moved, "memory of a recording could not be moved out"
+            slot.put(self.device.storage_at(slot.address, slot.nbytes))
+            slot.movable = False
+            slot.copied = slot.visible
+            self.counts["clones"] += 1
+            trace.count("moved_outputs")
+        self.path.clear()
+        for node in {id(node): node for node, _ in alive}.values():
+            node.build()
+
+    # ---------------------------------------------------------------- recording
+
+    def _record(self, parent: Node, function: Function, inputs: list[object], plan: recording.InputPlan) -> Node:
+        use_count, generation = self.device.use_count, self.device.generation
+        alive = frozenset(
+            slot.address
+            for node in self.path
+            if node.generation == generation
+            for slot in node.slots
+            if slot.alive(use_count)
+        )
+        state, after = self.device.empty_state(), frozenset[int]()
+        if parent.generation == generation and parent.recording is not None:
+            state, after = parent.state, parent.after
+        if not alive <= after:
+            raise NotRecorded("something that was expected to be dead is alive")
+        surely_dead = {id(slot) for node in self.path for slot in node.surely_dead()}
+        dead = [
+            slot
+            for node in self.path
+            for slot in node.slots
+            if not slot.alive(use_count) and id(slot) not in surely_dead
+        ]
+        again = function in parent.children
+        try:
+            made = recording.record(
+                self.device,
+                function.piece,
+                inputs,
+                plan,
+                lambda owners: self.device.restore(state, alive, owners),
+            )
+        except NotRecorded as why:
+            function.failures += 1
+            self.counts["failed"] += 1
+            trace.count("failed_recordings")
+            why.always = why.always or function.failures >= self.limits.failures
+            raise
+        if again:
+            planning.log_again(function, parent.children[function], plan)
+            self.counts["recorded again"] += 1
+        for slot in made.slots:
+            slot.copied = self.shared and slot.visible
+        if not function.piece.is_backward:
+            self.lasting.update(
+                address
+                for index in plan.fixed
+                if index in function.piece.static and index not in plan.managed and (address := plan.addresses[index])
+            )
+        freed = {slot.address for slot, _ in made.consumed}
+        node = Node(
+            self, made.state, parent, function, made, dead, (alive - freed) | {slot.address for slot in made.slots}
+        )
+        node.build()
+        parent.children.setdefault(function, []).append(node)
+        self.size += 1
+        self._pool_used = True
+        self.counts["recordings"] += 1
+        trace.count("recordings")
+        return node
+
+    # ---------------------------------------------------------------- giving recordings up
+
+    def _make_room(self) -> None:
+        """Give up the least recently used recordings until there is room for one more."""
+        limit = self.limits.pool_bytes
+        while self.size >= self.limits.per_device or (limit is not None and self.size and self._over(limit)):
+            kept = {id(node) for node in self.path}
+            leaves = [node for node in self.root.below() if node.parent and not node.children and id(node) not in kept]
+            if not leaves:
+                break
+            self._unlink(min(leaves, key=lambda node: node.used))
+            self.counts["evicted"] += 1
+            trace.count("evicted_recordings")
+        self._leave_pools()
+
+    def _over(self, limit: int) -> bool:
+        return self.device.pool_bytes() > limit
+
+    def _unlink(self, node: Node) -> None:
+        assert node.parent is not None
+        assert node.function is not None
+        siblings = node.parent.children[node.function]
+        siblings.remove(node)
+        if not siblings:
+            del node.parent.children[node.function]
+        self.size -= sum(1 for _ in node.below())
+
+    def drop(self, pieces: Iterable[Piece]) -> None:
+        """Give up all recordings of `pieces`, whose code is gone.  May be called at any time, from any thread."""
+        self._dropped.extend(pieces)
+        if self.lock.acquire(blocking=False):
+            try:
+                if not self._busy:
+                    self._sweep()
+            finally:
+                self.lock.release()
+
+    def _sweep(self) -> None:
+        if not self._dropped:
+            return
+        gone = set()
+        while self._dropped:
+            gone.add(self._dropped.popleft())
+        for node in list(self.root.below()):
+            if node.function is not None and node.function.piece in gone and self._linked(node):
+                self._unlink(node)
+        self._leave_pools()
+
+    def _linked(self, node: Node) -> bool:
+        while node.parent is not None:
+            if node.function is None or node not in node.parent.children.get(node.function, ()):
+                return False
+            node = node.parent
+        return True
+
+    def forget(self) -> None:
+        """Give up all recordings.  What is alive stays valid."""
+        with self.lock:
+            self._restart()
+            for nodes in list(self.root.children.values()):
+                for node in list(nodes):
+                    self._unlink(node)
+            self.lasting.clear()
+            self._leave_pools()
+
+    def _leave_pools(self) -> None:
+        """Give back the memory of pools in which nothing is recorded and nothing is alive."""
+        while self.path and not self.path[-1].alive():
+            self.path.pop()
+        if not self.size and self._pool_used:
+            self._pool_used = False
+            self.device.new_pool()
+        self._old |= set(range(self._seen, self.device.generation))
+        self._seen = self.device.generation
+        needed = {node.generation for node in self.root.below() if node.parent} | {
+            node.generation for node in self.path
+        }
+        for generation in self._old - needed:
+            self.device.leave(generation)
+        self._old &= needed

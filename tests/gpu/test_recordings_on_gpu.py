@@ -1,0 +1,458 @@
+"""CUDA graphs end to end: programs that users write, equal to eager, run from recordings."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import multigraph_backend
+from multigraph_backend.backend import multigraph
+from multigraph_backend.cudagraphs import runtime
+from multigraph_backend.cudagraphs.recording import NotAllRecorded
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend=multigraph, options=options)
+
+
+def counts() -> dict[str, int]:
+    return multigraph_backend.stats()
+
+
+def trees_counts(name: str) -> int:
+    return sum(tree.counts[name] for tree in runtime.trees())
+
+
+def unrecorded() -> dict[str, int]:
+    """Reasons of calls that ran unrecorded though they were not first ones, over all pieces in the trees."""
+    found: dict[str, int] = {}
+    for tree in runtime.trees():
+        for node in tree.root.below():
+            if node.function is not None:
+                for reason, count in node.function.reasons.items():
+                    if reason != "first call":
+                        found[reason] = count
+    return found
+
+
+class Recorded:
+    """What was recorded and replayed since it was made."""
+
+    def __init__(self) -> None:
+        self.before = {name: trees_counts(name) for name in ("recordings", "unrecorded", "clones", "failed")}
+
+    def __getattr__(self, name: str) -> int:
+        return trees_counts(name) - self.before[name]
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+        self.register_buffer("calls", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.first(x))
+        self.calls.add_(h.detach().mean(0))
+        return self.second(h).softmax(-1)
+
+
+# ---------------------------------------------------------------- inference
+
+
+def test_inference_is_recorded_once_for_each_size_and_replayed() -> None:
+    model = Net().to(CUDA).eval()
+    reference = copy.deepcopy(model)
+    run, seen = compiled(model), Recorded()
+    with torch.no_grad():
+        for batch in (4, 8, 4, 8, 4, 8, 4, 8):
+            x = torch.randn(batch, 64, device=CUDA)
+            close(run(x), reference(x))
+    close(model.calls, reference.calls)
+    assert seen.recordings >= 2
+    assert unrecorded() == {}
+
+
+def test_the_last_output_is_held_while_the_next_is_made() -> None:
+    run = compiled(lambda x: (x * 2).sin() + 1)
+    outputs, inputs = [], [torch.randn(32, 32, device=CUDA) for _ in range(10)]
+    for x in inputs:
+        y = run(x)
+        outputs.append(y)
+    close(outputs, [(x * 2).sin() + 1 for x in inputs])
+    assert unrecorded() == {}
+
+
+def test_one_compiled_function_after_another_and_an_output_fed_back() -> None:
+    f, g = compiled(lambda x: torch.relu(x @ x.t()) + 1), compiled(lambda y: (y.cos() * 2).sum(0))
+    x = torch.randn(32, 32, device=CUDA)
+    for _ in range(6):
+        y = f(x)
+        z = g(y)
+        close(z, ((torch.relu(x @ x.t()) + 1).cos() * 2).sum(0))
+        x = torch.randn(32, 32, device=CUDA)
+    step = compiled(lambda h: torch.tanh(h + 0.5))
+    h = torch.randn(16, device=CUDA)
+    expected = h
+    for _ in range(12):
+        h, expected = step(h), torch.tanh(expected + 0.5)
+        close(h, expected)
+
+
+def test_a_second_function_changes_the_output_of_the_first_in_place() -> None:
+    f, g = compiled(lambda x: x * 2), compiled(lambda y: y.add_(1))
+    for _ in range(5):
+        x = torch.randn(64, device=CUDA)
+        y = f(x)
+        g(y)
+        close(y, x * 2 + 1)
+
+
+def test_a_copy_to_the_host_in_the_middle_costs_one_cut() -> None:
+    def fetches(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(x @ w)
+        scale = (h.mean().cpu() + 1).to(CUDA)
+        return (h * scale).sin()
+
+    run, seen = compiled(fetches), Recorded()
+    w = torch.randn(64, 64, device=CUDA)
+    for _ in range(6):
+        x = torch.randn(32, 64, device=CUDA)
+        close(run(x, w), fetches(x, w))
+    assert seen.recordings >= 2
+    assert unrecorded() == {}
+
+
+def test_dropout_draws_anew_at_each_replay() -> None:
+    run = compiled(lambda x: torch.nn.functional.dropout(x, 0.5))
+    x = torch.ones(4096, device=CUDA)
+    drawn = [run(x).clone() for _ in range(6)]
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(drawn))
+    assert all(0.4 < (a == 0).float().mean() < 0.6 for a in drawn)
+    torch.manual_seed(3)
+    first = [run(x).clone() for _ in range(3)]
+    torch.manual_seed(3)
+    close([run(x).clone() for _ in range(3)], first)
+
+
+def test_inside_a_capture_of_the_user() -> None:
+    run = compiled(lambda x: (x * 3).cos())
+    x = torch.randn(64, device=CUDA)
+    for _ in range(3):
+        run(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(x)
+    x.normal_()
+    graph.replay()
+    close(y, (x * 3).cos())
+
+
+def test_a_custom_op_that_reads_a_global_is_not_recorded_unless_declared_safe() -> None:
+    state = {"scale": 1.0}
+
+    @torch.library.custom_op("multigraph_test::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * state["scale"]
+
+    scaled.register_fake(lambda x: torch.empty_like(x))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return scaled((x + 1).sin()).cos() * 2
+
+    run, seen = compiled(f), Recorded()
+    for round_ in range(6):
+        state["scale"] = 1.0 + round_
+        x = torch.randn(64, device=CUDA)
+        close(run(x), f(x))
+    assert seen.recordings >= 2
+    torch._dynamo.reset()
+    state["scale"] = 2.0
+    declared, seen = compiled(f, safe=["multigraph_test::scaled"], cudagraphs="require"), Recorded()
+    for _ in range(4):
+        x = torch.randn(64, device=CUDA)
+        close(declared(x), f(x))
+    assert seen.recordings >= 1
+
+
+def test_require_names_each_op_that_cannot_be_recorded() -> None:
+    def fetches(x: torch.Tensor) -> torch.Tensor:
+        return x * (x.mean().cpu() + 1).to(CUDA)
+
+    with pytest.raises(NotAllRecorded, match="cudagraphs='require'") as caught:
+        compiled(fetches, cudagraphs="require")(torch.randn(8, device=CUDA))
+    text = str(caught.value)
+    assert text.count("device_put") + text.count("_to_copy") >= 2
+    assert "x.mean().cpu()" in text
+    run = compiled(lambda x: x.sin() + 1, cudagraphs="require")
+    for _ in range(3):
+        x = torch.randn(8, device=CUDA)
+        close(run(x), x.sin() + 1)
+
+
+def test_switched_off() -> None:
+    seen = Recorded()
+    run = compiled(lambda x: x.sin() + 1, cudagraphs=False)
+    for _ in range(3):
+        x = torch.randn(8, device=CUDA)
+        close(run(x), x.sin() + 1)
+    assert (seen.recordings, seen.unrecorded) == (0, 0)
+
+
+# ---------------------------------------------------------------- parameters that move
+
+
+def test_ten_layers_of_one_compiled_function() -> None:
+    @torch.compile(backend=multigraph)
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ w) + x
+
+    weights = [torch.nn.Parameter(torch.randn(32, 32, device=CUDA) / 8) for _ in range(10)]
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(4, 32, device=CUDA)
+            expected = x
+            for w in weights:
+                x, expected = layer(x, w), torch.relu(expected @ w) + expected
+            close(x, expected)
+
+
+def test_parameters_that_the_user_replaces() -> None:
+    model = Net().to(CUDA).eval()
+    run = compiled(model)
+    with torch.no_grad():
+        for round_ in range(8):
+            if round_ % 2:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone() + 0.01
+            x = torch.randn(4, 64, device=CUDA)
+            h = torch.relu(model.first(x))
+            close(run(x), model.second(h).softmax(-1))
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(
+    run: Callable[..., Any], model: torch.nn.Module, steps: int, micro: int, batches: list[torch.Tensor], late: bool
+) -> list[torch.Tensor]:
+    """`steps` of SGD over `micro` batches each; `late`: gradients are zeroed after the forward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        if not late:
+            optimizer.zero_grad()
+        for index in range(micro):
+            loss = run(batches[step * micro + index]).square().mean()
+            if late and index == 0:
+                optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["zeroed before", "zeroed after the forward"])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_training_with_gradient_accumulation(micro: int, late: bool) -> None:
+    model = Net().to(CUDA)
+    reference = copy.deepcopy(model)
+    batches = [torch.randn(16, 64, device=CUDA) for _ in range(8 * micro)]
+    seen = Recorded()
+    losses = train(compiled(model), model, 8, micro, batches, late)
+    expected = train(reference, reference, 8, micro, batches, late)
+    close(torch.stack(losses), torch.stack(expected))
+    close(dict(model.named_parameters()), dict(reference.named_parameters()))
+    assert seen.recordings >= 2
+    assert unrecorded() == {}
+
+
+def test_several_forwards_before_their_backwards_and_a_backward_twice() -> None:
+    model = Net().to(CUDA)
+    reference = copy.deepcopy(model)
+    run = compiled(model, inductor={"joint_graph_constant_folding": True})
+    with torch._functorch.config.patch(donated_buffer=False):
+        for step in range(6):
+            xs = [torch.randn(8, 64, device=CUDA) for _ in range(3)]
+            for callee, net in ((run, model), (reference, reference)):
+                net.zero_grad()
+                losses = [callee(x).square().sum() for x in xs]
+                if step % 2:
+                    losses[1].backward(retain_graph=True)
+                sum(losses).backward()
+            close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+
+
+def test_checkpointing_inside_and_around() -> None:
+    model = Net().to(CUDA)
+    reference = copy.deepcopy(model)
+    model.register_buffer("calls", None)
+    reference.register_buffer("calls", None)
+    for net in (model, reference):
+        net.forward = lambda x, net=net: net.second(torch.relu(net.first(x))).softmax(-1)  # type: ignore[method-assign]
+
+    def inside(net: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: torch.utils.checkpoint.checkpoint(net.forward, x, use_reentrant=False).square()
+
+    around = compiled(model.forward)
+    for run in (
+        compiled(inside(model)),
+        lambda x: torch.utils.checkpoint.checkpoint(around, x, use_reentrant=False).square(),
+    ):
+        for _ in range(5):
+            x = torch.randn(8, 64, device=CUDA)
+            model.zero_grad()
+            reference.zero_grad()
+            run(x).sum().backward()
+            inside(reference)(x).sum().backward()
+            close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+
+
+def test_gradients_kept_by_hooks_and_on_inputs() -> None:
+    model = Net().to(CUDA)
+    run = compiled(model)
+    kept: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    model.first.weight.register_hook(kept.append)
+    reference = copy.deepcopy(model)
+    reference.first.weight._backward_hooks = None
+    reference.first.weight.register_hook(lambda grad: expected.append(grad.clone()))
+    inputs = []
+    for _ in range(6):
+        data = torch.randn(8, 64, device=CUDA)
+        x, y = data.clone().requires_grad_(), data.clone().requires_grad_()
+        run(x).square().sum().backward()
+        reference(y).square().sum().backward()
+        inputs.append((x, y))
+    close(kept, expected)
+    close([x.grad for x, _ in inputs], [y.grad for _, y in inputs])
+
+
+# ---------------------------------------------------------------- threads, failures, memory
+
+
+def test_eight_threads_share_one_set_of_recordings() -> None:
+    model = Net().to(CUDA).eval()
+    model.register_buffer("calls", None)
+    model.forward = lambda x: model.second(torch.relu(model.first(x)))  # type: ignore[method-assign]
+    run, seen = compiled(model.forward), Recorded()
+    with torch.no_grad():
+        run(torch.randn(4, 64, device=CUDA))
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(30):
+                    x = torch.randn(4, 64, device=CUDA)
+                    y = run(x)
+                    z = y * 2
+                    close(z, model.second(torch.relu(model.first(x))) * 2)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert seen.recordings <= 3
+
+
+def test_a_copy_from_unpinned_memory_leaves_the_process_healthy() -> None:
+    @torch.library.custom_op("multigraph_test::table", mutates_args=())
+    def table(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(float(x.shape[0])).to(x.device)
+
+    table.register_fake(lambda x: torch.empty_like(x))
+    run = compiled(lambda x: table(x * 2) + 1, safe=["multigraph_test::table"])
+    other = compiled(lambda x: torch.nn.functional.dropout(x.sin(), 0.5) + x)
+    for _ in range(6):
+        x = torch.randn(32, device=CUDA)
+        close(run(x), x * 2 + torch.arange(32.0, device=CUDA) + 1)
+        y = other(x)
+        kept = y == x
+        close(y[~kept], (x.sin() * 2 + x)[~kept])
+    torch.randn(8, device=CUDA).sum().item()
+
+
+def test_recordings_go_with_the_code_and_their_memory_with_them() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).to(CUDA)
+    run = compiled(model)
+    with torch.no_grad():
+        for _ in range(3):
+            run(torch.randn(2048, 1024, device=CUDA))
+    assert runtime.tree(0).size > 0
+    del run, model
+    torch._dynamo.reset()
+    gc.collect()
+    assert runtime.tree(0).size == 0
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+
+
+def test_another_process_takes_everything_from_the_caches_and_records_again(tmp_path: Any) -> None:
+    program = """
+import torch, json, sys
+import multigraph_backend
+from torch._dynamo.utils import counters
+from multigraph_backend.cudagraphs import runtime
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).cuda()
+run = torch.compile(model, backend="multigraph", dynamic=True, options={"specialize": [{"input[0]": 4}]})
+for batch in (4, 6, 4, 6, 4, 6):
+    x = torch.randn(batch, 64, device="cuda")
+    y = run(x)
+    torch.testing.assert_close(y, model(x), rtol=1e-3, atol=1e-3)
+    y.sum().backward()
+print(json.dumps({
+    "recordings": sum(tree.counts["recordings"] for tree in runtime.trees()),
+    "hits": counters["aot_autograd"]["autograd_cache_hit"],
+    "misses": counters["aot_autograd"]["autograd_cache_miss"],
+    "codegen": counters["inductor"]["fxgraph_cache_miss"],
+    "failures": multigraph_backend.stats()["failures"],
+}))
+"""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    results = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        results.append(json.loads(run.stdout.splitlines()[-1]))
+    first, second = results
+    assert first["recordings"] >= 4
+    assert second["recordings"] == first["recordings"]
+    assert (second["misses"], second["codegen"], second["failures"]) == (0, 0, 0)
+    assert second["hits"] >= 2

@@ -1,0 +1,80 @@
+"""Pieces of compiled code for tests of the runtime, made of plain functions, and a tree on the simulated device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from multigraph_backend.cudagraphs.piece import Piece
+from multigraph_backend.cudagraphs.simulated import SimulatedDevice
+from multigraph_backend.cudagraphs.tree import Limits, Tree
+
+Body = Callable[..., tuple[Any, ...]]
+
+
+def boxed(function: Body) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """As Inductor calls its code: with a list that the callee clears."""
+
+    def run(args: list[Any]) -> tuple[Any, ...]:
+        given = list(args)
+        args.clear()
+        return function(*given)
+
+    return run
+
+
+class Bench:
+    """A simulated device, a tree, and pieces on it whose results are compared with plain calls."""
+
+    def __init__(self, limits: Limits | None = None, marks: Callable[[], int] = lambda: 0, **device: Any) -> None:
+        self.device = SimulatedDevice(**device)
+        self.tree = Tree(self.device, limits, marks)
+
+    def piece(self, function: Body, inputs: int, outputs: int, *, visible: Sequence[bool] = (), **known: Any) -> Piece:
+        """`known`: static, mutated, constants, is_backward."""
+        names = [f"x{index}" for index in range(inputs)]
+        label = known.pop("label", getattr(function, "__name__", "piece"))
+        shown = tuple(visible) or (True,) * outputs
+        return Piece(self.tree, boxed(function), names=names, visible=shown, label=label, **known)
+
+    def recorded(self) -> int:
+        return self.tree.counts["recordings"]
+
+    def replays(self) -> int:
+        return len(self.device.calls("replay"))
+
+    def clones(self) -> int:
+        return self.tree.counts["clones"]
+
+    def unrecorded(self, *pieces: Piece) -> dict[str, int]:
+        """Why calls of `pieces` ran unrecorded, first calls left out."""
+        reasons: dict[str, int] = {}
+        for piece in pieces:
+            for function in piece.functions.values():
+                for reason, count in function.reasons.items():
+                    if reason != "first call":
+                        reasons[reason] = reasons.get(reason, 0) + count
+        return reasons
+
+
+def values(count: int = 8) -> torch.Tensor:
+    return torch.randn(count)
+
+
+def call_right(piece: Piece, function: Body, *args: Any) -> tuple[Any, ...]:
+    """Call `piece`, compare with `function` on the same values, and return the piece's outputs."""
+    expected = function(*copy.deepcopy([arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]))
+    outputs = tuple(piece(list(args)))
+    assert_equal(outputs, expected)
+    return outputs
+
+
+def assert_equal(outputs: Iterable[Any], expected: Iterable[Any]) -> None:
+    for output, value in zip(outputs, expected, strict=True):
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(output, value, rtol=0, atol=0)
+        else:
+            assert output == value

@@ -1,0 +1,583 @@
+"""The tree of recordings, behaviour by behaviour, on the simulated device."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from multigraph_backend.cudagraphs.tree import Limits
+from tests.simulated.pieces import Bench, assert_equal, call_right, values
+
+
+def double(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x * 2 + 1,)
+
+
+def halve(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x / 2 - 1,)
+
+
+def weighted(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+    return ((x @ w).relu() + x,)
+
+
+# ---------------------------------------------------------------- warm-up, recording, replay
+
+
+def test_the_first_call_warms_up_the_second_records_all_others_replay() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    for _ in range(5):
+        call_right(piece, double, values())
+    assert (bench.recorded(), bench.replays()) == (1, 4)
+    assert bench.unrecorded(piece) == {}
+
+
+def test_numbers_among_the_inputs_are_a_key_of_their_own() -> None:
+    def grown(n: int, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x.repeat(n), n + 1
+
+    bench = Bench()
+    piece = bench.piece(grown, 2, 2)
+    for n in (2, 3, 2, 3, 2, 3):
+        call_right(piece, grown, n, values())
+    assert (bench.recorded(), len(piece.functions)) == (2, 2)
+
+
+def test_an_input_that_stays_is_read_in_place_and_one_that_moves_is_copied() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    x = values()
+    for _ in range(4):
+        x.normal_()
+        call_right(piece, double, x)
+    assert (bench.recorded(), bench.device.calls("copy")) == (1, [])
+    others = [values() for _ in range(3)]
+    for other in others:
+        call_right(piece, double, other)
+    assert (bench.recorded(), bench.device.calls("copy")) == (2, [1, 1, 1])
+    call_right(piece, double, x)
+    assert bench.recorded() == 2
+
+
+def test_outputs_that_are_inputs_views_constants_or_numbers() -> None:
+    constant = torch.arange(4.0)
+
+    def mixed(x: torch.Tensor, w: torch.Tensor) -> tuple[Any, ...]:
+        y = x + w
+        return x, x[2:6], w.view(2, 4), y, y[1:], y.view(4, 2).t(), constant, None, 7
+
+    bench = Bench()
+    piece = bench.piece(mixed, 2, 9, static=[1], constants=[constant])
+    w = values()
+    for _ in range(4):
+        x = values()
+        outputs = call_right(piece, mixed, x, w)
+        assert outputs[0] is x
+        assert outputs[1].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        assert outputs[2].data_ptr() == w.data_ptr()
+        assert outputs[3].untyped_storage()._cdata == outputs[4].untyped_storage()._cdata
+        outputs[3].add_(1)  # seen through the views of it, as in eager code
+        assert torch.equal(outputs[4], outputs[3][1:])
+        assert torch.equal(outputs[5], outputs[3].view(4, 2).t())
+    assert bench.recorded() == 1
+
+
+def test_a_random_number_generator_among_the_inputs_is_part_of_the_recording() -> None:
+    def shifted(x: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor]:
+        return (x + generator.device.type.count("c"),)
+
+    bench = Bench()
+    piece = bench.piece(shifted, 2, 1)
+    first, second = torch.Generator(), torch.Generator()
+    for generator in (first, first, first, second, second, first, second):
+        x = values()
+        (y,) = piece([x, generator])
+        assert_equal((y,), (x + 1,))
+    assert bench.recorded() == 2
+    assert bench.unrecorded(piece) == {}
+
+
+def test_expanded_inputs_are_copied_element_by_element_once() -> None:
+    def add(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x + 1,)
+
+    bench = Bench()
+    piece = bench.piece(add, 1, 1)
+    for _ in range(4):
+        call_right(piece, add, torch.randn(3, 1).expand(3, 4))
+    assert bench.recorded() == 1
+
+
+def test_inputs_whose_elements_overlap_are_not_recorded() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    for _ in range(4):
+        call_right(piece, double, torch.randn(9).unfold(0, 3, 1))
+    assert bench.recorded() == 0
+    assert list(bench.unrecorded(piece)) == ["elements of input x0 overlap in memory"]
+
+
+# ---------------------------------------------------------------- what is held
+
+
+def test_a_loop_that_holds_the_last_output_needs_one_recording() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    held, expected = None, None
+    for _ in range(8):
+        x = values()
+        y = piece([x])[0]
+        if held is not None:
+            torch.testing.assert_close(held, expected, rtol=0, atol=0)
+        held, expected = y, double(x)[0]
+        del y
+        torch.testing.assert_close(held, expected, rtol=0, atol=0)
+    assert (bench.recorded(), bench.clones()) == (1, 1)
+    assert bench.unrecorded(piece) == {}
+
+
+def test_outputs_kept_in_a_list_stay_what_they_were() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    inputs = [values() for _ in range(10)]
+    outputs = [piece([x])[0] for x in inputs]
+    assert_equal(outputs, [double(x)[0] for x in inputs])
+    assert bench.recorded() == 1
+
+
+def test_views_of_a_held_output_move_with_it() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    for _ in range(3):
+        x = values()
+        view = piece([x])[0][2:5]
+        alias = view.untyped_storage()
+        other = values()
+        call_right(piece, double, other)
+        torch.testing.assert_close(view, double(x)[0][2:5], rtol=0, atol=0)
+        del view
+        torch.testing.assert_close(
+            torch.empty(0).set_(alias),
+            double(x)[0],
+            rtol=0,
+            atol=0,  # a storage alone keeps its memory too
+        )
+
+
+def test_an_output_fed_back_is_read_before_it_is_written_over() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    x = values()
+    expected = x.clone()
+    for _ in range(8):
+        x = piece([x])[0]
+        expected = double(expected)[0]
+        torch.testing.assert_close(x, expected, rtol=0, atol=0)
+    assert bench.recorded() <= 3
+
+
+def test_what_follows_is_recorded_behind_it_and_reads_it_in_place() -> None:
+    bench = Bench()
+    first, second = bench.piece(double, 1, 1), bench.piece(halve, 1, 1)
+    for _ in range(5):
+        y = call_right(first, double, values())[0]
+        z = call_right(second, halve, y)[0]
+        del y, z
+    assert bench.recorded() == 2
+    assert [detail for detail in bench.device.calls("copy") if detail] == [1] * 4  # the input of the first alone
+    (root,) = (node for nodes in bench.tree.root.children.values() for node in nodes)
+    assert [node.function.piece for nodes in root.children.values() for node in nodes] == [second]
+
+
+def test_ten_layers_of_one_function_are_ten_recordings_on_one_path() -> None:
+    bench = Bench()
+    layer = bench.piece(weighted, 2, 1, static=[1])
+    weights = [torch.randn(8, 8) / 4 for _ in range(10)]
+    for _ in range(4):
+        x = values()
+        expected = x
+        for w in weights:
+            expected = weighted(expected, w)[0]
+            x = layer([x, w])[0]
+        torch.testing.assert_close(x, expected, rtol=0, atol=0)
+    assert bench.recorded() <= 11
+    assert bench.unrecorded(layer) == {}
+
+
+def test_a_marked_step_moves_what_is_held_and_begins_anew() -> None:
+    marks = [0]
+    bench = Bench(marks=lambda: marks[0])
+    first, second = bench.piece(double, 1, 1), bench.piece(halve, 1, 1)
+    for _ in range(5):
+        x = values()
+        y = call_right(first, double, x)[0]
+        marks[0] -= 1
+        z = call_right(second, halve, values())[0]
+        torch.testing.assert_close(y, double(x)[0], rtol=0, atol=0)
+        marks[0] -= 1
+        del y, z
+    assert all(node.depth == 1 for node in bench.tree.root.below() if node.parent)
+
+
+# ---------------------------------------------------------------- training
+
+
+def forward(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = x * w
+    b = a.sin()
+    return b.sum(), a, b
+
+
+def backward(g: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+    return (g * a.cos() * w + b,)
+
+
+class Training:
+    """A forward whose saved tensors only a backward can hold."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.forward = bench.piece(forward, 2, 3, visible=[True, False, False], static=[1])
+        self.backward = bench.piece(backward, 4, 1, static=[1, 2, 3], is_backward=True)
+        self.w = values()
+
+    def ahead(self) -> tuple[torch.Tensor, list[Any], torch.Tensor]:
+        x = values()
+        loss, *saved = self.forward([x, self.w])
+        torch.testing.assert_close(loss, forward(x, self.w)[0], rtol=0, atol=0)
+        return loss, saved, x
+
+    def back(self, saved: list[Any], x: torch.Tensor, keep: bool = False) -> torch.Tensor:
+        g = torch.randn(())
+        args = [g, self.w, *(list(saved) if keep else saved)]
+        if not keep:
+            saved.clear()
+        (gradient,) = self.backward(args)
+        _, a, b = forward(x, self.w)
+        torch.testing.assert_close(gradient, backward(g, self.w, a, b)[0], rtol=0, atol=0)
+        return gradient
+
+
+def test_a_training_step_is_one_path_and_saved_tensors_die_in_the_backward() -> None:
+    bench = Bench()
+    training = Training(bench)
+    for _ in range(5):
+        loss, saved, x = training.ahead()
+        training.back(saved, x)
+        del loss
+    assert bench.clones() == 0
+    assert bench.recorded() <= 4  # each may be recorded for inputs that stayed in place, and for copied ones
+    assert bench.unrecorded(training.forward, training.backward) == {}
+    node = next(node for node in bench.tree.root.below() if node.depth == 2)
+    assert len(node.recording.consumed) == 2  # type: ignore[union-attr]
+
+
+def test_gradients_held_over_steps_are_moved_once_and_then_handed_out_as_copies() -> None:
+    bench = Bench()
+    training = Training(bench)
+    gradient, expected = None, None
+    for _ in range(6):
+        loss, saved, x = training.ahead()
+        if gradient is not None:
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
+        gradient = training.back(saved, x)
+        expected = gradient.clone()
+        del loss
+    assert bench.recorded() <= 4
+    assert 1 <= bench.clones() <= 2
+
+
+def test_several_forwards_before_their_backwards_in_either_order() -> None:
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        bench = Bench()
+        training = Training(bench)
+        for _ in range(4):
+            ahead = [training.ahead() for _ in range(3)]
+            for index in order:
+                _, saved, x = ahead[index]
+                training.back(saved, x)
+            del ahead
+        assert bench.unrecorded(training.forward, training.backward) == {}
+        assert bench.clones() == 0
+
+
+def test_a_backward_that_runs_twice_over_the_same_saved_tensors() -> None:
+    bench = Bench()
+    training = Training(bench)
+    for keeps in (False, False, True, False, True, True, False):
+        loss, saved, x = training.ahead()
+        if keeps:
+            training.back(saved, x, keep=True)
+        training.back(saved, x)
+        del loss
+    assert bench.unrecorded(training.forward, training.backward) == {}
+
+
+def test_saved_tensors_that_are_never_used_do_not_pile_up_without_end() -> None:
+    bench = Bench(Limits(depth=6))
+    training = Training(bench)
+    kept = []
+    for _ in range(12):
+        kept.append(training.ahead())
+    for _loss, saved, x in kept:
+        assert_equal(saved, forward(x, training.w)[1:])
+    assert bench.recorded() == 6
+    assert sum(bench.unrecorded(training.forward).values()) == 12 - 1 - 6
+    kept.clear()
+    del _loss, saved
+    training.ahead()
+    assert sum(bench.unrecorded(training.forward).values()) == 12 - 1 - 6
+
+
+# ---------------------------------------------------------------- inputs that a piece changes
+
+
+def accumulate(total: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+    total.add_(x)
+    return (total * 2,)
+
+
+def test_a_buffer_is_changed_in_place() -> None:
+    bench = Bench()
+    piece = bench.piece(accumulate, 2, 1, static=[0], mutated=[0])
+    total, expected = torch.zeros(8), torch.zeros(8)
+    for _ in range(5):
+        x = values()
+        (y,) = piece([total, x])
+        expected += x
+        assert_equal((total, y), (expected, expected * 2))
+    assert bench.recorded() == 1
+
+
+def test_an_input_at_the_same_address_is_changed_in_place_and_one_that_moves_runs_unrecorded() -> None:
+    bench = Bench()
+    piece = bench.piece(accumulate, 2, 1, mutated=[0])
+    cache, expected = torch.zeros(8), torch.zeros(8)
+    for _ in range(4):
+        x = values()
+        piece([cache, x])
+        expected += x
+        assert_equal((cache,), (expected,))
+    assert bench.recorded() == 1
+    for _ in range(3):
+        other, x = values(), values()
+        before = other.clone()
+        piece([other, x])
+        assert_equal((other,), (before + x,))
+    (reason,) = bench.unrecorded(piece)
+    assert "changes input x0" in reason
+
+
+def test_an_output_of_a_recording_is_changed_in_place() -> None:
+    bench = Bench()
+    first, second = bench.piece(double, 1, 1), bench.piece(accumulate, 2, 1, mutated=[0])
+    for _ in range(5):
+        x, add = values(), values()
+        (y,) = first([x])
+        (z,) = second([y, add])
+        assert_equal((y, z), (double(x)[0] + add, (double(x)[0] + add) * 2))
+        del y, z
+    assert bench.recorded() == 2
+
+
+# ---------------------------------------------------------------- addresses that change
+
+
+def test_parameters_at_new_addresses_are_recorded_again_up_to_a_limit_and_then_copied() -> None:
+    bench = Bench(Limits(per_parent=3))
+    piece = bench.piece(weighted, 2, 1, static=[1])
+    weights = [torch.randn(8, 8) for _ in range(12)]
+    for w in weights:
+        call_right(piece, weighted, values(), w)
+    assert bench.recorded() == 4
+    for w in weights:
+        call_right(piece, weighted, values(), w)
+    assert bench.recorded() == 4
+    assert bench.unrecorded(piece) == {}
+
+
+def test_a_buffer_that_is_changed_and_keeps_moving_runs_unrecorded_after_the_limit() -> None:
+    bench = Bench(Limits(per_parent=3))
+    piece = bench.piece(accumulate, 2, 1, static=[0], mutated=[0])
+    buffers = [torch.zeros(8) for _ in range(8)]
+    for total in buffers:
+        x = values()
+        piece([total, x])
+        assert_equal((total,), (x,))
+    assert bench.recorded() == 3
+    assert sum(bench.unrecorded(piece).values()) == 4
+
+
+# ---------------------------------------------------------------- budget
+
+
+def test_the_least_recently_used_recording_is_given_up_and_can_be_made_again() -> None:
+    bench = Bench(Limits(per_device=3))
+    piece = bench.piece(lambda n, x: (x * n,), 2, 1)
+    for n in (1, 2, 3, 4, 1, 2, 3, 4):
+        for _ in range(3):
+            call_right(piece, lambda n, x: (x * n,), n, values())
+    assert bench.tree.size == 3
+    assert bench.tree.counts["evicted"] == bench.recorded() - 3 > 0
+
+
+def test_recordings_of_code_that_is_gone_are_given_up_and_the_pool_with_the_last() -> None:
+    bench = Bench()
+    first, second = bench.piece(double, 1, 1), bench.piece(halve, 1, 1)
+    for _ in range(3):
+        call_right(second, halve, call_right(first, double, values())[0])
+    bench.tree.drop([first])
+    assert bench.tree.size == 0
+    assert bench.device.generation == 1
+    for _ in range(3):
+        call_right(second, halve, values())
+    assert bench.tree.size == 1
+
+
+def test_what_is_alive_survives_that_all_recordings_are_forgotten() -> None:
+    bench = Bench()
+    training = Training(bench)
+    for _ in range(3):
+        loss, saved, x = training.ahead()
+        bench.tree.forget()
+        assert_equal((loss, *saved), forward(x, training.w))
+        training.back(saved, x)
+        del loss
+    for _ in range(4):
+        loss, saved, x = training.ahead()
+        training.back(saved, x)
+        del loss
+    assert 2 <= bench.tree.size <= 4
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["pool kept", "new pool"])
+@pytest.mark.parametrize("call", ["capture_begin", "allocate", "launch", "capture_end"])
+def test_a_failed_recording_leaves_everything_right(call: str, spoilt: bool) -> None:
+    for after in range(4):
+        bench = Bench()
+        bench.device.failures_spoil_the_pool = spoilt
+        training = Training(bench)
+        other = bench.piece(double, 1, 1)
+        for round_ in range(6):
+            if round_ == 2:
+                bench.device.fail_at(call, after)
+            y = call_right(other, double, values())[0]
+            kept = y.clone()
+            loss, saved, x = training.ahead()
+            training.back(saved, x)
+            torch.testing.assert_close(y, kept, rtol=0, atol=0)
+            del loss, y
+        # what failed once was recorded at the next call
+        assert sum(bench.unrecorded(other, training.forward, training.backward).values()) <= 1
+
+
+def test_a_function_that_fails_again_and_again_is_not_tried_for_ever() -> None:
+    def fetches(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x * x.sum().item(),)
+
+    bench = Bench()
+    piece = bench.piece(fetches, 1, 1)
+    for _ in range(6):
+        call_right(piece, fetches, values())
+    assert len(bench.device.calls("capture_begin")) == Limits().failures
+    (reason,) = bench.unrecorded(piece)
+    assert "not permitted" in reason
+
+
+# ---------------------------------------------------------------- callers
+
+
+def test_inside_a_capture_of_the_user_nothing_is_recorded() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    for _ in range(3):
+        call_right(piece, double, values())
+    bench.device.user_captures = True
+    replays = bench.replays()
+    call_right(piece, double, values())
+    assert bench.replays() == replays
+
+
+def test_another_stream_waits_for_the_last() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    for stream in (0, 0, 0, 5, 5, 0, 7):
+        bench.device.set_stream(stream)
+        call_right(piece, double, values())
+    assert bench.device.calls("wait_for") == [(5, 0), (0, 5), (7, 0)]
+
+
+def test_a_step_marked_on_another_stream_moves_outputs_after_the_last_work_on_them() -> None:
+    marks = [0]
+    bench = Bench(marks=lambda: marks[0])
+    piece = bench.piece(double, 1, 1)
+    for _ in range(2):
+        x = values()
+        held = piece([x])
+    bench.device.set_stream(5)
+    marks[0] -= 1
+    call_right(piece, double, values())
+    assert_equal(held, double(x))
+    assert bench.clones() == 1
+
+
+def test_threads_share_one_set_of_recordings_and_their_outputs_are_their_own() -> None:
+    bench = Bench()
+    piece = bench.piece(weighted, 2, 1, static=[1])
+    w = torch.randn(8, 8)
+    start = threading.Barrier(8)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            start.wait()
+            held: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for _ in range(20):
+                x = values()
+                held.append((piece([x, w])[0], weighted(x, w)[0]))
+                for output, expected in held:
+                    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+                del held[:-3]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert bench.recorded() <= 4
+    assert sum(bench.unrecorded(piece).values()) == 0
+
+
+def test_an_intermediate_that_a_piece_hands_on_stays() -> None:
+    """Inductor reuses memory: an output of the second piece may lie where its input lay, or be it."""
+
+    def first(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x + 1
+
+    def second(y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y.add_(z)
+        return y, y[2:], z * 3
+
+    bench = Bench()
+    one = bench.piece(first, 1, 2, visible=[False, False])
+    two = bench.piece(second, 2, 3, reused=[0, 1])
+    held: list[tuple[torch.Tensor, ...]] = []
+    expected: list[tuple[torch.Tensor, ...]] = []
+    for _ in range(7):
+        x = values()
+        between = list(one([x]))
+        held.append(tuple(two(between)))
+        expected.append(second(*first(x)))
+        for outputs, wanted in zip(held, expected, strict=True):
+            assert_equal(outputs, wanted)
+        del held[:-2], expected[:-2]
+    assert bench.unrecorded(one, two) == {}
