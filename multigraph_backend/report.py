@@ -10,9 +10,10 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,9 @@ from multigraph_backend import marks, registry
 from multigraph_backend import region as regions
 from multigraph_backend.options import disabled_pieces
 from multigraph_backend.variant import Variant
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.account import DeviceReport
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,15 @@ class Explanation:
     """Regions that are alive, in the order of the source; `str` is for reading.
 
     `stance`: torch's stance at that moment (`torch.compiler.set_stance`); `disabled`: pieces that `MULTIGRAPH_DISABLE`
-    turns off; `unmet_marks`: places ("file:line") of `mark` calls whose tensors no trace has had.
+    turns off; `unmet_marks`: places ("file:line") of `mark` calls whose tensors no trace has had;
+    `recordings`: CUDA graphs of each device, of all models.
     """
 
     regions: tuple[RegionReport, ...] = field(default_factory=tuple)
     stance: str = "default"
     disabled: tuple[str, ...] = ()
     unmet_marks: tuple[str, ...] = ()
+    recordings: tuple[DeviceReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, as JSON has them."""
@@ -88,6 +94,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [_region_text(entry) for entry in self.regions] or ["multigraph: nothing compiled yet"]
+        lines += [str(entry) for entry in self.recordings if entry.pieces]
         if self.stance != "default":
             lines.append(f"stance in force: {self.stance}")
         if self.disabled:
@@ -114,7 +121,17 @@ def explain(model: object = None) -> Explanation:
         stance=regions.stance(),
         disabled=tuple(sorted(disabled_pieces(os.environ))),
         unmet_marks=marks.unmet(),
+        recordings=_recordings(),
     )
+
+
+def _recordings() -> tuple[DeviceReport, ...]:
+    runtime = sys.modules.get("multigraph_backend.cudagraphs.runtime")  # not loaded: nothing was recorded
+    if runtime is None:
+        return ()
+    from multigraph_backend.cudagraphs import account
+
+    return tuple(account.of(tree) for tree in runtime.trees())
 
 
 def _names_of(model: object) -> set[str]:

@@ -37,6 +37,7 @@ HIGHER_ORDER = "a higher-order operator"
 COPY = "a copy between devices"
 WAITS = "an operator that waits for the device"
 SPARSE = "a sparse result"
+CPU_OP = "cpu op"
 
 _OWN = frozenset((
     "aten", "prims", "prim", "inductor", "inductor_prims", "rngprims", "debugprims", "flex_lib", "flex_gemm",

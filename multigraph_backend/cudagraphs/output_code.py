@@ -20,7 +20,7 @@ import torch
 
 from multigraph_backend import _compat, trace
 from multigraph_backend.cudagraphs import partition, runtime
-from multigraph_backend.cudagraphs.cuts import CutRules
+from multigraph_backend.cudagraphs.cuts import CPU_OP, CutRules
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.spec import GraphSpec
@@ -83,6 +83,8 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
     def _attach(self) -> None:
         """Put recordings between the callers of the code and the code."""
         self._run = self.inner
+        if not self.spec.devices:  # nothing of it runs on a GPU
+            return
         reason = self.spec.refused or runtime.say_unavailable()
         if reason is None and len(self.spec.devices) != 1:
             reason = f"it spans {len(self.spec.devices)} devices"
@@ -199,12 +201,16 @@ def _compile_inner(
 
 
 def _check_all_recorded(spec: GraphSpec, label: str) -> None:
-    if spec.refused is None and not spec.cuts and len(spec.devices) == 1:
+    # what runs on the CPU is no loss by itself: copies to it and back are named
+    cuts = [cut for cut in spec.cuts if cut.reason != CPU_OP]
+    if not spec.devices or (spec.refused is None and not cuts and len(spec.devices) == 1):
         return
     lines = [f"{label}: cudagraphs='require', but not all of it can be recorded:"]
     if spec.refused is not None:
         lines.append(f"  {spec.refused}")
-    for cut in spec.cuts:
+    if len(spec.devices) > 1:
+        lines.append(f"  it spans {len(spec.devices)} devices")
+    for cut in cuts:
         lines.append(f"  {', '.join(cut.ops)}: {cut.reason}")
         lines += [f"    {line}" for line in (cut.stack_trace or "").strip().splitlines()]
     raise NotAllRecorded("\n".join(lines))

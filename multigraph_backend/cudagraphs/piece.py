@@ -65,6 +65,7 @@ class Piece:
         self.visible, self.constants, self.is_backward = tuple(visible), tuple(constants), is_backward
         self.functions: dict[tuple[Any, ...], Function] = {}
         self._numbers: tuple[int, ...] | None = None
+        tree.pieces.add(self)
         self._only: Function | None = None  # where no numbers are among the inputs
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:

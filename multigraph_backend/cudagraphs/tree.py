@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Tree:
         self.lock = threading.RLock()
         self.capturing, self.use_count, self.device_stream = device.capturing, device.use_count, device.stream
         self.path: list[Node] = []
+        self.pieces: weakref.WeakSet[Piece] = weakref.WeakSet()  # all there are, for reports
         self.root = Node(self, device.empty_state())
         self.size = self.clock = 0
         self.counts: Counter[str] = Counter()

@@ -147,6 +147,7 @@ def test_a_copy_to_the_host_in_the_middle_costs_one_cut() -> None:
         close(run(x, w), fetches(x, w))
     assert seen.recordings >= 2
     assert unrecorded() == {}
+    assert "recordings on device 0" in str(multigraph_backend.explain())
 
 
 def test_dropout_draws_anew_at_each_replay() -> None:

@@ -1,0 +1,106 @@
+"""What is recorded, and why the rest is not: the part of `explain()` about recordings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from multigraph_backend.cudagraphs.piece import Piece
+from multigraph_backend.cudagraphs.tree import FIRST_CALL, Node, Tree
+
+
+@dataclass(frozen=True)
+class PieceReport:
+    """One piece of compiled code: how often it was recorded and replayed, which inputs it copies at each call (of its
+    newest recording), outputs that are handed out as copies, and why calls after the first ran unrecorded."""
+
+    label: str
+    recordings: int
+    replays: int
+    copied_inputs: tuple[str, ...]
+    copied_outputs: int
+    unrecorded: dict[str, int]
+    refused: str | None
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """The recordings of one device.
+
+    `moved`: outputs that were held when their memory was needed; `again`: recordings beyond the first of a function
+    after the same one; `tree`: one line a recording, children indented below the one that they follow.
+    """
+
+    device: int
+    recordings: int
+    pool_bytes: int
+    moved: int
+    again: int
+    failed: int
+    evicted: int
+    pieces: tuple[PieceReport, ...]
+    tree: tuple[str, ...]
+
+    def __str__(self) -> str:
+        megabytes = self.pool_bytes / (1 << 20)
+        lines = [f"recordings on device {self.device}: {self.recordings} in {megabytes:.1f} MiB"]
+        rare = {
+            "outputs moved": self.moved,
+            "recorded again": self.again,
+            "failed": self.failed,
+            "given up": self.evicted,
+        }
+        if any(rare.values()):
+            lines[0] += "; " + ", ".join(f"{count} {name}" for name, count in rare.items() if count)
+        for piece in self.pieces:
+            text = f"  {piece.label}: {piece.recordings} recorded, {piece.replays} replays"
+            if piece.copied_inputs:
+                text += f", copies {', '.join(piece.copied_inputs)}"
+            if piece.copied_outputs:
+                text += f", hands out {piece.copied_outputs} copies"
+            lines.append(text)
+            if piece.refused is not None:
+                lines.append(f"    not recorded, {piece.unrecorded.get(piece.refused, 0)} calls: {piece.refused}")
+            others = {why: count for why, count in piece.unrecorded.items() if why != piece.refused}
+            lines += [f"    {count} calls unrecorded: {why}" for why, count in others.items()]
+        return "\n".join([*lines, *(f"  {line}" for line in self.tree)])
+
+
+def of(tree: Tree) -> DeviceReport:
+    """The account of one tree, now."""
+    with tree.lock:
+        nodes = [node for node in tree.root.below() if node.function is not None]
+        return DeviceReport(
+            device=tree.device.index,
+            recordings=tree.size,
+            pool_bytes=tree.device.pool_bytes(),
+            moved=tree.counts["clones"],
+            again=tree.counts["recorded again"],
+            failed=tree.counts["failed"],
+            evicted=tree.counts["evicted"],
+            pieces=tuple(_piece(piece, nodes) for piece in sorted(tree.pieces, key=lambda piece: piece.label)),
+            tree=tuple(f"{'  ' * (node.depth - 1)}{_label(node)}: {node.calls} replays" for node in nodes),
+        )
+
+
+def _label(node: Node) -> str:
+    assert node.function is not None
+    key = ", ".join(map(str, node.function.key))
+    return node.function.piece.label + (f" [{key}]" if key else "")
+
+
+def _piece(piece: Piece, nodes: list[Node]) -> PieceReport:
+    mine = [node for node in nodes if node.function is not None and node.function.piece is piece]
+    reasons: Counter[str] = Counter()
+    for function in piece.functions.values():
+        reasons.update({why: count for why, count in function.reasons.items() if why != FIRST_CALL})
+    newest = mine[-1].recording if mine else None
+    return PieceReport(
+        label=piece.label,
+        recordings=len(mine),
+        replays=sum(node.calls for node in mine),
+        copied_inputs=() if newest is None else tuple(piece.names[index] for index in newest.plan.copied),
+        copied_outputs=0 if newest is None else sum(slot.copied for slot in newest.slots),
+        unrecorded=dict(reasons),
+        refused=next((function.refused for function in piece.functions.values() if function.refused), None),
+    )
