@@ -217,6 +217,12 @@ def __getattr__(name: str) -> Any:
 _CHANGING = frozenset({"_stance", "compile_flag"})
 
 
+def expected() -> dict[str, PrivateSymbol]:
+    """Rows that this build of torch should have: one for CPUs alone has none of what only CUDA needs."""
+    cuda = torch.version.cuda is not None
+    return {name: row for name, row in SYMBOLS.items() if cuda or not row.feature.endswith("on CUDA")}
+
+
 @functools.cache
 def missing(feature: str) -> tuple[str, ...]:
     """What `feature` lacks in this torch, one line a symbol; empty when it can be used."""

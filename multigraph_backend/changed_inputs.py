@@ -95,16 +95,39 @@ def compile_in_order(
     if context is not None and context.output_strides:  # AOTAutograd counts from both ends
         del context.output_strides[count:]
 
-    # without a cache key of Inductor's AOTAutograd keeps this in no cache: on a hit it would run `code` alone
-    def run(args: list[Any]) -> Any:
-        changed = [args[index] for index in targets]
-        outputs = code(args)
-        for target, new in zip(changed, outputs[count:], strict=True):
-            target.data.copy_(new)  # the version counter is AOTAutograd's business, as for a change in the graph
-        return outputs[:count]
+    return ChangesLast(code, targets, count)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+
+_OutputCode: Any = object if _compat.missing("cudagraphs") else _compat.OutputCode
+
+
+class ChangesLast(_OutputCode):  # type: ignore[misc]
+    """Code that returns new values of inputs behind its `count` outputs, copied to the inputs `targets` at last.
+
+    AOTAutograd keeps it in no cache: it has no key of Inductor's, by which `code` alone would be found, and it refuses
+    to be serialized.
+    """
+
+    def __init__(self, code: Any, targets: Sequence[int], count: int) -> None:
+        self.code, self.targets, self.count = code, targets, count
+        self._boxed_call = True
+        self._fx_graph_cache_key = None
+
+    def __call__(self, args: list[Any]) -> Any:
+        changed = [args[index] for index in self.targets]
+        outputs = self.code(args)
+        for target, new in zip(changed, outputs[self.count :], strict=True):
+            target.data.copy_(new)  # the version counter is AOTAutograd's business, as for a change in the graph
+        return outputs[: self.count]
+
+    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
+        raise AssertionError("code that is in no cache was loaded from one")
+
+    def prepare_for_serialization(self) -> None:
+        raise TypeError("changes of inputs that come last are not cached")
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        self.code.set_triton_bundle(triton_bundle)
 
 
 def _take_out(

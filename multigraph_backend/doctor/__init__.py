@@ -54,7 +54,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, self_test: bool = True
         return Diagnosis((*findings, Finding("torch", "error", said, INSTALL_TORCH)))
     version = str(torch.version.__version__)
     findings += _contained("entry point", lambda: entry_point(registered(), _backend()))
-    findings += _contained("private symbols", lambda: private_symbols(_compat.SYMBOLS, version))
+    findings += _contained("private symbols", lambda: private_symbols(_compat.expected(), version))
     gpus = _contained("gpu", lambda: gpu(gpu_facts(environ)))
     has_gpu = any(finding.facts.get("devices") for finding in gpus)
     compiler = _contained(

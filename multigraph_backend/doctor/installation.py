@@ -105,6 +105,8 @@ LOST: dict[str, tuple[Level, str]] = {
     "variants": ("error", "no graph gets variants: each is compiled at once, as any backend would"),
     "changed inputs": ("error", "gradients may be wrong where a graph changes its inputs in place"),
     "names": ("warning", "sizes have no names, so options that name them do not apply"),
+    "cudagraphs": ("warning", "nothing is recorded in CUDA graphs"),
+    "cudagraphs on CUDA": ("warning", "nothing is recorded in CUDA graphs"),
     "stances": ("warning", "late compiles do not heed torch.compiler.set_stance"),
     "modes": ("warning", "the option 'mode' cannot be used"),
     "marks": ("warning", "multigraph_backend.mark cannot be used"),
