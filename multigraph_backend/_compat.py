@@ -120,6 +120,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            shape=("acquire", "release", "_is_owned", "_release_save")),
         _S("compile_flag", "torch.compiler", "_is_compiling_flag"),
         _S("_stance", "torch._dynamo.eval_frame", "_stance", feature="stances", shape=("stance",)),
+        _S("innermost_fn", "torch._dynamo.eval_frame", "innermost_fn"),
         _S("maybe_disable_inference_mode", "torch._dynamo.utils", "maybe_disable_inference_mode"),
         _S("maybe_disable_inference_mode_for_fake_prop", "torch._dynamo.utils",
            "maybe_disable_inference_mode_for_fake_prop"),

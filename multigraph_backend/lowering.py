@@ -157,6 +157,7 @@ def _compile(fresh: FreshInputs, options: Options, recorded_as: str | None) -> C
     run = compile_module(fresh.module, inputs, options, recorded_as, ignore_shape_env=True)
     if not callable(run):
         raise TypeError(f"the compiler returned {type(run).__name__}, which is not callable")
+    run = _compat.innermost_fn(run)  # only the dispatcher calls it, and Dynamo calls that outside of its own frames
     for attribute in ("zero_grad", "named_parameters", "named_buffers"):  # they keep the graph's copy alive
         vars(run).pop(attribute, None) if hasattr(run, "__dict__") else None
     return _taking_parts(run, len(inputs), fresh.divided) if fresh.divided else run
