@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -357,3 +357,15 @@ def lookup_compiler(compiler: str | Callable[..., Any]) -> Callable[..., Any]:
     """A torch.compile backend by name; a callable is returned as it is."""
     found: Callable[..., Any] = __getattr__("lookup_backend")(compiler)
     return found
+
+
+class TritonLaunch(NamedTuple):
+    """How a compiled Triton kernel is launched: `run(x, y, z, stream, *handles, *arguments)`, constants included."""
+
+    run: Callable[..., object]
+    handles: tuple[Any, ...]
+
+
+def triton_launch(compiled: Any) -> TritonLaunch:
+    """The way that `kernel[grid](...)` of Triton 3.6 to 3.9 goes in the end, loaded, without its hooks."""
+    return TritonLaunch(compiled.run, (compiled.function, compiled.packed_metadata, None, None, None))

@@ -20,6 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
+from multigraph_backend.cudagraphs import staging
 from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, Graph, Layout, PoolState
 
 
@@ -88,6 +89,12 @@ class CudaDevice:
         with torch.cuda.device(self.index):
             storage.resize_(storage.nbytes())  # allocates, copies on the current stream, and lets go of the old memory
         return True
+
+    def prepare(self, inputs: int) -> None:
+        staging.prepare(self.index, inputs)
+
+    def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[..., object]:
+        return staging.stager(self.index, buffers, self.stream, self.copy)
 
     def fresh_storage(self, nbytes: int) -> torch.UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()

@@ -92,8 +92,14 @@ class Device(Protocol):
     same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool]
     #: hot: handle of a storage -> how many tensors and storage objects refer to it
     use_count: Callable[[int], int]
-    #: hot: (destinations, sources): copies each source into its destination in as few launches as possible
+    #: hot: (destinations, sources): copies each source into its destination in few launches
     copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object]
+
+    def prepare(self, inputs: int) -> None:
+        """Make ready what `stager` uses for recordings that copy up to so many inputs; may compile."""
+
+    def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[..., object]:
+        """hot: a function of tensors, one for each of `buffers` and in its layout, that copies each into its buffer."""
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a plain dense tensor in this device's memory (which recordings may read)."""

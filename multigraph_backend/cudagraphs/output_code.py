@@ -23,7 +23,7 @@ from multigraph_backend.cudagraphs import partition, runtime
 from multigraph_backend.cudagraphs.cuts import CPU_OP, CutRules
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
-from multigraph_backend.cudagraphs.spec import GraphSpec
+from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.tree import Tree
 from multigraph_backend.options import Options
 
@@ -98,66 +98,55 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             return
         if not self.spec.pieces:
             return
-        constants = [value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)]
-        if self.spec.whole:
-            self.pieces = (self._whole(tree, constants),)
-            self._run = self.pieces[0]
+        spec = self.spec
+        pieces: list[Piece] = []
+
+        def piece(function: Any, number: int | None) -> Piece:
+            made = self._piece(tree, function, number)
+            pieces.append(made)
+            return made
+
+        if spec.whole:
+            self._run = piece(self.inner, None)
         else:
-            self._wrap_pieces(tree, constants)
+            wrappers = [functools.partial(piece, number=number) for number in range(len(spec.pieces))]
+            self.inner.recursively_apply_fns(wrappers)
+            inner, lock = self.inner, tree.lock
+
+            def run(inputs: list[Any]) -> Any:
+                with lock:  # calls of other threads between the pieces of one call would be paths of their own
+                    return inner(inputs)
+
+            self._run = run
+        self.pieces = tuple(pieces)
         weakref.finalize(self, tree.drop, self.pieces).atexit = False
 
-    def _whole(self, tree: Tree, constants: Sequence[torch.Tensor]) -> Piece:
+    def _piece(self, tree: Tree, function: Any, number: int | None) -> Piece:
+        """Inductor's piece `number`, or all of its code (None), as it is called and recorded."""
         spec = self.spec
+        if number is None:
+            facts: GraphSpec | PartitionSpec = spec
+            names = tuple(entry.name for entry in spec.inputs)
+            made_inside: list[int] = []
+        else:
+            facts = part = spec.pieces[number]
+            names = part.names
+            made_inside = [at for at, index in enumerate(part.inputs) if index is None]
+        tree.device.prepare(len(names) - len(facts.static))
         return Piece(
             tree,
-            self.inner,
-            names=[entry.name for entry in spec.inputs],
-            visible=spec.visible,
-            static=spec.static,
-            mutated=spec.mutated,
-            reused=range(len(spec.inputs)) if spec.is_backward else (),
-            constants=constants,
+            function,
+            names=names,
+            visible=facts.visible,
+            static=facts.static,
+            mutated=facts.mutated,
+            reused=range(len(names)) if spec.is_backward else made_inside,
+            constants=[value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)],
             is_backward=spec.is_backward,
-            label=self.label,
+            label=self.label if number is None else f"{self.label}, piece {number}",
             random=spec.random,
             required=self.required,
         )
-
-    def _wrap_pieces(self, tree: Tree, constants: Sequence[torch.Tensor]) -> None:
-        pieces: list[Piece] = []
-
-        def wrapper(number: int) -> Callable[[Any], Piece]:
-            part = self.spec.pieces[number]
-
-            def wrap(function: Any) -> Piece:
-                piece = Piece(
-                    tree,
-                    function,
-                    names=part.names,
-                    visible=part.visible,
-                    static=part.static,
-                    mutated=part.mutated,
-                    reused=[at for at, index in enumerate(part.inputs) if index is None or self.spec.is_backward],
-                    constants=constants,
-                    is_backward=self.spec.is_backward,
-                    label=f"{self.label}, piece {number}",
-                    random=self.spec.random,
-                    required=self.required,
-                )
-                pieces.append(piece)
-                return piece
-
-            return wrap
-
-        self.inner.recursively_apply_fns([wrapper(number) for number in range(len(self.spec.pieces))])
-        self.pieces = tuple(pieces)
-        inner, lock = self.inner, tree.lock
-
-        def run(inputs: list[Any]) -> Any:
-            with lock:  # calls of other threads between the pieces of one call would be paths of their own
-                return inner(inputs)
-
-        self._run = run
 
 
 def _unattached(inputs: list[Any]) -> Any:

@@ -63,6 +63,7 @@ def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRu
         whole=False,
         cuts=cuts.cuts_of(gm, rules) if devices else (),
         devices=devices,
+        refused=hidden_size(placeholders) if devices else None,
         random=draws(gm),
     )
     never = cuts.operators_never_recorded(gm, rules) if devices else {}
@@ -200,6 +201,19 @@ def placeholder(node: Node) -> Placeholder:
         next((trace for trace in traces if trace), None),
         next((trace for trace in mutated_at if trace), None),
     )
+
+
+def hidden_size(placeholders: Sequence[Node]) -> str | None:
+    """What speaks against recording where a size of an input is not among the inputs: recordings are told apart by the
+    numbers that come as inputs."""
+    values = [node.meta.get("val") for node in placeholders]
+    known = {_compat.sympy_expr(value) for value in values if isinstance(value, torch.SymInt)}
+    for node, value in zip(placeholders, values, strict=True):
+        if isinstance(value, torch.Tensor):
+            for size in (*value.shape, *value.stride()):
+                if isinstance(size, torch.SymInt) and not _compat.sympy_expr(size).free_symbols <= known:
+                    return f"size {size} of input {node.name} is no input"
+    return None
 
 
 def visible_outputs(gm: GraphModule, is_backward: bool) -> tuple[bool, ...]:

@@ -64,6 +64,9 @@ class Piece:
         self.static, self.mutated, self.reused = frozenset(static), frozenset(mutated), frozenset(reused)
         self.visible, self.constants, self.is_backward = tuple(visible), tuple(constants), is_backward
         self.functions: dict[tuple[Any, ...], Function] = {}
+        #: whether a function is called unrecorded first: until one was recorded, and always once that went wrong
+        self.warms_up = True
+        self.each_warms_up = False
         self._numbers: tuple[int, ...] | None = None
         tree.pieces.add(self)
         self._only: Function | None = None  # where no numbers are among the inputs

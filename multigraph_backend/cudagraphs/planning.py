@@ -47,7 +47,7 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any]) -> Inp
     copied: list[int] = []
     managed: dict[int, Slot] = {}
     generators: dict[int, torch.Generator] = {}
-    for index in range(len(inputs)):
+    for index in range(len(inputs)):  # no name may hold an input: their counts of references are read below
         kind = type(inputs[index])
         if isinstance(inputs[index], torch.Generator):
             generators[index] = inputs[index]
@@ -56,13 +56,13 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any]) -> Inp
             if inputs[index] is not None and kind not in (int, float, bool):
                 raise NotRecorded(f"input {piece.names[index]} is a {kind.__name__}", always=True)
             continue
-        if not device.is_on_device(inputs[index]):
+        address = function.addresses.get(index)
+        if address is None:
             function.failures += 1
             reason = f"input {piece.names[index]} is a {kind.__name__} on {inputs[index].device}"
             raise NotRecorded(reason, always=function.failures >= tree.limits.failures)
-        slot = slots.get(inputs[index].untyped_storage()._cdata)
-        address = function.addresses.get(index)
-        stays = address is not None and (before.get(index) == address or address in tree.lasting)
+        slot = slots.get(inputs[index].untyped_storage()._cdata) if slots else None
+        stays = before.get(index) == address or address in tree.lasting
         if slot is not None:
             managed[index] = slot
             fixed.append(index)
@@ -88,7 +88,7 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any]) -> Inp
     places = set(fixed)
     return InputPlan(
         tuple(fixed),
-        [device.address(inputs[index]) if index in places else None for index in range(len(inputs))],
+        [function.addresses[index] if index in places else None for index in range(len(inputs))],
         managed,
         tuple(copied),
         tuple(index for index, slot in managed.items() if _dies_here(device, slot, inputs)),

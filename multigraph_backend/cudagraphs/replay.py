@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,8 +64,8 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
             if source is not None:
                 names[f"once{number}"] = source
             sources.append(f"inputs[{index}]" if source is None else f"once{number}(inputs[{index}])")
-        names["buffers"] = recording.buffers
-        lines.append(f"    copy(buffers, [{', '.join(sources)}])")
+        names["stage"] = device.stager(recording.buffers)
+        lines.append(f"    stage({', '.join(sources)})")
     lines.append("    launch()")
     lines += _copies_of_slots(device, recording.slots, names)
     outputs = [_output(device, recording, number, names) for number in range(len(recording.outputs))]
@@ -135,5 +136,11 @@ def _view(device: Device, layout: Layout, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _function(name: str, lines: Sequence[str], names: dict[str, Any]) -> Any:
-    exec(compile("\n".join(lines), f"<multigraph {name} of a recording>", "exec"), names)
+    exec(_code(name, "\n".join(lines)), names)
     return names[name]
+
+
+@functools.lru_cache(maxsize=256)
+def _code(name: str, text: str) -> CodeType:
+    """Compiled once for recordings that differ in numbers alone."""
+    return compile(text, f"<multigraph {name} of a recording>", "exec")

@@ -135,6 +135,13 @@ class SimulatedDevice:
     def _same_addresses(self, tensors: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]) -> bool:
         return all(self.address(tensors[index]) == addresses[index] for index in indices)
 
+    def prepare(self, inputs: int) -> None:
+        """Nothing is compiled for it."""
+
+    def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[..., object]:
+        kept = list(buffers)
+        return lambda *sources: self._copy(kept, list(sources))
+
     def _copy(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self._driver("copy", len(destinations))
         found = [self._memory.of(tensor.untyped_storage()) for tensor in (*destinations, *sources)]

@@ -209,7 +209,7 @@ class Tree:
         """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
         if function.refused is not None:
             raise NotRecorded(function.refused)
-        if not function.warm:
+        if not function.warm and function.piece.warms_up:
             function.warm = True
             planning.look(self.device, function, inputs)
             raise NotRecorded(FIRST_CALL)
@@ -316,11 +316,16 @@ class Tree:
                 lambda owners: self.device.restore(state, alive, owners),
             )
         except NotRecorded as why:
-            function.failures += 1
             self.counts["failed"] += 1
             trace.count("failed_recordings")
+            if not function.warm:  # it may be what a first call does: this one is the first call
+                function.warm = function.piece.warms_up = function.piece.each_warms_up = True
+                raise NotRecorded(FIRST_CALL) from why
+            function.failures += 1
             why.always = why.always or function.failures >= self.limits.failures
             raise
+        function.warm = True
+        function.piece.warms_up = function.piece.each_warms_up
         if again:
             planning.log_again(function, parent.children[function], plan)
             self.counts["recorded again"] += 1

@@ -37,14 +37,39 @@ def test_the_first_call_warms_up_the_second_records_all_others_replay() -> None:
 
 
 def test_numbers_among_the_inputs_are_a_key_of_their_own() -> None:
-    def grown(n: int, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return x.repeat(n), n + 1
-
     bench = Bench()
     piece = bench.piece(grown, 2, 2)
     for n in (2, 3, 2, 3, 2, 3):
         call_right(piece, grown, n, values())
     assert (bench.recorded(), len(piece.functions)) == (2, 2)
+
+
+def grown(n: int, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x.repeat(n), n + 1
+
+
+def test_once_a_piece_was_recorded_its_other_keys_need_no_warm_up() -> None:
+    bench = Bench()
+    piece = bench.piece(grown, 2, 2)
+    for n, recorded in ((2, 0), (2, 1), (3, 2), (4, 3)):
+        call_right(piece, grown, n, values())
+        assert bench.recorded() == recorded
+    assert bench.unrecorded(piece) == {}
+
+
+def test_a_key_that_cannot_be_recorded_at_its_first_call_is_at_its_second() -> None:
+    bench = Bench()
+    piece = bench.piece(grown, 2, 2)
+    for _ in range(2):
+        call_right(piece, grown, 2, values())
+    bench.device.fail_at("capture_begin")
+    call_right(piece, grown, 3, values())
+    assert (bench.recorded(), bench.tree.counts["failed"], bench.unrecorded(piece)) == (1, 1, {})
+    call_right(piece, grown, 3, values())
+    assert bench.recorded() == 2
+    for recorded in (2, 3):  # from now on each key warms up
+        call_right(piece, grown, 4, values())
+        assert bench.recorded() == recorded
 
 
 def test_an_input_that_stays_is_read_in_place_and_one_that_moves_is_copied() -> None:

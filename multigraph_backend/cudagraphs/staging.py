@@ -1,0 +1,134 @@
+"""Copying the inputs of a recording into its buffers in one launch of a kernel of our own.
+
+torch's multi-tensor copy reads sizes, strides and types of every tensor at every call.  Of a recording all that is known
+beforehand but where the sources lie, so here a call passes their addresses and nothing else: a table in the device's
+memory tells each program of the kernel which source it reads, which words of it, and where they go.
+
+In:  the buffers, once.  Out: a function of sources, tensors of the same layouts, that copies them into the buffers.
+What the kernel does not serve goes to torch's copy: layouts with gaps, bytes that make no whole words, sources that do
+not lie on 16 bytes, much data, and machines where Triton cannot compile.
+
+Kernels are compiled by `prepare`, in a compile, for round numbers of sources; a call never compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from multigraph_backend import _compat, trace
+from multigraph_backend.cudagraphs.device import Layout
+
+log = logging.getLogger(__name__)
+
+Stager = Callable[..., object]
+
+WORD = torch.int32
+ALIGNED = 16  # bytes
+BLOCK = 1024  # words that one program copies
+MOST_SOURCES = 64  # of one launch
+MOST_BYTES = 16 << 20  # above, the GPU's time decides and torch's copy is as good
+ROW = 4  # of the table, per program: number of the source, first word, word behind the last, address of the buffer
+
+_lock = threading.Lock()
+#: per device and number of sources
+_launches: dict[tuple[int, int], _compat.TritonLaunch] = {}
+
+
+def sizes() -> list[int]:
+    """Numbers of sources that kernels are compiled for."""
+    return [1 << power for power in range(MOST_SOURCES.bit_length())]
+
+
+def prepare(index: int, sources: int) -> None:
+    """Compile the kernel for up to `sources` sources on CUDA device `index`, where that can be done."""
+    if sources < 1:
+        return
+    size = min(size for size in sizes() if size >= min(sources, MOST_SOURCES))
+    with _lock:
+        if (index, size) in _launches:
+            return
+        try:
+            with torch.cuda.device(index):
+                _launches[index, size] = _compat.triton_launch(_compiled(size))
+        except Exception as error:  # no compiler, no driver of Triton's, another Triton
+            reason = f"{type(error).__name__}: {error}"
+            trace.warn_once("staging", "inputs of recordings are copied by torch: no kernel could be made: %s", reason)
+            log.debug("no kernel for %d sources", size, exc_info=True)
+
+
+def stager(index: int, buffers: Sequence[torch.Tensor], stream: Callable[[], int], copy: Stager) -> Stager:
+    """What copies its arguments, one for each of `buffers`, into them.  `stream` tells the current one, `copy` is
+    torch's multi-tensor copy of a list into another."""
+    slow = functools.partial(_by_torch, copy, list(buffers))
+    with _lock:
+        fits = [size for device, size in _launches if device == index and size >= len(buffers)]
+        launch = _launches[index, min(fits)] if fits else None
+    if launch is None or not served(buffers):
+        return slow
+    table = rows(buffers)
+    names: dict[str, Any] = {
+        "launch": launch.run,
+        "handles": launch.handles,
+        "programs": len(table) // ROW,
+        "stream": stream,
+        "slow": slow,
+        "constants": (ROW, ALIGNED, BLOCK),
+        "table": torch.tensor(table, dtype=torch.int64, device=buffers[0].device),
+    }
+    names["at"] = names["table"].data_ptr()
+    exec(compile(source(len(buffers), min(fits)), "<multigraph staging of a recording>", "exec"), names)
+    made: Stager = names["stage"]
+    return made
+
+
+def served(buffers: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernel can copy into `buffers`: each is one run of whole words, and they are not much."""
+    total = 0
+    for buffer in buffers:
+        nbytes = buffer.numel() * buffer.element_size()
+        if nbytes != Layout.of(buffer).span or nbytes % WORD.itemsize or buffer.data_ptr() % ALIGNED:
+            return False
+        total += nbytes
+    return 0 < total <= MOST_BYTES
+
+
+def rows(buffers: Sequence[torch.Tensor]) -> list[int]:
+    """The table: a row for each program of the kernel, one after the other."""
+    table: list[int] = []
+    for number, buffer in enumerate(buffers):
+        words = buffer.numel() * buffer.element_size() // WORD.itemsize
+        for first in range(0, words, BLOCK):
+            table += [number, first, words, buffer.data_ptr()]
+    return table
+
+
+def source(count: int, size: int) -> str:
+    """The text of a function of `count` sources for a kernel of `size`; the first stands for those that are missing."""
+    sources = ", ".join(f"s{number}" for number in range(count))
+    addresses = [f"a{number}" for number in range(count)]
+    lines = [f"def stage({sources}):"]
+    lines += [f"    a{number} = s{number}.data_ptr()" for number in range(count)]
+    passed = [*addresses, *addresses[:1] * (size - count)]
+    lines += [
+        f"    if ({' | '.join(addresses)}) & {ALIGNED - 1}:",
+        f"        return slow({sources})",
+        f"    launch(programs, 1, 1, stream(), *handles, at, ({', '.join(passed)},), *constants)",
+    ]
+    return "\n".join(lines)
+
+
+def _by_torch(copy: Stager, buffers: list[torch.Tensor], *sources: torch.Tensor) -> None:
+    copy(buffers, list(sources))
+
+
+def _compiled(size: int) -> Any:
+    from multigraph_backend.cudagraphs.copy_kernel import copy_words
+
+    address = (1 << 40) + 1  # a number of 64 bits that no multiple is known of
+    return copy_words.warmup(torch.int64, (address,) * size, ROW, ALIGNED, BLOCK, grid=(1,))

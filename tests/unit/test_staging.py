@@ -1,0 +1,165 @@
+"""Staging: what the kernel is told, what goes to torch's copy instead, and the kernel itself in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.cudagraphs import staging
+
+
+@pytest.fixture
+def copy_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The kernel's module, run by Triton's interpreter on the CPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    name = "multigraph_backend.cudagraphs.copy_kernel"
+    sys.modules.pop(name, None)
+    yield importlib.import_module(name)
+    sys.modules.pop(name)
+
+
+class Bench:
+    """Stagers on the CPU, with a kernel for up to eight sources, and how often each way was gone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, copy_words: Any) -> None:
+        self.launched = self.by_torch = 0
+        self.copy_words = copy_words
+        self.made: list[Callable[..., object]] = []
+        launch = _compat.TritonLaunch(self.run, ("function", "metadata"))
+        monkeypatch.setattr(staging, "_launches", {(0, 8): launch, (0, 4): launch, (1, 64): launch})
+        self.sizes: list[int] = []
+
+    def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        function, metadata, at, sources, *constants = rest
+        assert (function, metadata, stream, y, z) == ("function", "metadata", 7, 1, 1)
+        (table,) = [
+            stage.__globals__["table"] for stage in self.made if stage.__globals__["table"].data_ptr() == at
+        ]
+        self.sizes.append(len(sources))
+        self.launched += 1
+        self.copy_words[(x,)](table, sources, *constants)
+
+    def copy(self, buffers: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self.by_torch += 1
+        torch._foreach_copy_(buffers, sources)
+
+    def stager(self, buffers: list[torch.Tensor]) -> Callable[..., object]:
+        made = staging.stager(0, buffers, lambda: 7, self.copy)
+        if hasattr(made, "__globals__"):
+            self.made.append(made)
+        return made
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, copy_kernel: ModuleType) -> Bench:
+    return Bench(monkeypatch, copy_kernel.copy_words)
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+
+
+SOURCES = {
+    "one": lambda: [torch.randn(5, 7)],
+    "more than a program copies": lambda: [torch.randn(3 * staging.BLOCK + 5), torch.randn(staging.BLOCK)],
+    "eight of all types": lambda: [
+        torch.randn(4, 4, dtype=torch.float64),
+        torch.randn(6).half(),
+        torch.randn(2).bfloat16(),
+        torch.randint(0, 9, (3,)),
+        torch.rand(8) > 0.5,
+        torch.randint(-9, 9, (4,), dtype=torch.int8),
+        torch.randn(3, dtype=torch.complex64),
+        torch.tensor(2.5),
+    ],
+    "dense in another order": lambda: [torch.randn(4, 6).t(), torch.randn(2, 3, 4).permute(2, 0, 1)],
+    "one is empty": lambda: [torch.randn(0, 3), torch.randn(3)],
+}
+
+
+@pytest.mark.parametrize("made", SOURCES.values(), ids=SOURCES)
+def test_one_launch_copies_every_byte_of_new_values(bench: Bench, made: Callable[[], list[torch.Tensor]]) -> None:
+    buffers = [like(tensor) for tensor in made()]
+    stage = bench.stager(buffers)
+    for _ in range(2):
+        sources = made()
+        stage(*sources)
+        for buffer, source in zip(buffers, sources, strict=True):
+            torch.testing.assert_close(buffer, source, rtol=0, atol=0)
+    assert (bench.launched, bench.by_torch) == (2, 0)
+
+
+def test_nothing_beside_the_buffers_is_written(bench: Bench) -> None:
+    arena = torch.zeros(64, dtype=torch.int32)
+    start = -arena.data_ptr() // 4 % 4
+    buffers = [arena[start : start + 5], arena[start + 8 : start + 11]]
+    bench.stager(buffers)(torch.ones(5, dtype=torch.int32), torch.ones(3, dtype=torch.int32))
+    assert arena.sum() == 8
+    assert [int(buffer.sum()) for buffer in buffers] == [5, 3]
+    assert bench.launched == 1
+
+
+UNSERVED = {
+    "bytes that are no whole words": lambda: [torch.randn(4), torch.rand(7) > 0.5],
+    "gaps": lambda: [torch.randn(4, 8)[:, :3]],
+    "nothing at all": lambda: [torch.randn(0)],
+    "much data": lambda: [torch.empty(staging.MOST_BYTES // 4 + 1)],
+    "more sources than the largest kernel takes": lambda: [torch.randn(4) for _ in range(9)],
+}
+
+
+@pytest.mark.parametrize("made", UNSERVED.values(), ids=UNSERVED)
+def test_what_the_kernel_does_not_serve_is_copied_by_torch(
+    bench: Bench, made: Callable[[], list[torch.Tensor]]
+) -> None:
+    sources = made()
+    buffers = [like(tensor) for tensor in sources]
+    bench.stager(buffers)(*sources)
+    assert all(torch.equal(buffer, source) for buffer, source in zip(buffers, sources, strict=True))
+    assert (bench.launched, bench.by_torch) == (0, 1)
+
+
+def test_a_call_whose_sources_lie_badly_is_copied_by_torch(bench: Bench) -> None:
+    stage = bench.stager([buffer := torch.zeros(8), other := torch.zeros(8)])
+    base = torch.arange(16.0)
+    stage(base[:8], base[1:9])
+    assert (bench.launched, bench.by_torch) == (0, 1)
+    stage(base[:8], base[4:12])
+    assert (bench.launched, bench.by_torch) == (1, 1)
+    assert torch.equal(buffer, base[:8])
+    assert torch.equal(other, base[4:12])
+
+
+def test_the_smallest_kernel_of_the_device_that_takes_all_is_used(bench: Bench) -> None:
+    for count in (1, 4, 5, 8):
+        bench.stager([torch.zeros(4) for _ in range(count)])(*[torch.ones(4) for _ in range(count)])
+    assert bench.sizes == [4, 4, 8, 8]
+    assert staging.sizes() == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_a_call_reads_addresses_and_nothing_else() -> None:
+    assert staging.source(3, 4) == (
+        "def stage(s0, s1, s2):\n"
+        "    a0 = s0.data_ptr()\n"
+        "    a1 = s1.data_ptr()\n"
+        "    a2 = s2.data_ptr()\n"
+        "    if (a0 | a1 | a2) & 15:\n"
+        "        return slow(s0, s1, s2)\n"
+        "    launch(programs, 1, 1, stream(), *handles, at, (a0, a1, a2, a0,), *constants)"
+    )
+
+
+def test_every_word_has_one_program() -> None:
+    buffers = [torch.empty(staging.BLOCK * 2 + 1), torch.empty(3)]
+    table = staging.rows(buffers)
+    rows = [tuple(table[at : at + staging.ROW]) for at in range(0, len(table), staging.ROW)]
+    first, second = (buffer.data_ptr() for buffer in buffers)
+    words, block = staging.BLOCK * 2 + 1, staging.BLOCK
+    assert rows == [(0, 0, words, first), (0, block, words, first), (0, 2 * block, words, first), (1, 0, 3, second)]
