@@ -63,7 +63,7 @@ def lower(
     facts = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
     tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
     recorded = records(graph.module, args, options)
-    cache_tag = f"{tag}|{recorded and (options.cudagraphs, options.cut, options.safe)}"
+    cache_tag = f"{tag}|{recorded and options.recording}"
     shared = bool(shared_storages([args[index] for index in user_tensors(graph)]))
 
     def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float]) -> Lowered:

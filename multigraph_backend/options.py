@@ -64,6 +64,9 @@ class Options:
         nothing is recorded
     cut: operators that no recording may hold, by name, `namespace::op`, `namespace::op.overload`, or a glob
     safe: custom operators in Python that recordings may hold: they read and change nothing but their arguments
+    record_small: whether pieces are recorded that cost more as recordings than they save
+    max_recordings: recordings of one piece, for the same sizes and after the same recording, before parameters that
+        come at further addresses are copied at each call
     inductor: patches of Inductor's configuration, sorted by name; those of the mode are among them
     mode: the mode of `torch.compile`; None is the default one
     """
@@ -76,6 +79,8 @@ class Options:
     cudagraphs: Literal["auto", "require", False] = "auto"
     cut: tuple[str, ...] = ()
     safe: tuple[str, ...] = ()
+    record_small: bool = False
+    max_recordings: int = 5
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
 
@@ -83,8 +88,14 @@ class Options:
         # Callables and the values of patches take no part: they may be unhashable.
         compiler = self.compiler if isinstance(self.compiler, str) else None
         knobs = tuple(name for name, _ in self.inductor)
-        recorded = self.cudagraphs, self.cut, self.safe
-        return hash((self.specialize, self.compile, self.on_failure, self.compile_timeout, compiler, recorded, knobs))
+        return hash(
+            (self.specialize, self.compile, self.on_failure, self.compile_timeout, compiler, self.recording, knobs)
+        )
+
+    @property
+    def recording(self) -> tuple[object, ...]:
+        """All that says what is recorded, and how."""
+        return self.cudagraphs, self.cut, self.safe, self.record_small, self.max_recordings
 
     @staticmethod
     def build(
@@ -266,6 +277,18 @@ def _read_operators(given: _Given) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _read_flag(given: _Given) -> bool:
+    if not isinstance(given.value, bool):
+        given.refuse("True or False")
+    return given.value
+
+
+def _read_count(given: _Given) -> int:
+    if isinstance(given.value, bool) or not isinstance(given.value, int) or given.value < 1:
+        given.refuse("a number from 1 on")
+    return given.value
+
+
 def _read_timeout(given: _Given) -> float | None:
     value = given.value
     if value is None:
@@ -340,6 +363,8 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "cut": _read_operators,
     "splitting_ops": _read_operators,
     "safe": _read_operators,
+    "record_small": _read_flag,
+    "max_recordings": _read_count,
     "inductor": _read_inductor,
     "mode": _read_mode,
 }

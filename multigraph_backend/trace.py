@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 CallKind = Literal["generic_calls", "variant_calls"]
 Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "eager_calls", "failures",
-    "recordings", "failed_recordings", "evicted_recordings", "unrecorded_pieces", "moved_outputs",
+    "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
+    "unrecorded_pieces", "moved_outputs",
 ]  # fmt: skip
 
 _CALLS: tuple[CallKind, ...] = ("generic_calls", "variant_calls")

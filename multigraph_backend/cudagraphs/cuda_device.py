@@ -96,6 +96,14 @@ class CudaDevice:
     def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[..., object]:
         return staging.stager(self.index, buffers, self.stream, self.copy)
 
+    def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
+        with torch.cuda.device(self.index):
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            stage(*sources)
+            after.record()
+        return lambda: before.elapsed_time(after) * 1e3 if after.query() else None
+
     def fresh_storage(self, nbytes: int) -> torch.UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
 

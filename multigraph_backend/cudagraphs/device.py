@@ -101,6 +101,10 @@ class Device(Protocol):
     def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[..., object]:
         """hot: a function of tensors, one for each of `buffers` and in its layout, that copies each into its buffer."""
 
+    def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
+        """Copy `sources` with `stage`, a stager; a function that tells how many microseconds of the device's own time
+        it took, None while that is not known."""
+
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a plain dense tensor in this device's memory (which recordings may read)."""
 

@@ -14,7 +14,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,15 +36,23 @@ _OutputCode: Any = object if _compat.missing("cudagraphs") else _compat.OutputCo
 KNOBS: Mapping[str, object] = {"triton.cudagraphs": True, "graph_partition": True}
 
 
+class Wanted(NamedTuple):
+    """What the user wants of recordings; see `Piece`."""
+
+    required: bool
+    must_pay: bool
+    most: int
+
+
 class RecordedCode(_OutputCode):  # type: ignore[misc]
     """Inductor's code for one graph, run through recordings.
 
-    `inner` is Inductor's, `spec` what is known of the graph, `label` what messages call it, `required` whether a call
-    that runs unrecorded is an error.
+    `inner` is Inductor's, `spec` what is known of the graph, `label` what messages call it, `wanted` what the user
+    wants of its recordings.
     """
 
-    def __init__(self, inner: Any, spec: GraphSpec, label: str, required: bool) -> None:
-        self.inner, self.spec, self.label, self.required = inner, spec, label, required
+    def __init__(self, inner: Any, spec: GraphSpec, label: str, wanted: Wanted) -> None:
+        self.inner, self.spec, self.label, self.wanted = inner, spec, label, wanted
         self._boxed_call = True
         self._fx_graph_cache_key = getattr(inner, "_fx_graph_cache_key", None)
         self.pieces: tuple[Piece, ...] = ()
@@ -145,7 +153,9 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             is_backward=spec.is_backward,
             label=self.label if number is None else f"{self.label}, piece {number}",
             random=spec.random,
-            required=self.required,
+            required=self.wanted.required,
+            must_pay=self.wanted.must_pay,
+            most=self.wanted.most,
         )
 
 
@@ -156,13 +166,14 @@ def _unattached(inputs: list[Any]) -> Any:
 def inner_compile(options: Options, label: str) -> Callable[..., Any]:
     """What compiles one graph in place of Inductor's function of that name; `label` is for messages."""
     rules = CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe))
-    required = options.cudagraphs == "require" or _compat.inductor_config.triton.cudagraph_or_error
-    return functools.partial(_compile_inner, rules, bool(required), label)
+    required = options.cudagraphs == "require" or bool(_compat.inductor_config.triton.cudagraph_or_error)
+    wanted = Wanted(required, not (required or options.record_small), options.max_recordings)
+    return functools.partial(_compile_inner, rules, wanted, label)
 
 
 def _compile_inner(
     rules: CutRules,
-    required: bool,
+    wanted: Wanted,
     label: str,
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -170,7 +181,7 @@ def _compile_inner(
 ) -> Any:
     """Inductor's compile of one graph, as `RecordedCode`.
 
-    Raises `NotAllRecorded` where all of it is `required` to be recorded and cannot be.
+    Raises `NotAllRecorded` where all of it is required to be recorded and cannot be.
     """
     settings["cudagraphs"] = _compat.BoxedBool(False)
     backward = bool(settings.get("is_backward"))
@@ -184,9 +195,9 @@ def _compile_inner(
         return code
     spec = partition.from_inductor(code, taken)
     log.debug("%s:\n%s", label, spec.describe())
-    if required:
+    if wanted.required:
         _check_all_recorded(spec, label)
-    return RecordedCode(code, spec, label, required)
+    return RecordedCode(code, spec, label, wanted)
 
 
 def _check_all_recorded(spec: GraphSpec, label: str) -> None:

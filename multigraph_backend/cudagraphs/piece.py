@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.recording import Boxed
     from multigraph_backend.cudagraphs.tree import Node, Tree
 
+MOST = 5
+
 _NONE: list[Node] = []
 
 
@@ -41,6 +43,8 @@ class Piece:
     stay.  mutated: positions that it changes.  reused: positions of temporaries, whose memory it may use for something
     else.  visible: per output, whether a user may hold it.  constants: tensors that the code holds itself.  random:
     whether it draws random numbers.  required: whether a call that runs unrecorded after the first is an error.
+    must_pay: whether a recording that costs more than it saves is given up.  most: recordings of one function after the
+    same parent, before inputs at new addresses are copied.
     """
 
     def __init__(
@@ -58,8 +62,11 @@ class Piece:
         label: str = "a piece",
         random: bool = True,
         required: bool = False,
+        must_pay: bool = False,
+        most: int = MOST,
     ) -> None:
         self.tree, self.function = tree, function
+        self.must_pay, self.most = must_pay, most
         self.names, self.label, self.random, self.required = tuple(names), label, random, required
         self.static, self.mutated, self.reused = frozenset(static), frozenset(mutated), frozenset(reused)
         self.visible, self.constants, self.is_backward = tuple(visible), tuple(constants), is_backward

@@ -38,7 +38,7 @@ def look(device: Device, function: Function, inputs: Sequence[Any]) -> None:
 
 def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any]) -> InputPlan:
     """See the module's text.  Raises `NotRecorded`."""
-    piece, device, limit = function.piece, tree.device, tree.limits.per_parent
+    piece, device, limit = function.piece, tree.device, function.piece.most
     slots = {slot.handle: slot for node in tree.path for slot in node.slots}
     before = function.addresses
     look(device, function, inputs)

@@ -11,6 +11,7 @@ them.  A saved tensor or an intermediate that nobody but the piece holds dies in
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from multigraph_backend.cudagraphs.cost import Trial
 from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, Device, Graph, Layout, PoolState
 
 if TYPE_CHECKING:
@@ -118,7 +120,11 @@ Output = OfSlot | OfInput | Constant
 
 @dataclass
 class Recording:
-    """See the module's text.  `buffers`: per copied input, a tensor over its place in the pool."""
+    """See the module's text.
+
+    buffers: per copied input, a tensor over its place in the pool; stage: what copies into them; trial: of one that has
+    to pay for itself.
+    """
 
     graph: Graph
     plan: InputPlan
@@ -128,7 +134,8 @@ class Recording:
     slots: list[Slot]
     consumed: list[tuple[Slot, int]]
     state: PoolState
-    copied_bytes: int
+    stage: Callable[..., object] | None = None
+    trial: Trial | None = None
 
 
 def record(
@@ -151,6 +158,7 @@ def record(
     owned = {index: (plan.managed[index].address, Layout.of(inputs[index])) for index in plan.owned}
     places: dict[int, tuple[int, int]] = {}
     passed: dict[int, StorageWeakRef] = {}
+    seconds = 0.0
 
     def capture() -> list[Any]:
         args = list(inputs)
@@ -167,7 +175,11 @@ def record(
             passed[index] = StorageWeakRef(owners[address])
             args[index] = device.maker(layout)(owners[address])
         owners.clear()
-        return list(piece.function(args))
+        nonlocal seconds
+        started = time.perf_counter()
+        result = list(piece.function(args))
+        seconds = time.perf_counter() - started
+        return result
 
     described: list[Output] = []
     storages: list[torch.UntypedStorage] = []
@@ -223,10 +235,16 @@ def record(
         if isinstance(error.__cause__, NotRecorded):
             raise error.__cause__ from None
         raise NotRecorded(f"recording failed: {error}") from error
+    buffers = [_over(device, places[index], part) for index, part in parts.items()]
+    stage = device.stager(buffers) if buffers else None
+    trial = None
+    if piece.must_pay:
+        seen_once = [part.source(inputs[index]) if part.source else inputs[index] for index, part in parts.items()]
+        trial = Trial(seconds * 1e6, device.time_copies(stage, seen_once) if stage is not None else lambda: 0.0)
     return Recording(
         graph=captured.graph,
         plan=plan,
-        buffers=[_over(device, places[index], part) for index, part in parts.items()],
+        buffers=buffers,
         sources=[part.source for part in parts.values()],
         outputs=described,
         slots=[
@@ -235,7 +253,8 @@ def record(
         ],
         consumed=_consumed(plan, captured),
         state=captured.state,
-        copied_bytes=sum(part.layout.span for part in parts.values()),
+        stage=stage,
+        trial=trial,
     )
 
 

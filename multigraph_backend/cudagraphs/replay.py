@@ -64,7 +64,7 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
             if source is not None:
                 names[f"once{number}"] = source
             sources.append(f"inputs[{index}]" if source is None else f"once{number}(inputs[{index}])")
-        names["stage"] = device.stager(recording.buffers)
+        names["stage"] = recording.stage
         lines.append(f"    stage({', '.join(sources)})")
     lines.append("    launch()")
     lines += _copies_of_slots(device, recording.slots, names)

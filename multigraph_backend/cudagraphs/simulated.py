@@ -85,6 +85,8 @@ class SimulatedDevice:
         self.log: deque[tuple[str, Any]] = deque(maxlen=10_000)
         #: set it to have each failed capture begin a new pool, as one on a GPU may
         self.failures_spoil_the_pool = False
+        #: microseconds that `time_copies` tells of
+        self.copies_us: float | None = 0.0
         #: set it to make `capturing` say that the user records on his own
         self.user_captures = False
         self._capacity = pool_bytes
@@ -137,6 +139,9 @@ class SimulatedDevice:
 
     def prepare(self, inputs: int) -> None:
         """Nothing is compiled for it."""
+
+    def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
+        return lambda: self.copies_us
 
     def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[..., object]:
         kept = list(buffers)

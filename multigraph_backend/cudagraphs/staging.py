@@ -1,8 +1,8 @@
 """Copying the inputs of a recording into its buffers in one launch of a kernel of our own.
 
-torch's multi-tensor copy reads sizes, strides and types of every tensor at every call.  Of a recording all that is known
-beforehand but where the sources lie, so here a call passes their addresses and nothing else: a table in the device's
-memory tells each program of the kernel which source it reads, which words of it, and where they go.
+torch's multi-tensor copy reads sizes, strides and types of every tensor at every call.  Of a recording all that is
+known beforehand but where the sources lie, so here a call passes their addresses and nothing else: a table in the
+device's memory tells each program of the kernel which source it reads, which words of it, and where they go.
 
 In:  the buffers, once.  Out: a function of sources, tensors of the same layouts, that copies them into the buffers.
 What the kernel does not serve goes to torch's copy: layouts with gaps, bytes that make no whole words, sources that do

@@ -18,8 +18,10 @@ One lock guards all of it; a call holds it from the choice of a node to the laun
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,14 +42,12 @@ FIRST_CALL = "first call"
 class Limits:
     """What recordings may cost.
 
-    per_parent: recordings of one function after the same parent, before inputs at new addresses are copied
     depth: nodes on a path; a longer one ends its step, or its calls run unrecorded
     per_device: recordings in all; the least recently used are given up for new ones
     pool_bytes: bytes of the pool from which on recordings are given up for new ones; None: no limit
     failures: failed recordings of one function before it is not tried again
     """
 
-    per_parent: int = 5
     depth: int = 64
     per_device: int = 1024
     pool_bytes: int | None = None
@@ -66,7 +66,7 @@ class Node:
     """
 
     __slots__ = ("after", "calls", "children", "dead", "depth", "function", "generation", "holds", "parent",
-                 "ready", "recording", "run", "slots", "state", "tree", "used",
+                 "ready", "recording", "run", "slots", "state", "tree", "trial", "used",
                  "watched")  # fmt: skip
 
     def __init__(
@@ -83,14 +83,29 @@ class Node:
         self.ready = False
         self.run: replay.Run = _not_built
         self.holds: replay.Holds = lambda inputs: False
+        self.trial = None if recording is None else recording.trial
         if recording is not None:
             self.holds = replay.build_holds(tree.device, recording, self.dead)
+
+    def _try(self, run: replay.Run, inputs: list[object]) -> tuple[object, ...]:
+        """Run it and see what it costs; after some calls, keep it or give it up."""
+        assert self.trial is not None
+        started = time.perf_counter()
+        outputs = run(inputs)
+        if self.trial.ran((time.perf_counter() - started) * 1e6):
+            self.run = run
+            loss, self.trial = self.trial.loss(), None
+            if loss is not None:
+                self.tree.give_up(self, loss)
+        return outputs
 
     def build(self) -> None:
         """Generate what runs; again when a slot has moved or is to be copied.  Nothing over its slots may be alive."""
         assert self.recording is not None
         self.unbuild()  # drops what the old one held over the slots, before counts are taken
         self.run = replay.build_run(self.tree.device, self.recording, self)
+        if self.trial is not None:
+            self.run = functools.partial(self._try, self.run)
         self.watched = tuple(slot for slot in self.slots if not slot.copied)
         self.ready = True
 
@@ -363,6 +378,16 @@ class Tree:
             self.counts["evicted"] += 1
             trace.count("evicted_recordings")
         self._leave_pools()
+
+    def give_up(self, node: Node, why: str) -> None:
+        """Record no more what `node` recorded, which is still on the path."""
+        assert node.function is not None
+        node.function.refused = why
+        self.counts["not worth it"] += 1
+        trace.count("unprofitable_recordings")
+        log.info("%s: %s", node.function.piece.label, why)
+        if self._linked(node):
+            self._unlink(node)
 
     def _over(self, limit: int) -> bool:
         return self.device.pool_bytes() > limit

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend.cudagraphs.piece import Piece
+from multigraph_backend.cudagraphs.piece import MOST, Piece
 from multigraph_backend.cudagraphs.simulated import SimulatedDevice
 from multigraph_backend.cudagraphs.tree import Limits, Tree
 
@@ -29,7 +29,10 @@ def boxed(function: Body) -> Callable[[list[Any]], tuple[Any, ...]]:
 class Bench:
     """A simulated device, a tree, and pieces on it whose results are compared with plain calls."""
 
-    def __init__(self, limits: Limits | None = None, marks: Callable[[], int] = lambda: 0, **device: Any) -> None:
+    def __init__(
+        self, limits: Limits | None = None, marks: Callable[[], int] = lambda: 0, most: int = MOST, **device: Any
+    ) -> None:
+        self.most = most
         self.device = SimulatedDevice(**device)
         self.tree = Tree(self.device, limits, marks)
 
@@ -38,7 +41,7 @@ class Bench:
         names = [f"x{index}" for index in range(inputs)]
         label = known.pop("label", getattr(function, "__name__", "piece"))
         shown = tuple(visible) or (True,) * outputs
-        return Piece(self.tree, boxed(function), names=names, visible=shown, label=label, **known)
+        return Piece(self.tree, boxed(function), names=names, visible=shown, label=label, most=self.most, **known)
 
     def recorded(self) -> int:
         return self.tree.counts["recordings"]

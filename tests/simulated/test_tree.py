@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from multigraph_backend.cudagraphs.cost import REPLAYS, Trial
 from multigraph_backend.cudagraphs.tree import Limits
 from tests.simulated.pieces import Bench, assert_equal, call_right, values
 
@@ -412,7 +414,7 @@ def test_an_output_of_a_recording_is_changed_in_place() -> None:
 
 
 def test_parameters_at_new_addresses_are_recorded_again_up_to_a_limit_and_then_copied() -> None:
-    bench = Bench(Limits(per_parent=3))
+    bench = Bench(most=3)
     piece = bench.piece(weighted, 2, 1, static=[1])
     weights = [torch.randn(8, 8) for _ in range(12)]
     for w in weights:
@@ -425,7 +427,7 @@ def test_parameters_at_new_addresses_are_recorded_again_up_to_a_limit_and_then_c
 
 
 def test_a_buffer_that_is_changed_and_keeps_moving_runs_unrecorded_after_the_limit() -> None:
-    bench = Bench(Limits(per_parent=3))
+    bench = Bench(most=3)
     piece = bench.piece(accumulate, 2, 1, static=[0], mutated=[0])
     buffers = [torch.zeros(8) for _ in range(8)]
     for total in buffers:
@@ -606,3 +608,52 @@ def test_an_intermediate_that_a_piece_hands_on_stays() -> None:
             assert_equal(outputs, wanted)
         del held[:-2], expected[:-2]
     assert bench.unrecorded(one, two) == {}
+
+
+# ---------------------------------------------------------------- what does not pay
+
+
+def slow(x: torch.Tensor) -> tuple[torch.Tensor]:
+    time.sleep(0.05)  # of the code alone: a replay does not run it
+    return (x * 2,)
+
+
+def test_a_recording_whose_copies_take_longer_than_its_code_is_given_up() -> None:
+    bench = Bench()
+    bench.device.copies_us = 1e9
+    piece, after = bench.piece(slow, 1, 1, must_pay=True), bench.piece(double, 1, 1)
+    for _ in range(REPLAYS + 4):
+        (y,) = call_right(piece, slow, values())
+        call_right(after, double, y)
+    (reason,) = bench.unrecorded(piece)
+    assert reason.startswith("it does not pay: a replay takes ")
+    assert bench.tree.counts["not worth it"] == 1
+    kept = {node.function.piece for node in bench.tree.root.below() if node.function}
+    assert kept == {after}  # recorded anew, as the first of its step
+
+
+@pytest.mark.parametrize(("copies", "must_pay"), [(0.0, True), (None, True), (1e9, False)])
+def test_a_recording_that_pays_or_need_not_is_kept(copies: float | None, must_pay: bool) -> None:
+    bench = Bench()
+    bench.device.copies_us = copies
+    piece = bench.piece(slow, 1, 1, must_pay=must_pay)
+    for _ in range(REPLAYS + 4):
+        call_right(piece, slow, values())
+    assert (bench.unrecorded(piece), bench.recorded(), bench.replays()) == ({}, 1, REPLAYS + 3)
+
+
+def test_the_quickest_replay_and_the_copies_are_held_against_the_code() -> None:
+    def loss(code: float, replays: list[float], copies: float | None = 0.0) -> str | None:
+        trial = Trial(code, lambda: copies)
+        enough = [trial.ran(replay) for replay in replays]
+        assert enough == [False] * (REPLAYS - 1) + [True]
+        return trial.loss()
+
+    times = [900.0, 10.0, *[50.0] * (REPLAYS - 2)]
+    assert loss(10.0, times) is None
+    assert loss(15.0, times, copies=4.0) is None
+    assert loss(15.0, times, copies=None) is None
+    assert loss(9.0, times) == (
+        "it does not pay: a replay takes 10.0 us, its code 9.0 us (record_small=True records it all the same)"
+    )
+    assert "a replay takes 10.0 us and 6.0 us of copying, its code 15.0 us" in str(loss(15.0, times, copies=6.0))

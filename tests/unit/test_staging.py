@@ -1,4 +1,4 @@
-"""Staging: what the kernel is told, what goes to torch's copy instead, and the kernel itself in Triton's interpreter."""
+"""Staging: what the kernel is told, what torch copies instead, and the kernel itself in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class Bench:
     def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
         function, metadata, at, sources, *constants = rest
         assert (function, metadata, stream, y, z) == ("function", "metadata", 7, 1, 1)
-        (table,) = [
-            stage.__globals__["table"] for stage in self.made if stage.__globals__["table"].data_ptr() == at
-        ]
+        (table,) = [stage.__globals__["table"] for stage in self.made if stage.__globals__["table"].data_ptr() == at]
         self.sizes.append(len(sources))
         self.launched += 1
         self.copy_words[(x,)](table, sources, *constants)
