@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multigraph_backend.backend import multigraph
+    from multigraph_backend.cudagraphs.runtime import limit_recordings
     from multigraph_backend.gains import measure_gains
     from multigraph_backend.marks import mark
     from multigraph_backend.options import Options, OptionsError
@@ -33,6 +34,7 @@ _HOME = {
     "Predicate": "predicates",
     "Range": "predicates",
     "explain": "report",
+    "limit_recordings": "cudagraphs.runtime",
     "mark": "marks",
     "measure_gains": "gains",
     "multigraph": "backend",
@@ -51,6 +53,7 @@ __all__ = [
     "Predicate",
     "Range",
     "explain",
+    "limit_recordings",
     "mark",
     "measure_gains",
     "multigraph",

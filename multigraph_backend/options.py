@@ -29,6 +29,8 @@ VARIABLE = "MULTIGRAPH_OPTIONS"
 DISABLE_VARIABLE = "MULTIGRAPH_DISABLE"
 _OR_ERROR = "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR"
 PIECES = ("variants", "cudagraphs", "all")
+DEBUG_VARIABLE = "MULTIGRAPH_DEBUG"
+AIDS = ("poison",)
 
 
 class OptionsError(ValueError):
@@ -42,11 +44,23 @@ def disabled_pieces(environ: Mapping[str, str]) -> frozenset[str]:
     once, as any backend would, and nothing is recorded.
     Raises OptionsError for a name that is none of these.
     """
-    names = [name.strip() for name in environ.get(DISABLE_VARIABLE, "").split(",")]
+    return _listed(environ, DISABLE_VARIABLE, "piece", PIECES)
+
+
+def debugging_aids(environ: Mapping[str, str]) -> frozenset[str]:
+    """What ``MULTIGRAPH_DEBUG`` turns on: "poison" fills memory of recordings that nobody may read with NaN.
+
+    Raises OptionsError for another name.
+    """
+    return _listed(environ, DEBUG_VARIABLE, "aid", AIDS)
+
+
+def _listed(environ: Mapping[str, str], variable: str, kind: str, known: Sequence[str]) -> frozenset[str]:
+    names = [name.strip() for name in environ.get(variable, "").split(",")]
     for name in filter(None, names):
-        if name not in PIECES:
+        if name not in known:
             raise OptionsError(
-                f"{DISABLE_VARIABLE}: unknown piece {name!r}{did_you_mean(name, PIECES)}; pieces: {', '.join(PIECES)}"
+                f"{variable}: unknown {kind} {name!r}{did_you_mean(name, known)}; {kind}s: {', '.join(known)}"
             )
     return frozenset(filter(None, names))
 

@@ -1,10 +1,7 @@
 """CUDA, as the runtime of recordings needs it: the one place that talks to the driver and to torch's allocator.
 
-The pool is a `torch.cuda.MemPool` of torch's own caching allocator.  Its state is saved and set back by the calls that
-torch made for its own trees.  These know blocks by the storages that free them; here the runtime owns blocks by
-address: right after a capture the pool is set to the state it is in, which takes the deleters off the outputs' storages
-and leaves the blocks allocated.  Such a storage can still be resized, which gives it, and all tensors that share it,
-other memory: that is how what a user keeps is moved out of the way.
+Where recordings live is `memory_pool`'s matter.  A storage whose block the pool has adopted can still be resized, which
+gives it, and all tensors that share it, other memory: that is how what a user keeps is moved out of the way.
 """
 
 from __future__ import annotations
@@ -12,31 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs import staging
-from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, Graph, Layout, PoolState
-
-
-@dataclass(frozen=True)
-class _State:
-    raw: Any
-    addresses: frozenset[int]
-
-
-@dataclass(frozen=True)
-class _Left:
-    """A pool in which nothing new is recorded, and what keeps it."""
-
-    pool: torch.cuda.MemPool
-    anchor: torch.cuda.CUDAGraph
-    owned: set[int]
+from multigraph_backend.cudagraphs import poison, staging
+from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, DeviceFailed, Graph, Layout, PoolState
+from multigraph_backend.memory_pool import MemoryPool, State, TorchPool
 
 
 class CudaDevice:
@@ -47,10 +28,8 @@ class CudaDevice:
         self.generation = -1
         self._device = torch.device("cuda", index)
         self._capture_stream = torch.cuda.Stream(index)
-        self._flag = torch.zeros(1, device=self._device)
-        self._left: dict[int, _Left] = {}
-        self._pool: torch.cuda.MemPool
-        self._anchor: torch.cuda.CUDAGraph
+        self._left: dict[int, MemoryPool] = {}
+        self._pool: MemoryPool
         self.same_addresses = _compat.same_addresses
         self.use_count = _compat.storage_use_count
         self.copy = _compat.foreach_copy
@@ -111,46 +90,32 @@ class CudaDevice:
 
     def new_pool(self) -> None:
         if self.generation >= 0:
-            self._left[self.generation] = _Left(self._pool, self._anchor, self._owned)
+            self._left[self.generation] = self._pool
         self.generation += 1
         with torch.cuda.device(self.index):
-            self._pool = torch.cuda.MemPool()
-            self._owned: set[int] = set()
-            self._owners: list[tuple[int, StorageWeakRef]] = []
-            # a pool lives as long as a graph that was captured in it; and capturing anything at all sets right what a
-            # failed capture leaves behind in the random number generators
-            self._anchor = torch.cuda.CUDAGraph()
-            self._capture_stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._capture_stream):
-                self._anchor.capture_begin(pool=cast(Any, self._pool.id), capture_error_mode="thread_local")
-                try:
-                    self._flag.zero_()
-                finally:
-                    self._anchor.capture_end()
-            self._empty = _State(_compat.pool_state(self.index, self._pool.id), frozenset())
+            # the capture of its anchor also sets right what a failed one leaves behind in the random number generators
+            self._pool = TorchPool(self.index, torch.cuda.CUDAGraph(), self._capture_stream)
 
     def leave(self, generation: int) -> None:
-        left = self._left.pop(generation)
-        for address in left.owned:
-            _compat.free_block(address)
+        self._left.pop(generation).leave()
 
     def empty_state(self) -> PoolState:
-        return self._empty
+        return self._pool.empty
 
     def restore(self, state: PoolState, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
-        assert isinstance(state, _State)
-        for address in self._owned:
-            _compat.free_block(address)
-        self._owned.clear()
-        _compat.set_pool_state(self.index, state.raw, [], [storage._cdata for storage in owners])
-        self._owned = set(state.addresses)
-        for address in state.addresses.difference(blocks):
-            _compat.free_block(address)
-            self._owned.discard(address)
-        self._owners = [(storage.data_ptr(), StorageWeakRef(storage)) for storage in owners]
+        assert isinstance(state, State)
+        try:
+            self._pool.restore(state, blocks, owners)
+        except Exception as error:
+            self.new_pool()
+            raise DeviceFailed(_first_line(error)) from error
 
     def pool_bytes(self) -> int:
-        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._pool.id))
+        return sum(nbytes for _, nbytes in self._pool.segments())
+
+    def poison(self, kept: Iterable[tuple[int, int]]) -> None:
+        for address, nbytes in poison.others(self._pool.segments(), kept):
+            self.maker(Layout((nbytes,), (1,), 0, torch.uint8))(self.storage_at(address, nbytes)).fill_(poison.BYTE)
 
     # ---------------------------------------------------------------- recording
 
@@ -160,6 +125,21 @@ class CudaDevice:
         outputs: Callable[[Any], Sequence[torch.Tensor]],
         random: bool = False,
         generators: Sequence[torch.Generator] = (),
+    ) -> Captured:
+        try:
+            return self._capture(function, outputs, random, generators)
+        except CaptureFailed:
+            raise
+        except Exception as error:  # a call of the driver around the capture failed: what it has done is not known
+            self.new_pool()
+            raise CaptureFailed(_first_line(error)) from error
+
+    def _capture(
+        self,
+        function: Callable[[], Any],
+        outputs: Callable[[Any], Sequence[torch.Tensor]],
+        random: bool,
+        generators: Sequence[torch.Generator],
     ) -> Captured:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
@@ -183,9 +163,7 @@ class CudaDevice:
                     graph.capture_end()
                 except Exception as error:
                     problem, broken = problem or error, True
-                    for clean_up in (_compat.stop_allocating_to_pool, _compat.release_pool):
-                        with contextlib.suppress(Exception):  # torch has done so where it got that far
-                            clean_up(self.index, self._pool.id)
+                    self._pool.stop()
             current.wait_stream(self._capture_stream)
         kept: dict[int, torch.UntypedStorage] = {}
         if problem is None:
@@ -193,25 +171,19 @@ class CudaDevice:
                 kept = {storage.data_ptr(): storage for storage in (out.untyped_storage() for out in outputs(result))}
             except Exception as error:
                 problem = error
-        freed = frozenset(address for address, owner in self._owners if owner.expired())
-        self._owned -= freed
+        freed = self._pool.freed()
         if problem is None:
             kept.pop(0, None)
-            if not _compat.pool_holds_only(self.index, self._pool.id, self._owned | set(kept)):
+            if not self._pool.holds_only(self._pool.owned | set(kept)):
                 problem = RuntimeError("memory of the recording is still held by something that is not an output of it")
         if problem is not None:
             result = None
             kept.clear()
             self._let_go(problem, broken)
             raise CaptureFailed(_first_line(problem)) from problem
-        stale = [storage._cdata for storage in kept.values()]
-        stale += [owner.cdata for address, owner in self._owners if address not in freed]
-        self._owners = []
-        raw = _compat.pool_state(self.index, self._pool.id)
-        _compat.set_pool_state(self.index, raw, stale, [])
-        self._owned |= set(kept)
+        state = self._pool.adopt(kept.values())
         blocks = {address: storage.nbytes() for address, storage in kept.items()}
-        return Captured(cast(Graph, graph), result, blocks, freed, _State(raw, frozenset(self._owned)))
+        return Captured(cast(Graph, graph), result, blocks, freed, state)
 
     def _let_go(self, problem: BaseException, broken: bool) -> None:
         """After a failed capture: free what it allocated, or go on in another pool where this one is spoilt."""
@@ -219,14 +191,10 @@ class CudaDevice:
         while error is not None:  # frames of the failed function hold its tensors
             _clear_frames(error)
             error = error.__cause__ or error.__context__
-        alive = [owner.cdata for _, owner in self._owners if not owner.expired()]
-        self._owners = []
-        if alive:
-            _compat.set_pool_state(self.index, _compat.pool_state(self.index, self._pool.id), alive, [])
-        # blocks that dead owners have freed are allocated again by the next `restore`; nothing is recorded before it
-        if not broken and not _compat.pool_holds_only(self.index, self._pool.id, self._owned):
+        self._pool.disown()
+        if not broken and not self._pool.holds_only(self._pool.owned):
             gc.collect()
-            broken = not _compat.pool_holds_only(self.index, self._pool.id, self._owned)
+            broken = not self._pool.holds_only(self._pool.owned)
         if broken:
             self.new_pool()
 

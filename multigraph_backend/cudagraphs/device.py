@@ -13,7 +13,7 @@ address: once `capture` has returned, no storage frees pool memory by dying; `fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -140,7 +140,12 @@ class Device(Protocol):
 
         `owners` are storages that `storage_at` has just made over some of `blocks`: during the next capture, and then
         only, the death of one frees its block, for the rest of the capture to use.
+
+        Raises `DeviceFailed`; a new pool is begun then.
         """
+
+    def poison(self, kept: Iterable[tuple[int, int]]) -> None:
+        """Fill the pool with bytes that make wrong numbers, but for `kept`, ranges of address and bytes."""
 
     def pool_bytes(self) -> int:
         """Bytes that the pool has reserved."""

@@ -93,7 +93,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         self._run = self.inner
         if not self.spec.devices:  # nothing of it runs on a GPU
             return
-        reason = self.spec.refused or runtime.say_unavailable()
+        reason = self.spec.refused or runtime.unavailable()
         if reason is None and len(self.spec.devices) != 1:
             reason = f"it spans {len(self.spec.devices)} devices"
         if reason is None and self.spec.pieces:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from multigraph_backend.cudagraphs import poison
 from multigraph_backend.cudagraphs.device import Device, Layout
 from multigraph_backend.cudagraphs.recording import Constant, OfInput, OfSlot, Recording, Slot
 
@@ -58,6 +59,9 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
     lines = ["def run(inputs):"]
     names: dict[str, Any] = {"copy": device.copy, "launch": recording.graph.replay, "node": node}
     names.update(tree=node.tree, append=node.tree.path.append)
+    if node.tree.poisons:
+        names.update(poison=functools.partial(poison.fill, node), own=recording.slots)
+        lines.append("    poison(())")
     if recording.buffers:
         sources = []
         for number, (index, source) in enumerate(zip(recording.plan.copied, recording.sources, strict=True)):
@@ -67,6 +71,8 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
         names["stage"] = recording.stage
         lines.append(f"    stage({', '.join(sources)})")
     lines.append("    launch()")
+    if node.tree.poisons:
+        lines.append("    poison(own)")
     lines += _copies_of_slots(device, recording.slots, names)
     outputs = [_output(device, recording, number, names) for number in range(len(recording.outputs))]
     lines += [f"    outputs = ({', '.join(outputs)}{',' if outputs else ''})", "    inputs.clear()"]

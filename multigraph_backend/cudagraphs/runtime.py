@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
+import os
 import threading
 from collections.abc import Callable
 
@@ -11,17 +12,21 @@ import torch
 from multigraph_backend import _compat, trace
 from multigraph_backend.cudagraphs.device import Device
 from multigraph_backend.cudagraphs.tree import Limits, Tree
-
-log = logging.getLogger(__name__)
+from multigraph_backend.options import debugging_aids
 
 _lock = threading.Lock()
 _trees: dict[int, Tree] = {}
+_limits = Limits()
 
 
 def unavailable() -> str | None:
-    """Why nothing can be recorded with this torch, None if it can."""
+    """Why nothing can be recorded with this torch, said once in the log too; None if it can."""
     lacking = _compat.missing("cudagraphs") + _compat.missing("cudagraphs on CUDA")
-    return f"this torch differs: {lacking[0]}" if lacking else None
+    if not lacking:
+        return None
+    reason = f"this torch differs: {lacking[0]}"
+    trace.warn_once("recordings", "nothing is recorded in CUDA graphs: %s", reason)
+    return reason
 
 
 def tree(index: int, make: Callable[[int], Device] | None = None) -> Tree:
@@ -34,7 +39,8 @@ def tree(index: int, make: Callable[[int], Device] | None = None) -> Tree:
                 make = CudaDevice
             # asked for inside a compile, under its modes
             with _compat.disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-                _trees[index] = Tree(make(index), Limits(), marks=_marks())
+                poisons = "poison" in debugging_aids(os.environ)
+                _trees[index] = Tree(make(index), _limits, _marks(), poisons)
         return _trees[index]
 
 
@@ -42,6 +48,26 @@ def trees() -> list[Tree]:
     """All trees there are."""
     with _lock:
         return list(_trees.values())
+
+
+def limit_recordings(count: int | None = None, pool_bytes: int | None = None) -> None:
+    """Limit what recordings of this process may hold on each device, from the next recording on.
+
+    count: recordings, None for the default of 1024.  pool_bytes: bytes of device memory for their pool, None for no
+    limit.  The least recently used are given up first; each is made again when it is needed again.
+
+    Raises ValueError for a number below 1.
+    """
+    global _limits
+    for name, value in (("count", count), ("pool_bytes", pool_bytes)):
+        if value is not None and value < 1:
+            raise ValueError(f"limit_recordings: {name} must be a number from 1 on or None, got {value!r}")
+    with _lock:
+        _limits = dataclasses.replace(
+            _limits, per_device=Limits.per_device if count is None else count, pool_bytes=pool_bytes
+        )
+        for entry in _trees.values():
+            entry.limits = _limits
 
 
 def forget() -> None:
@@ -54,11 +80,3 @@ def _marks() -> Callable[[], int]:
     """How often the user has said that a step begins; torch counts it, downwards."""
     box = _compat.step_marks
     return lambda: box.mark_step_counter  # hot
-
-
-def say_unavailable() -> str | None:
-    """Like `unavailable`, and says so once."""
-    reason = unavailable()
-    if reason is not None:
-        trace.warn_once("recordings", "nothing is recorded in CUDA graphs: %s", reason)
-    return reason

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ import torch
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.arena import ArenaState
 from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, Device, DeviceFailed, Layout, PoolState
+from multigraph_backend.cudagraphs.poison import others
 from multigraph_backend.cudagraphs.simulated_capture import NOT_CAPTURED, Recorder
 from multigraph_backend.cudagraphs.simulated_memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
 
@@ -206,6 +207,13 @@ class SimulatedDevice:
         pool.poison([(0, pool.arena.capacity)], kept.items())
         pool.arena.restore(ArenaState(tuple(kept.items())))
         self._owners = owning
+        self._memory.scatter()
+
+    def poison(self, kept: Iterable[tuple[int, int]]) -> None:
+        pool = self._pool
+        self._memory.gather()
+        ranges = others([(pool.base, pool.arena.capacity)], kept)
+        pool.poison([(address - pool.base, nbytes) for address, nbytes in ranges], ())
         self._memory.scatter()
 
     def pool_bytes(self) -> int:

@@ -136,11 +136,17 @@ class Node:
 class Tree:
     """See the module's text.  One per device.
 
-    marks: a counter that changes when the user says that a step begins.
+    marks: a counter that changes when the user says that a step begins.  poisons: see `poison`.
     """
 
-    def __init__(self, device: Device, limits: Limits | None = None, marks: Callable[[], int] = lambda: 0) -> None:
-        self.device, self.limits, self.marks = device, limits or Limits(), marks
+    def __init__(
+        self,
+        device: Device,
+        limits: Limits | None = None,
+        marks: Callable[[], int] = lambda: 0,
+        poisons: bool = False,
+    ) -> None:
+        self.device, self.limits, self.marks, self.poisons = device, limits or Limits(), marks, poisons
         self.lock = threading.RLock()
         self.capturing, self.use_count, self.device_stream = device.capturing, device.use_count, device.stream
         self.path: list[Node] = []

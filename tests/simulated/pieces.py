@@ -30,11 +30,16 @@ class Bench:
     """A simulated device, a tree, and pieces on it whose results are compared with plain calls."""
 
     def __init__(
-        self, limits: Limits | None = None, marks: Callable[[], int] = lambda: 0, most: int = MOST, **device: Any
+        self,
+        limits: Limits | None = None,
+        marks: Callable[[], int] = lambda: 0,
+        most: int = MOST,
+        poisons: bool = False,
+        **device: Any,
     ) -> None:
         self.most = most
         self.device = SimulatedDevice(**device)
-        self.tree = Tree(self.device, limits, marks)
+        self.tree = Tree(self.device, limits, marks, poisons)
 
     def piece(self, function: Body, inputs: int, outputs: int, *, visible: Sequence[bool] = (), **known: Any) -> Piece:
         """`known`: static, mutated, constants, is_backward."""

@@ -1,0 +1,141 @@
+"""Where recordings live: a pool of a device's memory whose allocator can be put into an earlier state.
+
+In:  captures, which allocate here, and the states, blocks and owners that the runtime of recordings knows.
+Out: states to come back to, which blocks are still allocated, what the pool has reserved.
+
+The runtime owns blocks by address: what a capture leaves allocated is adopted, and then no storage frees it by dying;
+`restore` and `leave` do.  `MemoryPool` is what any allocator has to serve; `TorchPool` serves it with torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from multigraph_backend import _compat
+
+
+@dataclass(frozen=True)
+class State:
+    """What the pool's allocator looked like at one moment; `addresses` of the blocks that were allocated."""
+
+    raw: Any
+    addresses: frozenset[int]
+
+
+class MemoryPool(Protocol):
+    """One pool of one device.  All calls come under the lock of the device's recordings."""
+
+    #: as graphs are told of it when they are captured
+    id: tuple[int, int]
+    #: without any block
+    empty: State
+    #: addresses of the blocks that the runtime owns
+    owned: set[int]
+
+    def restore(self, state: State, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
+        """See `device.Device.restore`."""
+
+    def freed(self) -> frozenset[int]:
+        """Addresses of blocks that the deaths of owners have freed since the last `restore`, now owned no more."""
+
+    def holds_only(self, addresses: Collection[int]) -> bool:
+        """Whether these blocks are allocated and no others are."""
+
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
+        """Own the blocks of `storages`, and those of owners that live; the state of now."""
+
+    def disown(self) -> None:
+        """After a failed capture: no storage frees anything any more."""
+
+    def stop(self) -> None:
+        """Allocate no more here, where a capture could not end as it should."""
+
+    def segments(self) -> list[tuple[int, int]]:
+        """Address and bytes of each run of memory that is reserved."""
+
+    def leave(self) -> None:
+        """Free all that is owned.  The pool serves no further captures."""
+
+
+class TorchPool:
+    """A `torch.cuda.MemPool`, with the calls that torch made for its own trees.
+
+    Those know blocks by the storages that free them.  To set the pool to the state that it is in takes the deleters off
+    the storages that are named, and leaves the blocks allocated.
+    """
+
+    def __init__(self, index: int, anchor: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        """`anchor`: a graph that is captured here on `stream` and kept, for a pool lives as long as a graph in it."""
+        self.index = index
+        self._pool, self._anchor = torch.cuda.MemPool(), anchor
+        self.id: tuple[int, int] = self._pool.id
+        self.owned: set[int] = set()
+        self._owners: list[tuple[int, StorageWeakRef]] = []
+        flag = torch.zeros(1, device=torch.device("cuda", index))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            anchor.capture_begin(pool=cast(Any, self.id), capture_error_mode="thread_local")
+            try:
+                flag.zero_()
+            finally:
+                anchor.capture_end()
+        self._flag = flag  # the anchor writes to it
+        self.empty = State(self._now(), frozenset())
+
+    def restore(self, state: State, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
+        for address in self.owned:
+            _compat.free_block(address)
+        self.owned.clear()
+        _compat.set_pool_state(self.index, state.raw, [], [storage._cdata for storage in owners])
+        self.owned.update(state.addresses)
+        for address in state.addresses.difference(blocks):
+            _compat.free_block(address)
+            self.owned.discard(address)
+        self._owners = [(storage.data_ptr(), StorageWeakRef(storage)) for storage in owners]
+
+    def freed(self) -> frozenset[int]:
+        freed = frozenset(address for address, owner in self._owners if owner.expired())
+        self.owned -= freed
+        return freed
+
+    def holds_only(self, addresses: Collection[int]) -> bool:
+        return bool(_compat.pool_holds_only(self.index, self.id, set(addresses)))
+
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
+        kept = list(storages)
+        self._take_over([storage._cdata for storage in kept])
+        self.owned.update(storage.data_ptr() for storage in kept)
+        return State(self._now(), frozenset(self.owned))
+
+    def disown(self) -> None:
+        # blocks that dead owners have freed are allocated again by the next `restore`; nothing is recorded before it
+        self._take_over([])
+
+    def _take_over(self, handles: list[int]) -> None:
+        handles = handles + [owner.cdata for _, owner in self._owners if not owner.expired()]
+        self._owners = []
+        if handles:
+            _compat.set_pool_state(self.index, self._now(), handles, [])
+
+    def _now(self) -> Any:
+        return _compat.pool_state(self.index, self.id)
+
+    def stop(self) -> None:
+        for call in (_compat.stop_allocating_to_pool, _compat.release_pool):
+            with contextlib.suppress(Exception):  # torch has done so where it got that far
+                call(self.index, self.id)
+
+    def segments(self) -> list[tuple[int, int]]:
+        found = torch.cuda.memory_snapshot(cast(Any, self.id))
+        return [(segment["address"], segment["total_size"]) for segment in found]
+
+    def leave(self) -> None:
+        for address in self.owned:
+            _compat.free_block(address)
+        self.owned.clear()
