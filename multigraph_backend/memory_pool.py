@@ -53,8 +53,12 @@ class MemoryPool(Protocol):
     def disown(self) -> None:
         """After a failed capture: no storage frees anything any more."""
 
-    def stop(self) -> None:
-        """Allocate no more here, where a capture could not end as it should."""
+    def uses(self) -> int:
+        """How many graphs, and captures that are on, keep it, and the pool itself."""
+
+    def stop(self, uses: int) -> None:
+        """After a capture that could not end as it should: allocate here no more, and be kept by `uses` again, the
+        number before it."""
 
     def segments(self) -> list[tuple[int, int]]:
         """Address and bytes of each run of memory that is reserved."""
@@ -126,10 +130,14 @@ class TorchPool:
     def _now(self) -> Any:
         return _compat.pool_state(self.index, self.id)
 
-    def stop(self) -> None:
-        for call in (_compat.stop_allocating_to_pool, _compat.release_pool):
-            with contextlib.suppress(Exception):  # torch has done so where it got that far
-                call(self.index, self.id)
+    def uses(self) -> int:
+        return self._pool.use_count()
+
+    def stop(self, uses: int) -> None:
+        with contextlib.suppress(Exception):  # it raises where torch has done so, or had not begun to allocate here
+            _compat.stop_allocating_to_pool(self.index, self.id)
+        while self._pool.use_count() > uses:
+            _compat.release_pool(self.index, self.id)
 
     def segments(self) -> list[tuple[int, int]]:
         found = torch.cuda.memory_snapshot(cast(Any, self.id))

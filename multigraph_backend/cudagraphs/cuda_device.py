@@ -148,7 +148,7 @@ class CudaDevice:
         broken = False
         result: Any = None
         with _undisturbed(self.index), contextlib.ExitStack() as stack:
-            current = torch.cuda.current_stream(self.index)
+            current, uses = torch.cuda.current_stream(self.index), self._pool.uses()
             self._capture_stream.wait_stream(current)
             with torch.cuda.stream(self._capture_stream):
                 try:
@@ -163,7 +163,7 @@ class CudaDevice:
                     graph.capture_end()
                 except Exception as error:
                     problem, broken = problem or error, True
-                    self._pool.stop()
+                    self._pool.stop(uses)
             current.wait_stream(self._capture_stream)
         kept: dict[int, torch.UntypedStorage] = {}
         if problem is None:

@@ -21,28 +21,17 @@ import multigraph_backend
 from multigraph_backend.backend import multigraph
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
-
-CUDA = torch.device("cuda")
+from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.synchronize()
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return torch.compile(function, backend=multigraph, options=options)
+    fresh()
 
 
 def counts() -> dict[str, int]:
     return multigraph_backend.stats()
-
-
-def trees_counts(name: str) -> int:
-    return sum(tree.counts[name] for tree in runtime.trees())
 
 
 def unrecorded() -> dict[str, int]:
@@ -61,14 +50,10 @@ class Recorded:
     """What was recorded and replayed since it was made."""
 
     def __init__(self) -> None:
-        self.before = {name: trees_counts(name) for name in ("recordings", "unrecorded", "clones", "failed")}
+        self.before = {name: tree_counts(name) for name in ("recordings", "unrecorded", "clones", "failed")}
 
     def __getattr__(self, name: str) -> int:
-        return trees_counts(name) - self.before[name]
-
-
-def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        return tree_counts(name) - self.before[name]
 
 
 class Net(torch.nn.Module):
@@ -426,6 +411,7 @@ def test_another_process_takes_everything_from_the_caches_and_records_again(tmp_
     program = """
 import torch, json, sys
 import multigraph_backend
+from multigraph_backend.backend import multigraph
 from torch._dynamo.utils import counters
 from multigraph_backend.cudagraphs import runtime
 torch.manual_seed(0)
@@ -457,3 +443,125 @@ print(json.dumps({
     assert second["recordings"] == first["recordings"]
     assert (second["misses"], second["codegen"], second["failures"]) == (0, 0, 0)
     assert second["hits"] >= 2
+
+
+def test_artifacts_carry_the_compiled_code_to_a_machine_without_caches(tmp_path: Any) -> None:
+    program = """
+import torch, json, sys
+import multigraph_backend
+from multigraph_backend.backend import multigraph
+from torch._dynamo.utils import counters
+from multigraph_backend.cudagraphs import runtime
+torch.manual_seed(0)
+file, mode = sys.argv[1:]
+if mode == "load":
+    torch.compiler.load_cache_artifacts(open(file, "rb").read())
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).cuda()
+run = torch.compile(model, backend="multigraph", dynamic=True, options={"specialize": [{"input[0]": 4}]})
+for batch in (4, 6, 4, 6, 4, 6):
+    x = torch.randn(batch, 64, device="cuda")
+    y = run(x)
+    torch.testing.assert_close(y, model(x), rtol=1e-3, atol=1e-3)
+    y.sum().backward()
+if mode == "save":
+    data, _ = torch.compiler.save_cache_artifacts()
+    open(file, "wb").write(data)
+print(json.dumps({
+    "recordings": sum(tree.counts["recordings"] for tree in runtime.trees()),
+    "misses": counters["aot_autograd"]["autograd_cache_miss"],
+    "codegen": counters["inductor"]["fxgraph_cache_miss"],
+}))
+"""
+    results = []
+    for mode in ("save", "load"):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / mode)}
+        words = [sys.executable, "-c", program, str(tmp_path / "artifacts"), mode]
+        run = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        results.append(json.loads(run.stdout.splitlines()[-1]))
+    saved, loaded = results
+    assert saved["misses"] > 0
+    assert loaded == {"recordings": saved["recordings"], "misses": 0, "codegen": 0}
+
+
+# ---------------------------------------------------------------- what a recording costs
+
+
+def test_a_piece_that_does_not_pay_runs_unrecorded_unless_asked_for() -> None:
+    for small, kept in ((False, 0), (True, 1)):
+        fresh()
+        run = compiled(lambda x: x + 1, record_small=small)
+        for _ in range(30):
+            x = torch.randn(64, device=CUDA)
+            close(run(x), x + 1)
+        assert runtime.tree(0).size >= kept
+        (report,) = multigraph_backend.explain().recordings
+        refused = [piece.refused for piece in report.pieces if piece.refused]
+        assert len(refused) == 1 - kept
+        assert all("it does not pay: a replay takes" in reason for reason in refused)
+
+
+def test_a_piece_that_pays_is_kept() -> None:
+    def many(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(12):
+            x = torch.softmax(x @ x.t() / 64, -1)
+        return x
+
+    run = compiled(many, record_small=False)
+    with torch.no_grad():
+        for _ in range(30):
+            x = torch.randn(64, 64, device=CUDA)
+            close(run(x), many(x))
+    assert runtime.tree(0).size >= 1
+    assert unrecorded() == {}
+
+
+def test_inputs_of_all_kinds_are_staged_by_one_launch() -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool]
+
+    def total(*xs: torch.Tensor) -> torch.Tensor:
+        return sum((x.double() * (index + 1) for index, x in enumerate(xs)), torch.zeros((), device=CUDA))
+
+    def made() -> list[torch.Tensor]:
+        return [(torch.randn(48, 32, device=CUDA) * 9).to(kind) for kind in kinds]
+
+    run = compiled(total)
+    for step in range(8):
+        xs = made()
+        if step == 5:  # does not lie on 16 bytes
+            xs[1] = torch.randn(48 * 32 + 1, device=CUDA).bfloat16()[1:].view(48, 32)
+        close(run(*xs), total(*xs))
+    nodes = [node for node in runtime.tree(0).root.below() if node.recording is not None and node.recording.buffers]
+    assert nodes
+    assert all(node.recording.stage.__name__ == "stage" for node in nodes)  # the kernel's, not torch's copy
+
+
+def test_recordings_stay_within_their_limits() -> None:
+    run = compiled(lambda x: torch.softmax(x @ x.t(), -1), specialize=[])
+    multigraph_backend.limit_recordings(count=3)
+    try:
+        for _ in range(2):
+            for size in (8, 16, 24, 32, 40, 48):
+                for _ in range(2):
+                    x = torch.randn(size, 64, device=CUDA)
+                    close(run(x), torch.softmax(x @ x.t(), -1))
+                assert runtime.tree(0).size <= 3
+        assert tree_counts("evicted") > 0
+    finally:
+        multigraph_backend.limit_recordings()
+
+
+def test_meta_tensors_are_no_reason_to_skip() -> None:
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        shape = torch.empty(4, 8, device="meta").t()
+        return torch.relu(x @ x.t()) + shape.shape[0]
+
+    run, seen = compiled(mixed), tree_counts("recordings")
+    for _ in range(4):
+        x = torch.randn(16, 16, device=CUDA)
+        close(run(x), mixed(x))
+    assert tree_counts("recordings") > seen
+
+
+def test_every_replay_is_checked_by_poison() -> None:
+    assert runtime.tree(0).poisons  # all tests of this folder run in this mode

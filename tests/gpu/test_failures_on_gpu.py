@@ -1,0 +1,131 @@
+"""A driver call that fails while a recording is made: the call gives the right result, and the process stays healthy.
+
+Each call that the way to a recording makes is let fail at each of its turns, once before and once after it has done its
+work, by putting a function that raises in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.cudagraphs import runtime
+from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
+
+DRIVER: list[tuple[Any, str]] = [
+    (torch.cuda.CUDAGraph, "capture_begin"),
+    (torch.cuda.CUDAGraph, "capture_end"),
+    (_compat, "clear_cublas_workspaces"),
+    (_compat, "pool_state"),
+    (_compat, "set_pool_state"),
+    (_compat, "pool_holds_only"),
+    (_compat, "storage_at"),
+]
+
+
+class Injected(RuntimeError):
+    """The failure."""
+
+
+class Failing:
+    """Fails at one turn, counted from 0, before or after the call proper."""
+
+    def __init__(self, function: Callable[..., Any], turn: int, after: bool) -> None:
+        self.function, self.turn, self.after = function, turn, after
+        self.turns = 0
+
+    def method(self) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        turn, self.turns = self.turns, self.turns + 1
+        if turn != self.turn:
+            return self.function(*args, **kwargs)
+        if self.after:
+            self.function(*args, **kwargs)
+        raise Injected(f"turn {turn}")
+
+    @property
+    def failed(self) -> bool:
+        return self.turns > self.turn
+
+
+def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x @ w, -1) + torch.relu(x)
+
+
+def healthy() -> None:
+    """Random numbers, plain memory, and captures of the user's own work."""
+    torch.manual_seed(3)
+    first = torch.randn(8, device=CUDA)
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(8, device=CUDA), first)
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(4, device=CUDA)
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    graph.replay()
+    assert x.sum().item() == 4
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("owner", "name"), DRIVER, ids=[name for _, name in DRIVER])
+def test_each_turn_of_a_driver_call_may_fail(
+    owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.tree(0)  # its own set-up is not what fails here
+    w = torch.randn(32, 32, device=CUDA)
+    reached = 0
+    for turn in range(6):
+        fresh()
+        f, g = compiled(chain), compiled(lambda y: y.cos().sum(0))
+        with torch.no_grad():
+            f(torch.randn(16, 32, device=CUDA), w)
+            g(torch.randn(16, 32, device=CUDA))
+        failing = Failing(getattr(owner, name), turn, after)
+        held = []
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(owner, name, failing.method())
+            for _ in range(4):
+                x = torch.randn(16, 32, device=CUDA)
+                y = f(x, w)
+                close(y, chain(x, w))
+                close(g(y), chain(x, w).cos().sum(0))
+                held.append((y, chain(x, w)))
+        reached += failing.failed
+        for mine, right in held:
+            close(mine, right)
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.randn(16, 32, device=CUDA)
+                close(f(x, w), chain(x, w))
+        healthy()
+    assert reached >= 1
+    assert tree_counts("recordings") > 0
+
+
+def test_a_thousand_failed_captures_leak_nothing() -> None:
+    @torch.library.custom_op("multigraph_test::synchronizes", mutates_args=())
+    def synchronizes(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    synchronizes.register_fake(lambda x: torch.empty_like(x))
+    fresh()
+    tree = runtime.tree(0)
+    run = compiled(lambda x: synchronizes(x + 1) * 2, safe=["multigraph_test::synchronizes"])
+    x = torch.randn(256, 256, device=CUDA)
+    reserved = []
+    for turn in range(1000):
+        for piece in tree.pieces:
+            for function in piece.functions.values():  # else it is not tried any more
+                function.failures, function.refused = 0, None
+        y = run(x)
+        if turn % 333 == 0:
+            close(y, (x + 1) * (x + 1).sum() * 2)
+            reserved.append(torch.cuda.memory_reserved())
+    assert tree.counts["failed"] >= 998
+    assert reserved[-1] <= reserved[1] + (4 << 20)
+    healthy()
