@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -29,6 +29,9 @@ from multigraph_backend.facts import Facts
 from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
 from multigraph_backend.options import Options
 
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.direct_call import DirectCall
+
 log = logging.getLogger(__name__)
 
 CompiledFunction = Callable[..., Sequence[Any]]
@@ -36,11 +39,20 @@ CompiledFunction = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class Lowered:
-    """Compiled code of one form of a graph; `condition` says for which arguments it is right."""
+    """Compiled code of one form of a graph; `condition` says for which arguments it is right.
+
+    `direct`: a shorter way to what `run` runs, known after the first call.
+    """
 
     run: CompiledFunction
     condition: AddedCondition
     seconds: float
+    direct: DirectCall | None = None
+
+    @property
+    def shortest(self) -> CompiledFunction:
+        """`run`, or less of it where that is the same."""
+        return self.run if self.direct is None else self.direct.function or self.run
 
 
 def lower(
@@ -77,9 +89,9 @@ def lower(
             fresh = fresh_inputs.build(graph, facts, args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
             with _compat.tracing(context):
-                run = _compile(fresh, options, f"{graph.code}, {name}" if recorded else None)
+                run, direct = _compile(fresh, options, f"{graph.code}, {name}" if recorded else None, context)
             condition = added_condition(graph, fresh, context, args, {**pinned, **floats})
-        return Lowered(run, condition, time.perf_counter() - started)
+        return Lowered(run, condition, time.perf_counter() - started, direct)
 
     def compile(process_wide: contextlib.ExitStack) -> Lowered:
         with trace.compile_phase(str(graph.code), name, graph.compile_id):
@@ -152,15 +164,28 @@ def compile_module(
     return run
 
 
-def _compile(fresh: FreshInputs, options: Options, recorded_as: str | None) -> CompiledFunction:
+def _compile(
+    fresh: FreshInputs, options: Options, recorded_as: str | None, context: Any
+) -> tuple[CompiledFunction, DirectCall | None]:
     inputs = fresh.inputs
-    run = compile_module(fresh.module, inputs, options, recorded_as, ignore_shape_env=True)
+    if recorded_as is None:
+        return _bare(compile_module(fresh.module, inputs, options, ignore_shape_env=True), fresh), None
+    from multigraph_backend.cudagraphs import direct_call, output_code
+
+    with output_code.attached() as codes:
+        run = _bare(compile_module(fresh.module, inputs, options, recorded_as, ignore_shape_env=True), fresh)
+    direct = None if fresh.divided else direct_call.find(run, codes, context.fw_metadata)
+    return (run, None) if direct is None else (direct.first, direct)
+
+
+def _bare(run: Any, fresh: FreshInputs) -> CompiledFunction:
+    """What a compiler returned, without what only Dynamo needs, taking the graph's arguments."""
     if not callable(run):
         raise TypeError(f"the compiler returned {type(run).__name__}, which is not callable")
     run = _compat.innermost_fn(run)  # only the dispatcher calls it, and Dynamo calls that outside of its own frames
     for attribute in ("zero_grad", "named_parameters", "named_buffers"):  # they keep the graph's copy alive
         vars(run).pop(attribute, None) if hasattr(run, "__dict__") else None
-    return _taking_parts(run, len(inputs), fresh.divided) if fresh.divided else run
+    return _taking_parts(run, len(fresh.inputs), fresh.divided) if fresh.divided else run
 
 
 def _taking_parts(run: CompiledFunction, count: int, divided: Mapping[int, int]) -> CompiledFunction:

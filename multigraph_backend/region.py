@@ -263,12 +263,12 @@ class Region:
             if not forms or (gains.measuring() and not variant.generic):
                 self._ready[variant.number] = _NOT_READY
             elif len(forms) == 1:
-                self._ready[variant.number] = (forms[0].condition.check, variant.tick, forms[0].run)
+                self._ready[variant.number] = (forms[0].condition.check, variant.tick, forms[0].shortest)
             else:
                 self._ready[variant.number] = (None, lambda: None, self._chooser(variant, forms))
 
     def _chooser(self, variant: Variant, forms: Sequence[Lowered]) -> Callable[..., Any]:
-        pairs = tuple((form.condition.check, form.run) for form in forms)
+        pairs = tuple((form.condition.check, form.shortest) for form in forms)
         number, tick, missed = variant.number, variant.tick, weakref.WeakMethod(self.missed)
 
         def choose(*args: Any) -> Any:

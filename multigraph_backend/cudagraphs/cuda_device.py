@@ -163,6 +163,9 @@ class CudaDevice:
                     graph.capture_end()
                 except Exception as error:
                     problem, broken = problem or error, True
+                    if self.capturing():  # a stream that goes on capturing would spoil all that follows
+                        with contextlib.suppress(Exception):
+                            graph.capture_end()
                     self._pool.stop(uses)
             current.wait_stream(self._capture_stream)
         kept: dict[int, torch.UntypedStorage] = {}

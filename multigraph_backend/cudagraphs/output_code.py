@@ -13,7 +13,9 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,20 @@ _OutputCode: Any = object if _compat.missing("cudagraphs") else _compat.OutputCo
 KNOBS: Mapping[str, object] = {"triton.cudagraphs": True, "graph_partition": True}
 
 
+_attached: ContextVar[list[RecordedCode] | None] = ContextVar("attached", default=None)
+
+
+@contextmanager
+def attached() -> Iterator[list[RecordedCode]]:
+    """What is compiled, or taken from a cache, within."""
+    codes: list[RecordedCode] = []
+    token = _attached.set(codes)
+    try:
+        yield codes
+    finally:
+        _attached.reset(token)
+
+
 class Wanted(NamedTuple):
     """What the user wants of recordings; see `Piece`."""
 
@@ -48,19 +64,19 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
     """Inductor's code for one graph, run through recordings.
 
     `inner` is Inductor's, `spec` what is known of the graph, `label` what messages call it, `wanted` what the user
-    wants of its recordings.
+    wants of its recordings, `inference` whether no backward belongs to it.  `run` is what a call runs.
     """
 
-    def __init__(self, inner: Any, spec: GraphSpec, label: str, wanted: Wanted) -> None:
-        self.inner, self.spec, self.label, self.wanted = inner, spec, label, wanted
+    def __init__(self, inner: Any, spec: GraphSpec, label: str, wanted: Wanted, inference: bool) -> None:
+        self.inner, self.spec, self.label, self.wanted, self.inference = inner, spec, label, wanted, inference
         self._boxed_call = True
         self._fx_graph_cache_key = getattr(inner, "_fx_graph_cache_key", None)
         self.pieces: tuple[Piece, ...] = ()
-        self._run: Callable[[list[Any]], Any] = inner
+        self.run: Callable[[list[Any]], Any] = inner
         self._attach()
 
     def __call__(self, inputs: list[Any]) -> Any:
-        return self._run(inputs)
+        return self.run(inputs)
 
     # ---------------------------------------------------------------- what torch asks of compiled code
 
@@ -81,7 +97,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         self.inner = copy.copy(self.inner)
         self.inner.prepare_for_serialization()
         self.pieces = ()
-        self._run = _unattached
+        self.run = _unattached
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         self.inner.set_triton_bundle(triton_bundle)
@@ -90,7 +106,9 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
 
     def _attach(self) -> None:
         """Put recordings between the callers of the code and the code."""
-        self._run = self.inner
+        if (attached := _attached.get()) is not None:
+            attached.append(self)
+        self.run = self.inner
         if not self.spec.devices:  # nothing of it runs on a GPU
             return
         reason = self.spec.refused or runtime.unavailable()
@@ -115,7 +133,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             return made
 
         if spec.whole:
-            self._run = piece(self.inner, None)
+            self.run = piece(self.inner, None)
         else:
             wrappers = [functools.partial(piece, number=number) for number in range(len(spec.pieces))]
             self.inner.recursively_apply_fns(wrappers)
@@ -125,7 +143,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                 with lock:  # calls of other threads between the pieces of one call would be paths of their own
                     return inner(inputs)
 
-            self._run = run
+            self.run = run
         self.pieces = tuple(pieces)
         weakref.finalize(self, tree.drop, self.pieces).atexit = False
 
@@ -197,7 +215,7 @@ def _compile_inner(
     log.debug("%s:\n%s", label, spec.describe())
     if wanted.required:
         _check_all_recorded(spec, label)
-    return RecordedCode(code, spec, label, wanted)
+    return RecordedCode(code, spec, label, wanted, bool(settings.get("is_inference")))
 
 
 def _check_all_recorded(spec: GraphSpec, label: str) -> None:

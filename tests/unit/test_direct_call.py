@@ -1,0 +1,172 @@
+"""The way past AOTAutograd's wrappers: taken where they do nothing, by real wrappers of this torch; nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+from multigraph_backend import _compat
+from multigraph_backend.cudagraphs import direct_call
+from multigraph_backend.cudagraphs.direct_call import DirectCall
+
+
+class Code:
+    """Stands for recorded code: its `run` is what AOTAutograd's wrappers call in the end."""
+
+    _boxed_call = True
+    pieces = ("one",)
+
+    def __init__(self, forward: Callable[..., Any], inference: bool) -> None:
+        self.inference = inference
+        self.calls = 0
+
+        def run(inputs: list[Any]) -> Any:
+            self.calls += 1
+            args = list(inputs)
+            inputs.clear()
+            return forward(*args)
+
+        self.run = run
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.run(inputs)
+
+
+class Compiled:
+    """A function compiled by AOTAutograd around `Code`, and what `direct_call.find` makes of it."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        codes: list[Code] = []
+
+        def compiler(inference: bool) -> Callable[..., Any]:
+            def compile(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Code:
+                codes.append(Code(gm.forward, inference))
+                return codes[-1]
+
+            return compile
+
+        def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            compile_all = aot_autograd(
+                fw_compiler=compiler(False), bw_compiler=compiler(False), inference_compiler=compiler(True)
+            )
+            self.wrapped = _compat.innermost_fn(compile_all(gm, inputs))
+            self.inputs = inputs
+            self.direct = direct_call.find(self.wrapped, codes, _compat.TracingContext.try_get().fw_metadata)
+            return self.first if self.direct is None else self.direct.first
+
+        self.codes = codes
+        self.called = torch.compile(function, backend=backend, fullgraph=True)
+        self.called(*args)
+
+    def first(self, *args: Any) -> Any:
+        return self.wrapped(*args)
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        return None if self.direct is None else self.direct.function
+
+
+def changed(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+DIRECT: dict[str, Callable[..., Any]] = {
+    "one output": lambda x: x.sin() + 1,
+    "several": lambda x: (x + 1, x.sum(), (x * 2).relu()),
+    "views of one intermediate": lambda x: ((y := x + 1), y.t()),
+    "a number": lambda x: (x + 1, 3),
+    "matmul": lambda x: (torch.softmax(x @ x.t(), -1) + 1).sum(0),
+}
+
+WRAPPED: dict[str, Callable[..., Any]] = {
+    "an input changed": changed,
+    "a view of an input": lambda x: (x + 1, x.t()),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("function", DIRECT.values(), ids=DIRECT)
+def test_wrappers_that_do_nothing_are_left_out(function: Callable[..., Any], grad: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        compiled = Compiled(function, torch.randn(4, 4))
+        assert compiled.function is not None
+        x = torch.randn(4, 4)
+        outputs = compiled.function(x)
+        expected = function(x)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        tensors = [value for value in expected if isinstance(value, torch.Tensor)]
+        torch.testing.assert_close(list(outputs)[: len(tensors)], tensors)
+        assert torch.is_grad_enabled() == grad
+        assert not any(output.requires_grad for output in outputs if isinstance(output, torch.Tensor))
+
+
+@pytest.mark.parametrize("function", WRAPPED.values(), ids=WRAPPED)
+def test_wrappers_that_have_something_to_do_stay(function: Callable[..., Any]) -> None:
+    with torch.no_grad():
+        assert Compiled(function, torch.randn(4, 4)).direct is None
+
+
+def test_a_training_graph_stays_wrapped() -> None:
+    assert Compiled(lambda x: x.sin() + 1, torch.randn(4, requires_grad=True)).direct is None
+
+
+def test_under_autocast_the_wrappers_stay() -> None:
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert Compiled(lambda x: x @ x, torch.randn(4, 4)).direct is None
+
+
+def test_grad_mode_comes_back_after_an_error() -> None:
+    def fail(inputs: list[Any]) -> Any:
+        raise ValueError("no")
+
+    direct = direct_call._calling(SimpleNamespace(run=fail), True)  # type: ignore[arg-type]
+    with torch.enable_grad(), pytest.raises(ValueError, match="no"):
+        direct(1)
+    assert torch.is_grad_enabled()
+
+
+SEEN: dict[str, Callable[[Code, tuple[Any, ...]], Any]] = {
+    "inputs in another order": lambda code, args: code([args[1], args[0]]),
+    "an input more": lambda code, args: code([*args, 1]),
+    "an equal tensor": lambda code, args: code([args[0].clone(), args[1]]),
+    "outputs in another order": lambda code, args: tuple(reversed(code(list(args)))),
+    "other outputs": lambda code, args: [output + 0 for output in code(list(args))],
+    "called twice": lambda code, args: [code(list(args)), code(list(args))][0],
+    "not called": lambda code, args: (args[0], args[1]),
+}
+
+
+@pytest.mark.parametrize("wrapped", SEEN.values(), ids=SEEN)
+def test_what_was_not_seen_to_do_nothing_stays(wrapped: Callable[[Code, tuple[Any, ...]], Any]) -> None:
+    code = Code(lambda *args: (args[0] + 1, args[1] * 2), True)
+    direct = DirectCall(lambda *args: wrapped(code, args), code, False)  # type: ignore[arg-type]
+    run = code.run
+    direct.first(torch.ones(2), torch.ones(2))
+    assert direct.function is None
+    assert code.run is run
+
+
+def test_after_the_first_call_it_is_the_direct_one() -> None:
+    code = Code(lambda *args: (args[0] + 1,), True)
+    through = []
+
+    def wrapped(*args: Any) -> Any:
+        through.append(args)
+        return code(list(args))
+
+    direct = DirectCall(wrapped, code, False)  # type: ignore[arg-type]
+    for _ in range(3):
+        direct.first(torch.ones(2), 5)
+    assert (len(through), code.calls) == (1, 3)
