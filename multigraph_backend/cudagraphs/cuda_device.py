@@ -166,6 +166,7 @@ class CudaDevice:
                     if self.capturing():  # a stream that goes on capturing would spoil all that follows
                         with contextlib.suppress(Exception):
                             graph.capture_end()
+                    graph.reset()  # lets go of the pool as far as it has it
                     self._pool.stop(uses)
             current.wait_stream(self._capture_stream)
         kept: dict[int, torch.UntypedStorage] = {}
