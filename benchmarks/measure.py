@@ -184,6 +184,20 @@ def end_to_end_us(form: Call, inputs: Inputs, calls: int = 8) -> Pass:
     return timed
 
 
+def in_a_row_us(form: Call, inputs: Inputs, calls: int = 40) -> Pass:
+    """A pass that returns microseconds per call of calls that follow one another, of which the last is waited for."""
+
+    def timed() -> float:
+        wait()
+        started = time.perf_counter()
+        for number in range(calls):
+            form(*inputs[number % len(inputs)])
+        wait()
+        return (time.perf_counter() - started) * 1e6 / calls
+
+    return timed
+
+
 def gpu_us(form: Call, inputs: Inputs, lead_us: float, calls: int = 3) -> Pass:
     """A pass that returns microseconds of a call's work on the GPU, which has `lead_us` of other work to do first, so
     that the whole call is in its queue before it begins."""
