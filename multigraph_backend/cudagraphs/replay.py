@@ -8,6 +8,7 @@ them: fixed inputs lie where they were, what the recording writes over is dead, 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,12 @@ def build_holds(device: Device, recording: Recording, dead: Sequence[Slot]) -> H
         names["consumed"] = tuple(recording.consumed)
         lines += ["    for slot, count in consumed:"]
         lines += ["        if use_count(slot.handle) > slot.base + count:", "            return False"]
+        # autograd keeps the very tensor that it saved, and hands it out again, where a graph is retained
+        names["references"] = sys.getrefcount
+        dying = {slot.address for slot, _ in recording.consumed}
+        for index in recording.plan.owned:
+            if recording.plan.managed[index].address in dying:
+                lines += [f"    if references(inputs[{index}]) > 2:", "        return False"]  # the list, and the call
     lines.append("    return True")
     holds: Holds = _function("holds", lines, names)
     return holds
