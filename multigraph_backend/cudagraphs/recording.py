@@ -115,7 +115,14 @@ class Constant:
     value: Any
 
 
-Output = OfSlot | OfInput | Constant
+@dataclass(frozen=True)
+class Empty:
+    """An output without memory; each call has its own, which a user may let grow."""
+
+    layout: Layout
+
+
+Output = OfSlot | OfInput | Constant | Empty
 
 
 @dataclass
@@ -212,8 +219,10 @@ def record(
                     kept.append(output)  # its block stays
                 if index in plan.managed and shown:
                     plan.managed[index].visible = True
-            elif handle in fixed_forever or output.untyped_storage().nbytes() == 0:
+            elif handle in fixed_forever:
                 described.append(Constant(output))
+            elif output.untyped_storage().nbytes() == 0:
+                described.append(Empty(Layout.of(output)))
             else:
                 _check_output(device, output)
                 if handle not in slots:

@@ -17,7 +17,7 @@ import torch
 
 from multigraph_backend.cudagraphs import poison
 from multigraph_backend.cudagraphs.device import Device, Layout
-from multigraph_backend.cudagraphs.recording import Constant, OfInput, OfSlot, Recording, Slot
+from multigraph_backend.cudagraphs.recording import Constant, Empty, OfInput, OfSlot, Recording, Slot
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.tree import Node
@@ -128,6 +128,10 @@ def _output(device: Device, recording: Recording, number: int, names: dict[str, 
             return f"inputs[{output.index}]"
         names[f"view{number}"] = functools.partial(_view, device, output.layout)
         return f"view{number}(inputs[{output.index}])"
+    if isinstance(output, Empty):
+        names[f"make{number}"] = device.maker(output.layout)
+        names[f"nothing{number}"] = functools.partial(device.fresh_storage, 0)
+        return f"make{number}(nothing{number}())"
     assert isinstance(output, Constant)
     if isinstance(output.value, torch.Tensor):
         names[f"make{number}"] = functools.partial(_view, device, _relative(output.value))

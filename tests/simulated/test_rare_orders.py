@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.simulated.pieces import Bench, assert_equal, values
+from tests.simulated.pieces import Bench, assert_equal, call_right, values
 
 
 def double(x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -76,3 +76,47 @@ def test_a_saved_tensor_that_is_used_twice_stays_after_its_recording_was_made_fo
         step(uses)
     assert bench.unrecorded(forward, backward) == {}
     assert bench.replays() == replays + 5 + 9
+
+
+# ---------------------------------------------------------------- outputs that are no memory of the recording
+
+
+def test_empty_outputs_of_different_calls_share_nothing() -> None:
+    def some(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.new_empty((0, 3)), x + 1
+
+    bench = Bench()
+    piece = bench.piece(some, 1, 2)
+    for _ in range(3):
+        empty = call_right(piece, some, values())[0]
+        assert empty.shape == (0, 3)
+        other = call_right(piece, some, values())[0]
+        torch.add(torch.ones(4), 1, out=empty)  # grows it
+        torch.add(torch.ones(4), 2, out=other)
+        assert_equal((empty, other), (torch.full((4,), 2.0), torch.full((4,), 3.0)))
+    assert bench.unrecorded(piece) == {}
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_an_output_over_one_of_several_inputs_that_share_memory(stays: bool) -> None:
+    """Whichever of them it is described by, it is the memory that the plain code returns, in the same layout."""
+
+    def parts(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return y[1:], z.t(), x.view(-1, 2), y, z, x, y.sum()
+
+    bench = Bench()
+    piece = bench.piece(parts, 3, 7, static=[0, 1, 2] if stays else [])
+    base = torch.randn(24)
+    for round_ in range(6):
+        if not stays:
+            base = torch.randn(24)
+        base.normal_()
+        if stays or round_ % 3:
+            x, y, z = base[2:14], base[5:12], base[8:20].view(3, 4)
+        else:  # other parts than when it was recorded, and memory of their own
+            x, y, z = base[4:16], base[3:10], torch.randn(30)[1:13].view(3, 4)
+        outputs = call_right(piece, parts, x, y, z)
+        for output, expected in zip(outputs[:6], parts(x, y, z)[:6], strict=True):
+            assert (output.data_ptr(), output.stride()) == (expected.data_ptr(), expected.stride())
+    assert bench.unrecorded(piece) == {}
+    assert bench.replays() == 5
