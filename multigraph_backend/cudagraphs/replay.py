@@ -154,7 +154,7 @@ def _view(device: Device, layout: Layout, tensor: torch.Tensor) -> torch.Tensor:
 
 def _function(name: str, lines: Sequence[str], names: dict[str, Any]) -> Any:
     exec(_code(name, "\n".join(lines)), names)
-    return names[name]
+    return names.pop(name)  # in its own globals it would live until a garbage collection, with all that it holds
 
 
 @functools.lru_cache(maxsize=256)

@@ -39,7 +39,10 @@ _FIRST_POOL = 1 << 48
 _POOL_DISTANCE = 1 << 40
 
 #: the calls that `fail_at` knows
-CALLS = ("capture_begin", "allocate", "launch", "capture_end", "replay", "copy", "restore")
+CALLS = ("capture_begin", "allocate", "launch", "capture_end", "replay", "copy", "restore", "storage_at", "move_out",
+         "fresh_storage", "new_pool", "leave", "wait_for")  # fmt: skip
+#: those of them that allocate
+_ALLOCATING = frozenset({"allocate", "move_out", "fresh_storage", "new_pool"})
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class SimulatedDevice:
         self._owners: list[Mapped] = []
         self._pool: Pool
         self.new_pool()
+        self.log.clear()
 
     # ---------------------------------------------------------------- for tests
 
@@ -165,6 +169,7 @@ class SimulatedDevice:
     def storage_at(self, address: int, nbytes: int) -> torch.UntypedStorage:
         if nbytes == 0:
             return torch.UntypedStorage(0, device="cpu")
+        self._driver("storage_at", nbytes)
         for pool in self._pools.values():
             if pool.base <= address and address + nbytes <= pool.base + pool.arena.capacity:
                 self._memory.gather()
@@ -175,6 +180,7 @@ class SimulatedDevice:
         mapped = self._memory.of(storage)
         if mapped is None or mapped.origin is None:
             return False
+        self._driver("move_out", len(mapped.memory))
         mapped.pool.timeline.work(self.stream(), "move_out")
         self._memory.gather()
         self._memory.scatter()
@@ -182,6 +188,7 @@ class SimulatedDevice:
         return True
 
     def fresh_storage(self, nbytes: int) -> torch.UntypedStorage:
+        self._driver("fresh_storage", nbytes)
         storage = torch.UntypedStorage(nbytes, device="cpu")
         bytes_of(storage).fill_(POISON)
         return storage
@@ -220,6 +227,7 @@ class SimulatedDevice:
         return self._pool.arena.high_water
 
     def new_pool(self) -> None:
+        self._driver("new_pool")
         self.generation += 1
         self._owners = []
         base = _FIRST_POOL + self.generation * _POOL_DISTANCE
@@ -228,6 +236,7 @@ class SimulatedDevice:
     def leave(self, generation: int) -> None:
         if generation == self.generation:
             raise AssertionError("the pool in use is left")
+        self._driver("leave", generation)
         pool = self._pools.pop(generation)
         self._memory.gather()
         pool.poison([(0, pool.arena.capacity)], ())
@@ -291,7 +300,7 @@ class SimulatedDevice:
         return stream
 
     def wait_for(self, stream: int) -> None:
-        self.log.append(("wait_for", (self.stream(), stream)))
+        self._driver("wait_for", (self.stream(), stream))
         for pool in self._pools.values():
             pool.timeline.wait(self.stream(), stream)
 
@@ -306,7 +315,7 @@ class SimulatedDevice:
             self._failures[call] -= 1
             if self._failures[call] < 0:
                 del self._failures[call]
-                raise (torch.OutOfMemoryError if call == "allocate" else DeviceFailed)(f"injected failure of {call}")
+                raise (torch.OutOfMemoryError if call in _ALLOCATING else DeviceFailed)(f"injected failure of {call}")
 
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from multigraph_backend import trace
 from multigraph_backend.cudagraphs import planning, recording, replay
-from multigraph_backend.cudagraphs.device import Device, PoolState
+from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded, NotRecorded, Recording, Slot
 
@@ -102,7 +102,7 @@ class Node:
     def build(self) -> None:
         """Generate what runs; again when a slot has moved or is to be copied.  Nothing over its slots may be alive."""
         assert self.recording is not None
-        self.unbuild()  # drops what the old one held over the slots, before counts are taken
+        self.run = _not_built  # drops what the old one held over the slots, before counts are taken
         self.run = replay.build_run(self.tree.device, self.recording, self)
         if self.trial is not None:
             self.run = functools.partial(self._try, self.run)
@@ -111,8 +111,7 @@ class Node:
 
     def unbuild(self) -> None:
         """Until it is built again it is not replayed."""
-        self.ready = False
-        self.run = _not_built
+        self.ready = False  # `run` stays: what it holds is in the counts that tell whether an output is alive
 
     def alive(self) -> bool:
         """Whether any output that was handed out still exists."""
@@ -172,23 +171,32 @@ class Tree:
         """Whether nothing has happened since the last call that `choose` must look at first."""
         if self.marks() != self.mark:
             return False
+        self._attend(piece)
+        return True
+
+    def _follow_stream(self) -> None:
+        """Let the caller's stream wait for what ran on the last one."""
         stream = self.device_stream()
         if stream != self.stream:
             self.device.wait_for(self.stream)
             self.stream = stream
+
+    def _attend(self, piece: Piece) -> None:
+        """Take note of the stream and the thread that call."""
+        self._follow_stream()
         thread = threading.get_ident()
         if thread != self.thread and not piece.is_backward:  # autograd runs backwards in threads of its own
             if self.thread is None:
                 self.thread = thread
             elif not self.shared:
                 self._share()
-        return True
 
     def _share(self) -> None:
         """Several threads call: what one of them uses must not be moved or overwritten by another, so from now on users
         get copies, made while the lock is held."""
         self.shared = True
-        for node in self.root.below():
+        # on the path are also recordings that were given up, and those behind them
+        for node in {node for first in (self.root, *self.path) for node in first.below()}:
             if any(slot.visible and not slot.copied for slot in node.slots):
                 self._copy_what_users_see(node)
 
@@ -206,21 +214,22 @@ class Tree:
         """Answer a call off the recorded paths: begin a new step, record, or run unrecorded."""
         self._busy = True
         try:
-            self._sweep()
-            marked = self.marks() != self.mark
-            self.mark = self.marks()
-            self.undisturbed(function.piece)
-            if marked:
-                self._restart()
             try:
+                mark = self.marks()  # once: another thread may say meanwhile that a step begins
+                self._sweep()
+                self._attend(function.piece)
+                if mark != self.mark:
+                    self._restart()
+                    self.mark = mark
                 node = self._node_for(function, inputs)
-            except NotRecorded as why:
-                if why.always:
-                    function.refused = str(why)
-                self._count_unrecorded(function, str(why))
-                if function.piece.required and str(why) != FIRST_CALL:
-                    message = f"{function.piece.label}: cudagraphs='require', but this call runs unrecorded: {why}"
-                    raise NotAllRecorded(message) from why
+            except (NotRecorded, DeviceFailed, RuntimeError) as error:
+                reason = str(error) if isinstance(error, NotRecorded) else f"the driver failed: {error}"
+                if isinstance(error, NotRecorded) and error.always:
+                    function.refused = reason
+                self._count_unrecorded(function, reason)
+                if function.piece.required and reason != FIRST_CALL:
+                    message = f"{function.piece.label}: cudagraphs='require', but this call runs unrecorded: {reason}"
+                    raise NotAllRecorded(message) from error
                 node = None
         finally:
             self._busy = False
@@ -240,6 +249,8 @@ class Tree:
         found = self._child(parent, function, inputs)
         if found is not None:
             return found
+        if not self._linked(parent):  # nothing would ever find what is recorded behind it
+            raise NotRecorded("the recording that it follows was given up, and has outputs that are still alive")
         if parent.depth >= self.limits.depth:
             raise NotRecorded(
                 f"{parent.depth} recordings follow one another in this step, whose outputs are still alive"
@@ -292,10 +303,17 @@ class Tree:
         alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
         if not all(slot.movable for _, slot in alive):
             return
-        for _, slot in alive:
+        for (
+            node,
+            slot,
+        ) in alive:  # any of the device's calls may fail: then those before are moved, and the path goes on
+            storage = self.device.storage_at(slot.address, slot.nbytes)
             moved = self.device.move_out(slot.storage)
             assert moved, "memory of a recording could not be moved out"
-            slot.put(self.device.storage_at(slot.address, slot.nbytes))
+            node.unbuild()
+            slot.put(storage)
+            del storage
+            slot.settle(use_count)
             slot.movable = False
             slot.copied = slot.visible
             self.counts["clones"] += 1
@@ -344,6 +362,9 @@ class Tree:
                 raise NotRecorded(FIRST_CALL) from why
             function.failures += 1
             why.always = why.always or function.failures >= self.limits.failures
+            raise
+        except Exception:
+            self._pool_used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
         function.warm = True
         function.piece.warms_up = function.piece.each_warms_up
@@ -438,6 +459,7 @@ class Tree:
     def forget(self) -> None:
         """Give up all recordings.  What is alive stays valid."""
         with self.lock:
+            self._follow_stream()
             self._restart()
             for nodes in list(self.root.children.values()):
                 for node in list(nodes):
@@ -450,8 +472,8 @@ class Tree:
         while self.path and not self.path[-1].alive():
             self.path.pop()
         if not self.size and self._pool_used:
-            self._pool_used = False
             self.device.new_pool()
+            self._pool_used = False
         self._old |= set(range(self._seen, self.device.generation))
         self._seen = self.device.generation
         needed = {node.generation for node in self.root.below() if node.parent} | {
@@ -459,4 +481,4 @@ class Tree:
         }
         for generation in self._old - needed:
             self.device.leave(generation)
-        self._old &= needed
+            self._old.remove(generation)

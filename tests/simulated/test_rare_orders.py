@@ -2,16 +2,89 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from multigraph_backend.cudagraphs.device import DeviceFailed
+from multigraph_backend.cudagraphs.tree import Limits
 from tests.simulated.pieces import Bench, assert_equal, call_right, values
 
 
 def double(x: torch.Tensor) -> tuple[torch.Tensor]:
     return (x * 2 + 1,)
+
+
+def halve(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x / 2 - 1,)
+
+
+def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * 2 + 1, x / 2 - 1
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results.pop()
+
+
+def content(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0).set_(storage).clone()
+
+
+# ---------------------------------------------------------------- who holds an output
+
+
+def test_a_storage_held_alone_counts_after_the_code_of_a_replay_was_built_again() -> None:
+    bench = Bench()
+    piece = bench.piece(both, 1, 2)
+    for _ in range(2):
+        x = values()
+        held = piece([x])[0]
+    call_right(piece, both, values())  # moves `held`: the other output's storage stays, and is in new code
+    assert bench.clones() == 1
+    gc.collect()
+    x = values()
+    storage = piece([x])[1].untyped_storage()
+    del held
+    call_right(piece, both, values())
+    assert_equal((content(storage),), (both(x)[1],))
+
+
+def test_a_storage_held_alone_counts_while_its_recording_waits_to_be_built_again() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    call_right(piece, double, values())
+    x = values()
+    storage = piece([x])[0].untyped_storage()
+    for _ in range(3):
+        in_thread(lambda: call_right(piece, double, values()))
+        assert_equal((content(storage),), double(x))
+    assert bench.tree.shared
+
+
+def test_what_follows_a_recording_that_was_given_up_is_copied_for_threads_too() -> None:
+    bench = Bench()
+    first, second = bench.piece(double, 1, 1), bench.piece(halve, 1, 1)
+    held = None
+    for _ in range(3):
+        del held
+        held = call_right(first, double, values())[0]
+        call_right(second, halve, held)
+    bench.tree.drop([first])
+    replays = bench.replays()
+    z = in_thread(lambda: second([held]))[0]
+    assert bench.replays() == replays + 1
+    assert_equal((z,), halve(held))
+    assert bench.device._memory.of(z.untyped_storage()) is None
 
 
 def ahead(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +149,128 @@ def test_a_saved_tensor_that_is_used_twice_stays_after_its_recording_was_made_fo
         step(uses)
     assert bench.unrecorded(forward, backward) == {}
     assert bench.replays() == replays + 5 + 9
+
+
+# ---------------------------------------------------------------- steps and streams
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_step_that_another_thread_marks_during_a_call_is_not_lost(after: int) -> None:
+    reads = [1 << 30]
+
+    def marks() -> int:
+        reads[0] -= 1
+        return -1 if reads[0] < 0 else 0
+
+    bench = Bench(marks=marks)
+    first, second = bench.piece(double, 1, 1), bench.piece(halve, 1, 1)
+    for _ in range(2):
+        held = call_right(first, double, values())[0]
+    call_right(second, halve, values())
+    reads[0] = after
+    call_right(second, halve, values())
+    reads[0] = 0
+    call_right(second, halve, values())
+    assert bench.clones() == 1
+    del held
+
+
+def test_recordings_are_forgotten_on_another_stream_after_the_last_work_on_them() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    for _ in range(2):
+        x = values()
+        held = piece([x])
+    bench.device.set_stream(5)
+    bench.tree.forget()
+    assert_equal(held, double(x))
+    assert bench.device.calls("wait_for") == [(5, 0)]
+
+
+# ---------------------------------------------------------------- recordings that were given up
+
+
+def test_nothing_is_recorded_behind_a_recording_that_was_given_up() -> None:
+    bench = Bench()
+    first, second = bench.piece(double, 1, 1), bench.piece(halve, 1, 1)
+    for _ in range(2):
+        held = call_right(first, double, values())[0]
+    call_right(second, halve, values())
+    bench.tree.drop([first])
+    for _ in range(2):
+        call_right(second, halve, held)
+    assert bench.tree.size == 0
+    (reason,) = bench.unrecorded(second)
+    assert "was given up" in reason
+    del held
+    for _ in range(2):
+        call_right(second, halve, values())
+    assert bench.tree.size == 1
+    bench.tree.forget()
+    assert (bench.tree.size, list(bench.device._pools)) == (0, [bench.device.generation])
+
+
+# ---------------------------------------------------------------- a driver that fails
+
+
+@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("call", ["restore", "storage_at", "move_out", "new_pool", "leave"])
+def test_a_failure_of_the_driver_costs_recordings_and_nothing_else(call: str, after: int) -> None:
+    marks = [0]
+    bench = Bench(Limits(per_device=2), marks=lambda: marks[0])
+    first, second = bench.piece(both, 1, 2), bench.piece(double, 1, 1)
+    held: list[tuple[torch.Tensor, ...]] = []
+    expected: list[tuple[torch.Tensor, ...]] = []
+
+    def go(rounds: int) -> None:
+        for _ in range(rounds):
+            for piece, function in ((first, both), (second, double)):
+                x = values()
+                held.append(tuple(piece([x])))
+                expected.append(function(x))
+                for outputs, wanted in zip(held, expected, strict=True):
+                    assert_equal(outputs, wanted)
+                del held[:-3], expected[:-3]
+            marks[0] -= 1
+
+    go(2)
+    bench.device.fail_at(call, after)
+    go(3)
+    for _ in range(after + 2):
+        with contextlib.suppress(DeviceFailed, torch.OutOfMemoryError):  # which `forget` does not hide
+            bench.tree.forget()
+        go(2)
+    assert call not in bench.device._failures, "nothing failed"
+    before = bench.replays()
+    go(4)
+    assert bench.replays() >= before + 6
+    held.clear()
+    bench.tree.forget()
+    assert list(bench.device._pools) == [bench.device.generation]
+    assert not bench.device._pools[bench.device.generation].arena.blocks
+
+
+def test_blocks_of_a_recording_that_failed_in_the_end_are_given_back() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    call_right(piece, double, values())
+    bench.device.fail_at("storage_at")  # over the buffer of its input, after the capture
+    call_right(piece, double, values())
+    assert (bench.tree.size, bench.device.calls("capture_end")) == (0, [None])
+    bench.tree.forget()
+    assert not bench.device._pools[bench.device.generation].arena.blocks
+
+
+def test_a_pool_that_could_not_be_given_back_is_given_back_later() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    for _ in range(2):
+        call_right(piece, double, values())
+    bench.device.fail_at("new_pool")
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        bench.tree.forget()
+    bench.tree.forget()
+    assert list(bench.device._pools) == [1]
 
 
 # ---------------------------------------------------------------- outputs that are no memory of the recording
