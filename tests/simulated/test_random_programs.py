@@ -1,0 +1,178 @@
+"""A short slice of the random programs, what it exercises, and mistakes in the runtime that it must find."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from multigraph_backend.cudagraphs import planning, recording, replay
+from multigraph_backend.cudagraphs.piece import Piece
+from multigraph_backend.cudagraphs.recording import Slot
+from multigraph_backend.cudagraphs.simulated import CALLS, SimulatedDevice
+from multigraph_backend.cudagraphs.tree import Tree
+from tests.simulated.random_programs import Wrong, run
+
+SLICE = range(100)
+
+
+@pytest.fixture(autouse=True)
+def _quietly() -> Iterator[None]:
+    logger = logging.getLogger("multigraph_backend")
+    level, threads = logger.level, torch.get_num_threads()
+    logger.setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # programs collect garbage: not what was there before
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+    logger.setLevel(level)
+
+
+def test_every_value_is_what_it_is_without_recordings() -> None:
+    counts: Counter[str] = Counter()
+    for seed in SLICE:
+        counts += run(seed)
+    least = {
+        "replays": 1000,
+        "recordings": 400,
+        "recorded again": 10,
+        "moved outputs": 100,
+        "evicted": 50,
+        "failed recordings": 20,
+        "recordings with managed inputs": 10,
+        "recordings with inputs that die in them": 5,
+        "recordings that hand out copies": 20,
+        "programs with several threads": 20,
+        "waits between streams": 100,
+        "storages held alone": 50,
+        "views of held outputs": 100,
+        "pieces dropped": 10,
+        "calls in a capture of the caller": 20,
+        "interruptions": 50,
+        "calls that raised": 10,
+        "changed: an output": 20,
+        "changed: a parameter or buffer": 50,
+        "changed: the user's, again": 10,
+        "changed: the user's, new": 50,
+    }
+    least.update({f"failures of {call}": 1 for call in CALLS})
+    assert {name: counts[name] for name, count in least.items() if counts[name] < count} == {}
+
+
+def test_a_seed_is_a_program() -> None:
+    for seed in range(10):
+        first: list[str] = []
+        again: list[str] = []
+        run(seed, say=first.append)
+        run(seed, say=again.append)
+        assert first == again
+
+
+# ---------------------------------------------------------------- what the check is worth
+
+
+def _nothing_moves_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tree, "_restart", lambda tree: tree.path.clear())
+
+
+def _storages_alone_are_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Slot, "alive", lambda slot, use_count: use_count(slot.handle) > slot.base)
+    settle = Slot.settle
+
+    def settled(slot: Slot, use_count: Callable[[int], int]) -> None:
+        settle(slot, use_count)
+        slot.refs = 1 << 30
+
+    patch.setattr(Slot, "settle", settled)
+
+
+def _what_is_dead_does_not_matter(patch: pytest.MonkeyPatch) -> None:
+    build = replay.build_holds
+    patch.setattr(replay, "build_holds", lambda device, made, dead: build(device, made, ()))
+
+
+def _numbers_are_no_key(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Piece, "_key", lambda piece, inputs: ())
+
+
+def _hidden_values_always_die(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(planning, "_dies_here", lambda device, slot, inputs: not slot.visible)
+    patch.setattr(recording, "_consumed", lambda plan, captured: [])
+
+
+def _views_begin_where_the_input_begins(patch: pytest.MonkeyPatch) -> None:
+    view = replay._view
+    patch.setattr(
+        replay,
+        "_view",
+        lambda device, layout, tensor: view(
+            device, recording.Layout(layout.size, layout.stride, 0, layout.dtype), tensor
+        ),
+    )
+
+
+def _streams_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tree, "_follow_stream", lambda tree: None)
+
+
+def _changed_inputs_are_copied(patch: pytest.MonkeyPatch) -> None:
+    init = Piece.__init__
+
+    def without(piece: Piece, *args: object, mutated: object, **known: object) -> None:
+        init(piece, *args, **known)  # type: ignore[arg-type]
+
+    patch.setattr(Piece, "__init__", without)
+
+
+def _expanded_dimensions_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recording, "overlaps_itself", lambda layout: False)
+
+
+def _given_up_pools_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedDevice, "leave", lambda device, generation: None)
+
+
+def _failures_are_not_contained(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("multigraph_backend.cudagraphs.tree.DeviceFailed", ZeroDivisionError)
+
+
+def _given_up_recordings_get_children(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tree, "_linked", lambda tree, node: True)
+
+
+MUTANTS = [
+    _nothing_moves_out,
+    _storages_alone_are_not_seen,
+    _what_is_dead_does_not_matter,
+    _numbers_are_no_key,
+    _hidden_values_always_die,
+    _views_begin_where_the_input_begins,
+    _streams_do_not_wait,
+    _changed_inputs_are_copied,
+    _expanded_dimensions_are_forgotten,
+    _given_up_pools_stay,
+    _failures_are_not_contained,
+    _given_up_recordings_get_children,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
+def test_a_runtime_with_one_mistake_is_caught(mutant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    before = threading.active_count()
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch)
+        with pytest.raises(Wrong):
+            _run_slice()
+    assert threading.active_count() == before
+
+
+def _run_slice() -> None:
+    for seed in SLICE:
+        run(seed)
