@@ -281,8 +281,8 @@ class Program:
         self.steps: list[str] = []
         self._say = say
         self.marks = 0
+        self.most = rng.choice([1, 2, 5])
         self.limits = Limits(
-            per_parent=rng.choice([1, 2, 5]),
             depth=rng.choice([2, 4, 64, 64]),
             per_device=rng.choice([1, 2, 4, 1024, 1024]),
             pool_bytes=rng.choice([None, None, 512, 2048]),
@@ -290,7 +290,9 @@ class Program:
         )
         self.device = SimulatedDevice(pool_bytes=rng.choice([1 << 11, 1 << 13, 1 << 13]))
         self.device.failures_spoil_the_pool = rng.random() < 0.3
-        self.tree = Tree(self.device, self.limits, lambda: self.marks)
+        self.paying = rng.random() < 0.2  # and then no recording that copies pays
+        self.device.copies_us = 1e9
+        self.tree = Tree(self.device, self.limits, lambda: self.marks, poisons=rng.random() < 0.3)
         self.recorded, self.plain = Side(), Side()
         self.hidden: set[int] = set()
         self.names = iter(range(1 << 30))
@@ -337,6 +339,8 @@ class Program:
             is_backward=shape.is_backward,
             label=f"piece {len(self.pieces) if at is None else at}",
             random=shape.random,
+            must_pay=self.paying,
+            most=self.most,
         )
         number = len(self.pieces) if at is None else at
         self.recorded.lasting["constant", number], self.plain.lasting["constant", number] = constant, other
