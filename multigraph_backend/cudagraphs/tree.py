@@ -83,7 +83,7 @@ class Node:
         self.ready = False
         self.run: replay.Run = _not_built
         self.holds: replay.Holds = lambda inputs: False
-        self.trial = None if recording is None else recording.trial
+        self.trial = None if recording is None or tree.poisons else recording.trial
         if recording is not None:
             self.holds = replay.build_holds(tree.device, recording, self.dead)
 

@@ -76,7 +76,8 @@ def healthy() -> None:
 def test_each_turn_of_a_driver_call_may_fail(
     owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime.tree(0)  # its own set-up is not what fails here
+    tree = runtime.tree(0)  # its own set-up is not what fails here
+    monkeypatch.setattr(tree, "poisons", tree.poisons and name != "storage_at")  # the aid itself calls that
     w = torch.randn(32, 32, device=CUDA)
     reached = 0
     for turn in range(6):
@@ -125,6 +126,7 @@ def test_a_thousand_failed_captures_leak_nothing() -> None:
         y = run(x)
         if turn % 333 == 0:
             close(y, (x + 1) * (x + 1).sum() * 2)
+            torch.cuda.empty_cache()  # else torch keeps the memory of pools that are gone until it needs it
             reserved.append(torch.cuda.memory_reserved())
     assert tree.counts["failed"] >= 998
     assert reserved[-1] <= reserved[1] + (4 << 20)

@@ -487,6 +487,13 @@ print(json.dumps({
 # ---------------------------------------------------------------- what a recording costs
 
 
+@pytest.fixture
+def _without_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where costs are measured: filling memory takes longer than any replay."""
+    monkeypatch.setattr(runtime.tree(0), "poisons", False)
+
+
+@pytest.mark.usefixtures("_without_poison")
 def test_a_piece_that_does_not_pay_runs_unrecorded_unless_asked_for() -> None:
     for small, kept in ((False, 0), (True, 1)):
         fresh()
@@ -501,6 +508,7 @@ def test_a_piece_that_does_not_pay_runs_unrecorded_unless_asked_for() -> None:
         assert all("it does not pay: a replay takes" in reason for reason in refused)
 
 
+@pytest.mark.usefixtures("_without_poison")
 def test_a_piece_that_pays_is_kept() -> None:
     def many(x: torch.Tensor) -> torch.Tensor:
         for _ in range(12):
