@@ -273,6 +273,25 @@ def test_a_pool_that_could_not_be_given_back_is_given_back_later() -> None:
     assert list(bench.device._pools) == [1]
 
 
+def test_of_several_pools_those_that_could_not_be_given_back_are_given_back_later() -> None:
+    bench = Bench()
+    bench.device.failures_spoil_the_pool = True
+    for function in (double, halve):
+        piece = bench.piece(function, 1, 1)
+        call_right(piece, function, values())
+        call_right(piece, function, values())
+        spoilt = bench.piece(function, 1, 1)
+        call_right(spoilt, function, values())
+        bench.device.fail_at("capture_end")
+        call_right(spoilt, function, values())
+    assert list(bench.device._pools) == [0, 1, 2]
+    bench.device.fail_at("leave", after=1)
+    with pytest.raises(DeviceFailed, match="injected"):
+        bench.tree.forget()
+    bench.tree.forget()
+    assert list(bench.device._pools) == [3]
+
+
 # ---------------------------------------------------------------- outputs that are no memory of the recording
 
 
