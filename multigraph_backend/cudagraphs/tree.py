@@ -476,9 +476,8 @@ class Tree:
             self._pool_used = False
         self._old |= set(range(self._seen, self.device.generation))
         self._seen = self.device.generation
-        needed = {node.generation for node in self.root.below() if node.parent} | {
-            node.generation for node in self.path
-        }
+        # behind the path's recordings are others that answer calls, also where these were given up
+        needed = {node.generation for first in (self.root, *self.path) for node in first.below() if node.parent}
         for generation in self._old - needed:
             self.device.leave(generation)
             self._old.remove(generation)

@@ -292,6 +292,24 @@ def test_of_several_pools_those_that_could_not_be_given_back_are_given_back_late
     assert list(bench.device._pools) == [3]
 
 
+def test_a_pool_stays_while_a_recording_in_it_may_answer_the_next_call_of_the_step() -> None:
+    bench = Bench()
+    bench.device.failures_spoil_the_pool = True
+    first, second = bench.piece(double, 1, 1), bench.piece(halve, 1, 1)
+    for _ in range(2):
+        held = None
+        held = call_right(first, double, values())[0]
+    call_right(second, halve, held)
+    bench.device.fail_at("capture_end")
+    call_right(second, halve, held)
+    call_right(second, halve, held)  # recorded in another pool than what it follows
+    bench.tree.drop([first])
+    call_right(second, halve, held)
+    del held
+    bench.tree.forget()
+    assert list(bench.device._pools) == [bench.device.generation]
+
+
 # ---------------------------------------------------------------- outputs that are no memory of the recording
 
 
