@@ -107,7 +107,7 @@ def test_capture_sizes(tmp_path: Path) -> None:
         ("stock", "descending", 3),
         ("multigraph", "descending", 3),
     ]
-    assert positive(rows, "ms", "median_ms", "warm_up_ms", "record_ms", "replay_ms", "over_stock")
+    assert positive(rows, "ms", "median_ms", "all_ms", "first_ms", "second_ms", "third_ms", "over_stock")
     assert [list(row["each_size_ms"]) for row in rows] == [["4", "3", "2"]] * 2
 
 
@@ -293,11 +293,12 @@ def test_sizes_come_in_the_order_asked_for(load: Callable[[str], Any]) -> None:
 
 def test_sizes_are_summed_without_the_first(load: Callable[[str], Any]) -> None:
     sizes = load("capture_sizes")
-    first = {"warm_up": 100.0, "record": 100.0, "replay": 100.0}
-    later = [{"warm_up": float(number), "record": 2.0, "replay": 1.0} for number in (1, 1, 4)]
+    first = sizes.Timed({"first": 100.0, "second": 100.0, "third": 100.0}, 2)
+    later = [sizes.Timed({"first": float(number), "second": 3.0, "third": 1.0}, 2) for number in (1, 1, 4)]
     row = sizes.summary([first, *later])
     assert row == {
-        "sizes": 4, "first_size_ms": 300, "ms": 5, "median_ms": 4, "warm_up_ms": 2, "record_ms": 2, "replay_ms": 1,
+        "sizes": 4, "first_size_ms": 300, "ms": 5, "median_ms": 4, "calls": 2, "all_ms": 6,
+        "first_ms": 2, "second_ms": 3, "third_ms": 1,
     }  # fmt: skip
     assert sizes.summary([first]) == {"sizes": 1, "first_size_ms": 300}
     rows = {"bare": {"ms": 2.0}, "stock": {"ms": 10.0, "pool_mib": 230.0}, "multigraph": {"ms": 3.0, "pool_mib": 240.0}}
