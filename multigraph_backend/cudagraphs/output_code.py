@@ -152,12 +152,11 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         spec = self.spec
         if number is None:
             facts: GraphSpec | PartitionSpec = spec
-            names = tuple(entry.name for entry in spec.inputs)
-            made_inside: list[int] = []
+            of_graph: Sequence[int | None]
+            names, of_graph = tuple(entry.name for entry in spec.inputs), tuple(range(len(spec.inputs)))
         else:
             facts = part = spec.pieces[number]
-            names = part.names
-            made_inside = [at for at, index in enumerate(part.inputs) if index is None]
+            names, of_graph = part.names, part.inputs
         tree.device.prepare(len(names) - len(facts.static))
         return Piece(
             tree,
@@ -166,7 +165,8 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             visible=facts.visible,
             static=facts.static,
             mutated=facts.mutated,
-            reused=range(len(names)) if spec.is_backward else made_inside,
+            traces=[None if index is None else spec.inputs[index].stack_trace for index in of_graph],
+            reused=[at for at, index in enumerate(of_graph) if index is None or spec.is_backward],
             constants=[value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)],
             is_backward=spec.is_backward,
             label=self.label if number is None else f"{self.label}, piece {number}",

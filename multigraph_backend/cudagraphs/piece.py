@@ -39,7 +39,8 @@ class Function:
 class Piece:
     """Called with a list of inputs, which it clears; returns a tuple of outputs.
 
-    function: the compiled code.  names: of its inputs, for messages.  static: positions whose addresses are expected to
+    function: the compiled code.  names: of its inputs, for messages.  traces: where the user's code first uses each
+    input, as far as that is known.  static: positions whose addresses are expected to
     stay.  mutated: positions that it changes.  reused: positions of temporaries, whose memory it may use for something
     else.  visible: per output, whether a user may hold it.  constants: tensors that the code holds itself.  random:
     whether it draws random numbers.  required: whether a call that runs unrecorded after the first is an error.
@@ -54,6 +55,7 @@ class Piece:
         *,
         names: Sequence[str],
         visible: Sequence[bool],
+        traces: Sequence[str | None] = (),
         static: Iterable[int] = (),
         mutated: Iterable[int] = (),
         reused: Iterable[int] = (),
@@ -68,6 +70,7 @@ class Piece:
         self.tree, self.function = tree, function
         self.must_pay, self.most = must_pay, most
         self.names, self.label, self.random, self.required = tuple(names), label, random, required
+        self.traces = tuple(traces) or (None,) * len(self.names)
         self.static, self.mutated, self.reused = frozenset(static), frozenset(mutated), frozenset(reused)
         self.visible, self.constants, self.is_backward = tuple(visible), tuple(constants), is_backward
         self.functions: dict[tuple[Any, ...], Function] = {}

@@ -133,8 +133,12 @@ def log_again(function: Function, siblings: Sequence[Node], made: InputPlan) -> 
     piece, last = function.piece, siblings[-1].recording
     assert last is not None
     moved = [
-        f"{piece.names[index]} from {old:#x} to {new:#x}"
+        (index, f"{piece.names[index]} from {old:#x} to {new:#x}")
         for index, (old, new) in enumerate(zip(last.plan.addresses, made.addresses, strict=True))
         if old is not None and new is not None and old != new
     ]
-    log.info("%s is recorded again: %s", piece.label, ", ".join(moved) or "something else is alive than before")
+    said = ", ".join(text for _, text in moved) or "something else is alive than before"
+    log.info("%s is recorded again: %s", piece.label, said)
+    for index, _ in moved:
+        if piece.traces[index] is not None:
+            log.info("%s is first used here:\n%s", piece.names[index], piece.traces[index])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -657,3 +658,17 @@ def test_the_quickest_replay_and_the_copies_are_held_against_the_code() -> None:
         "it does not pay: a replay takes 10.0 us, its code 9.0 us (record_small=True records it all the same)"
     )
     assert "a replay takes 10.0 us and 6.0 us of copying, its code 15.0 us" in str(loss(15.0, times, copies=6.0))
+
+
+def test_the_log_of_a_recording_made_anew_names_addresses_and_the_users_line(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    piece = bench.piece(weighted, 2, 1, static=[1], traces=(None, 'File "model.py", line 7, in forward'))
+    first, second = torch.eye(8), torch.eye(8) * 2
+    with caplog.at_level(logging.INFO, logger="multigraph_backend"):
+        for w in (first, first, second):
+            call_right(piece, weighted, torch.randn(3, 8), w)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"weighted is recorded again: x1 from {first.data_ptr():#x} to {second.data_ptr():#x}",
+        'x1 is first used here:\nFile "model.py", line 7, in forward',
+    ]

@@ -159,3 +159,24 @@ def test_code_is_found_again_in_torchs_caches() -> None:
         counters.clear()
         compiled(lambda x: torch.sin(x @ weight).sum())(torch.randn(5, 8)).backward()
     assert counters["autograd_cache_hit"] == 1, dict(counters)
+
+
+def test_changes_that_come_last_are_right_also_where_code_is_cached_whole() -> None:
+    """Recorded code is cached as one bundle, which an output code that defers changes has no place in."""
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        y = x.flip(0) * 2
+        x[1:] = x.flip(0)[1:]
+        return y + x
+
+    with _compat.functorch_config.patch(bundled_autograd_cache=True):
+        for _ in range(2):
+            torch._dynamo.reset()
+            run = torch.compile(shifted, backend="multigraph")
+            for rows in (4, 5, 6):
+                x = torch.randn(rows, 3)
+                y = x.clone()
+                torch.testing.assert_close(run(x), shifted(y))
+                torch.testing.assert_close(x, y)
+    assert multigraph_backend.stats()["failures"] == 0
+    assert multigraph_backend.stats()["eager_calls"] == 0

@@ -1,0 +1,102 @@
+"""Recorded code where nothing can be recorded: it runs as it is, and says why once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from multigraph_backend import trace
+from multigraph_backend.cudagraphs import output_code, runtime
+from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
+from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec, Placeholder
+
+PIECE = PartitionSpec(0, (0,), (0,), (), (), (True,), ("x",))
+SPEC = GraphSpec(
+    is_backward=False,
+    inputs=(Placeholder("x", "the user's line"),),
+    outputs=1,
+    static=(),
+    mutated=(),
+    visible=(True,),
+    pieces=(PIECE,),
+    whole=True,
+    cuts=(),
+    devices=(0,),
+)
+WANTED = Wanted(required=False, must_pay=True, most=5)
+
+
+class Inner:
+    """Stands for Inductor's code."""
+
+    constants: dict[str, Any] | None = None
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return ["ran", *inputs]
+
+
+def code(spec: GraphSpec, label: str) -> RecordedCode:
+    return RecordedCode(Inner(), spec, label, WANTED, inference=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"devices": (0, 1)}, "it spans 2 devices"),
+        ({"refused": "size s1 of input x is no input"}, "size s1 of input x is no input"),
+        ({"devices": (), "pieces": ()}, None),
+    ],
+)
+def test_code_that_cannot_be_recorded_runs_and_says_why_once(
+    changes: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    trace.reset_stats()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            made = code(dataclasses.replace(SPEC, **changes), f"label {reason}")
+            assert made.pieces == ()
+            assert made([1]) == ["ran", 1]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if reason is None else [f"label {reason} runs unrecorded: {reason}"])
+
+
+def test_a_device_that_cannot_be_set_up_costs_the_recordings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(index: int) -> Any:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", fail)
+    made = code(SPEC, "no device")
+    assert (made.pieces, made([2])) == ((), ["ran", 2])
+
+
+def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.simulated.pieces import Bench
+
+    bench = Bench()
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
+    with output_code.attached() as codes:
+        made = code(SPEC, "whole")
+    (piece,) = made.pieces
+    assert codes == [made]
+    assert (piece.names, piece.traces, piece.must_pay, piece.most) == (("x",), ("the user's line",), True, 5)
+    assert made.run is piece
+
+
+def test_a_pickled_copy_holds_no_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "unavailable", lambda: "not here")
+    made = code(SPEC, "pickled")
+    made.inner = SimpleNamespace(prepare_for_serialization=lambda: None)  # type: ignore[assignment]
+    made.prepare_for_serialization()
+    made.inner = None
+    copy = pickle.loads(pickle.dumps(made))
+    assert (copy.spec, copy.wanted, copy.label, copy.inference) == (SPEC, WANTED, "pickled", True)
+    with pytest.raises(RuntimeError, match="called before it was loaded"):
+        copy([1])
