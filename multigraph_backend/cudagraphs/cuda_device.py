@@ -89,12 +89,13 @@ class CudaDevice:
     # ---------------------------------------------------------------- the pool
 
     def new_pool(self) -> None:
-        if self.generation >= 0:
-            self._left[self.generation] = self._pool
-        self.generation += 1
         with torch.cuda.device(self.index):
             # the capture of its anchor also sets right what a failed one leaves behind in the random number generators
-            self._pool = TorchPool(self.index, torch.cuda.CUDAGraph(), self._capture_stream)
+            pool = TorchPool(self.index, torch.cuda.CUDAGraph(), self._capture_stream)
+        if self.generation >= 0:
+            self._left[self.generation] = self._pool
+        self._pool = pool
+        self.generation += 1
 
     def leave(self, generation: int) -> None:
         self._left.pop(generation).leave()
