@@ -163,6 +163,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
                   "mutated_input_idxs", "device_idxs", "source_code")),
         _S("FxGraphCache", "torch._inductor.codecache", "FxGraphCache", feature="cudagraphs",
            shape=("cache_hit_post_compile",)),
+        _S("lowerings", "torch._inductor.lowering", "lowerings", feature="cudagraphs"),
+        _S("fallbacks", "torch._inductor.lowering", "fallbacks", feature="cudagraphs"),
         _S("BoxedBool", "torch._inductor.utils", "BoxedBool", feature="cudagraphs"),
         _S("step_marks", "torch._inductor.cudagraph_trees", "MarkStepBox", feature="cudagraphs",
            shape=("mark_step_counter",)),

@@ -23,7 +23,7 @@ from multigraph_backend.options import disabled_pieces
 from multigraph_backend.variant import Variant
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.account import DeviceReport
+    from multigraph_backend.cudagraphs.account import DeviceReport, GraphReport
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Explanation:
 
     `stance`: torch's stance at that moment (`torch.compiler.set_stance`); `disabled`: pieces that `MULTIGRAPH_DISABLE`
     turns off; `unmet_marks`: places ("file:line") of `mark` calls whose tensors no trace has had;
-    `recordings`: CUDA graphs of each device, of all models.
+    `recordings`: CUDA graphs of each device, of all models; `graphs`: compiled graphs on GPUs, with what their
+    recordings leave out.
     """
 
     regions: tuple[RegionReport, ...] = field(default_factory=tuple)
@@ -82,6 +83,7 @@ class Explanation:
     disabled: tuple[str, ...] = ()
     unmet_marks: tuple[str, ...] = ()
     recordings: tuple[DeviceReport, ...] = ()
+    graphs: tuple[GraphReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, as JSON has them."""
@@ -95,6 +97,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [_region_text(entry) for entry in self.regions] or ["multigraph: nothing compiled yet"]
         lines += [str(entry) for entry in self.recordings if entry.pieces]
+        lines += [str(entry) for entry in self.graphs if entry.cuts or entry.refused is not None]
         if self.stance != "default":
             lines.append(f"stance in force: {self.stance}")
         if self.disabled:
@@ -122,6 +125,7 @@ def explain(model: object = None) -> Explanation:
         disabled=tuple(sorted(disabled_pieces(os.environ))),
         unmet_marks=marks.unmet(),
         recordings=_recordings(),
+        graphs=_graphs(),
     )
 
 
@@ -132,6 +136,15 @@ def _recordings() -> tuple[DeviceReport, ...]:
     from multigraph_backend.cudagraphs import account
 
     return tuple(account.of(tree) for tree in runtime.trees())
+
+
+def _graphs() -> tuple[GraphReport, ...]:
+    output_code = sys.modules.get("multigraph_backend.cudagraphs.output_code")
+    if output_code is None:
+        return ()
+    from multigraph_backend.cudagraphs import account
+
+    return account.graphs(output_code.living())
 
 
 def _names_of(model: object) -> set[str]:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from multigraph_backend.cudagraphs.piece import Piece
-from multigraph_backend.cudagraphs.tree import FIRST_CALL, Node, Tree
+from multigraph_backend.cudagraphs.recording import FIRST_CALL
+from multigraph_backend.cudagraphs.spec import Cut
+from multigraph_backend.cudagraphs.tree import Node, Tree
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.output_code import RecordedCode
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,8 @@ class DeviceReport:
     """The recordings of one device.
 
     `moved`: outputs that were held when their memory was needed; `again`: recordings beyond the first of a function
-    after the same one; `tree`: one line a recording, children indented below the one that they follow.
+    after the same one; `evicted`: given up for others; `unprofitable`: given up because they did not pay; `tree`: one
+    line a recording, children indented below the one that they follow.
     """
 
     device: int
@@ -38,6 +46,7 @@ class DeviceReport:
     again: int
     failed: int
     evicted: int
+    unprofitable: int
     pieces: tuple[PieceReport, ...]
     tree: tuple[str, ...]
 
@@ -48,7 +57,8 @@ class DeviceReport:
             "outputs moved": self.moved,
             "recorded again": self.again,
             "failed": self.failed,
-            "given up": self.evicted,
+            "given up for others": self.evicted,
+            "given up because they did not pay": self.unprofitable,
         }
         if any(rare.values()):
             lines[0] += "; " + ", ".join(f"{count} {name}" for name, count in rare.items() if count)
@@ -66,6 +76,34 @@ class DeviceReport:
         return "\n".join([*lines, *(f"  {line}" for line in self.tree)])
 
 
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph on a GPU: how many pieces of it are recorded, what runs between them and why, and why nothing
+    of it is recorded."""
+
+    label: str
+    pieces: int
+    cuts: tuple[Cut, ...]
+    refused: str | None
+
+    def __str__(self) -> str:
+        if self.refused is not None:
+            return f"{self.label}: nothing is recorded: {self.refused}"
+        lines = [f"{self.label}: {self.pieces} {'piece' if self.pieces == 1 else 'pieces'}"]
+        for cut in self.cuts:
+            lines.append(f"  cut by {cut.reason}: {', '.join(cut.ops)}")
+            lines += [f"    {line.strip()}" for line in (cut.stack_trace or "").strip().splitlines()[-2:]]
+        return "\n".join(lines)
+
+
+def graphs(codes: Iterable[RecordedCode]) -> tuple[GraphReport, ...]:
+    """The account of compiled graphs, by label."""
+    reports = [
+        GraphReport(code.label, len(code.pieces), code.spec.cuts, code.refused) for code in codes if code.spec.devices
+    ]
+    return tuple(sorted(reports, key=lambda report: report.label))
+
+
 def of(tree: Tree) -> DeviceReport:
     """The account of one tree, now."""
     with tree.lock:
@@ -78,6 +116,7 @@ def of(tree: Tree) -> DeviceReport:
             again=tree.counts["recorded again"],
             failed=tree.counts["failed"],
             evicted=tree.counts["evicted"],
+            unprofitable=tree.counts["not worth it"],
             pieces=tuple(_piece(piece, nodes) for piece in sorted(tree.pieces, key=lambda piece: piece.label)),
             tree=tuple(f"{'  ' * (node.depth - 1)}{_label(node)}: {node.calls} replays" for node in nodes),
         )

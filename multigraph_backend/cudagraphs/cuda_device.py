@@ -29,6 +29,7 @@ class CudaDevice:
         self._device = torch.device("cuda", index)
         self._capture_stream = torch.cuda.Stream(index)
         self._left: dict[int, MemoryPool] = {}
+        self._broken: list[torch.cuda.CUDAGraph] = []
         self._pool: MemoryPool
         self.same_addresses = _compat.same_addresses
         self.use_count = _compat.storage_use_count
@@ -169,6 +170,7 @@ class CudaDevice:
                             graph.capture_end()
                     graph.reset()  # lets go of the pool as far as it has it
                     self._pool.stop(uses)
+                    self._broken.append(graph)  # the allocator of pinned memory may go on asking it what it captures
             current.wait_stream(self._capture_stream)
         kept: dict[int, torch.UntypedStorage] = {}
         if problem is None:
@@ -213,15 +215,17 @@ def _undisturbed(index: int) -> Iterator[None]:
     the recording and nowhere else."""
     collecting = gc.isenabled()
     gc.disable()
-    with torch.cuda.device(index):
-        torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
-        _compat.clear_cublas_workspaces()
-        try:
-            yield
-        finally:
+    try:
+        with torch.cuda.device(index):
+            torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
             _compat.clear_cublas_workspaces()
-            if collecting:
-                gc.enable()
+            try:
+                yield
+            finally:
+                _compat.clear_cublas_workspaces()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager

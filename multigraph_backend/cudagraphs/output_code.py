@@ -38,6 +38,14 @@ _OutputCode: Any = object if _compat.missing("cudagraphs") else _compat.OutputCo
 KNOBS: Mapping[str, object] = {"triton.cudagraphs": True, "graph_partition": True}
 
 
+_living: weakref.WeakValueDictionary[int, RecordedCode] = weakref.WeakValueDictionary()
+
+
+def living() -> list[RecordedCode]:
+    """All there is, for reports."""
+    return list(_living.values())
+
+
 _attached: ContextVar[list[RecordedCode] | None] = ContextVar("attached", default=None)
 
 
@@ -72,6 +80,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         self._boxed_call = True
         self._fx_graph_cache_key = getattr(inner, "_fx_graph_cache_key", None)
         self.pieces: tuple[Piece, ...] = ()
+        self.refused: str | None = None
         self.run: Callable[[list[Any]], Any] = inner
         self._attach()
 
@@ -106,6 +115,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
 
     def _attach(self) -> None:
         """Put recordings between the callers of the code and the code."""
+        _living[id(self)] = self
         if (attached := _attached.get()) is not None:
             attached.append(self)
         self.run = self.inner
@@ -119,7 +129,10 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                 tree = runtime.tree(self.spec.devices[0])
             except Exception as error:
                 reason = f"recordings could not be set up: {type(error).__name__}: {error}"
+        self.refused = reason
         if reason is not None:
+            if self.wanted.required:
+                raise NotAllRecorded(f"{self.label}: cudagraphs='require', but nothing of it can be recorded: {reason}")
             trace.warn_once(f"{self.label}: {reason}", "%s runs unrecorded: %s", self.label, reason)
             return
         if not self.spec.pieces:

@@ -52,6 +52,7 @@ def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRu
     devices = devices_of(gm, rules.device_type)
     tensors = {index for index, node in enumerate(placeholders) if isinstance(node.meta.get("val"), torch.Tensor)}
     shown = visible_outputs(gm, is_backward)
+    never = cuts.operators_never_recorded(gm, rules) if devices else {}
     graph = GraphSpec(
         is_backward=is_backward,
         inputs=tuple(placeholder(node) for node in placeholders),
@@ -63,10 +64,9 @@ def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRu
         whole=False,
         cuts=cuts.cuts_of(gm, rules) if devices else (),
         devices=devices,
-        refused=hidden_size(placeholders) if devices else None,
+        refused=(hidden_size(placeholders) or not_cut(never)) if devices else None,
         random=draws(gm),
     )
-    never = cuts.operators_never_recorded(gm, rules) if devices else {}
     return Taken(
         graph, tuple(sorted({op.name() for op in never})), {f"torch.ops.{op}": why for op, why in never.items()}
     )
@@ -214,6 +214,14 @@ def hidden_size(placeholders: Sequence[Node]) -> str | None:
                 if isinstance(size, torch.SymInt) and not _compat.sympy_expr(size).free_symbols <= known:
                     return f"size {size} of input {node.name} is no input"
     return None
+
+
+def not_cut(never: Mapping[Any, str]) -> str | None:
+    """What speaks against recording where the user lists an operator that Inductor has code of its own for: it cuts
+    around calls of operators, and what is in its kernels and templates cannot be parted from them."""
+    generated = _compat.lowerings.keys() - _compat.fallbacks
+    own = sorted(op.name() for op, why in never.items() if why == cuts.LISTED and op in generated)
+    return f"Inductor generates code for {own[0]}, and cannot cut there as asked" if own else None
 
 
 def visible_outputs(gm: GraphModule, is_backward: bool) -> tuple[bool, ...]:

@@ -28,7 +28,7 @@ class Function:
 
     def __init__(self, piece: Piece, key: tuple[Any, ...]) -> None:
         self.piece, self.key = piece, key
-        self.warm = False
+        self.called = False
         self.failures = 0
         self.refused: str | None = None
         self.addresses: dict[int, int] = {}
@@ -74,6 +74,8 @@ class Piece:
         self.static, self.mutated, self.reused = frozenset(static), frozenset(mutated), frozenset(reused)
         self.visible, self.constants, self.is_backward = tuple(visible), tuple(constants), is_backward
         self.functions: dict[tuple[Any, ...], Function] = {}
+        #: where inputs lay at the last call off the recorded paths
+        self.addresses: dict[int, int] = {}
         #: whether a function is called unrecorded first: until one was recorded, and always once that went wrong
         self.warms_up = True
         self.each_warms_up = False

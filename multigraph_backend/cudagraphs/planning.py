@@ -18,7 +18,13 @@ import torch
 
 from multigraph_backend import trace
 from multigraph_backend.cudagraphs.device import Device, Layout
-from multigraph_backend.cudagraphs.recording import InputPlan, NotRecorded, Slot, overlaps_otherwise
+from multigraph_backend.cudagraphs.recording import (
+    FIRST_CALL,
+    InputPlan,
+    NotRecorded,
+    Slot,
+    overlaps_otherwise,
+)
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.piece import Function
@@ -29,18 +35,18 @@ log = logging.getLogger(__name__)
 
 def look(device: Device, function: Function, inputs: Sequence[Any]) -> None:
     """Note where the inputs lie: some may turn out to stay there."""
-    function.addresses = {
+    function.addresses = function.piece.addresses = {
         index: device.address(value)
         for index, value in enumerate(inputs)
         if isinstance(value, torch.Tensor) and device.is_on_device(value)
     }
 
 
-def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any]) -> InputPlan:
-    """See the module's text.  Raises `NotRecorded`."""
+def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first: bool) -> InputPlan:
+    """See the module's text; `first`: this is the function's first call.  Raises `NotRecorded`."""
     piece, device, limit = function.piece, tree.device, function.piece.most
     slots = {slot.handle: slot for node in tree.path for slot in node.slots}
-    before = function.addresses
+    before = function.addresses or piece.addresses  # of another key where this one is new
     look(device, function, inputs)
     tried = len(parent.children.get(function, ()))
     fixed: list[int] = []
@@ -68,6 +74,8 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any]) -> Inp
             fixed.append(index)
         elif index in piece.mutated:
             if not stays and (index not in piece.static or piece.is_backward):
+                if first:
+                    raise NotRecorded(FIRST_CALL)
                 raise NotRecorded(
                     f"it changes input {piece.names[index]}, which is no parameter, buffer or output of a recording "
                     "and came at another address than before"

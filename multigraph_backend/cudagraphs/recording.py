@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
+FIRST_CALL = "first call"
+
+
 class NotRecorded(Exception):
     """This call cannot be recorded or replayed; its text says why.  `always`: no later call can either."""
 

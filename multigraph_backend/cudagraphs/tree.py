@@ -31,11 +31,9 @@ from multigraph_backend import trace
 from multigraph_backend.cudagraphs import planning, recording, replay
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
-from multigraph_backend.cudagraphs.recording import NotAllRecorded, NotRecorded, Recording, Slot
+from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
 
 log = logging.getLogger(__name__)
-
-FIRST_CALL = "first call"
 
 
 @dataclass(frozen=True)
@@ -164,6 +162,7 @@ class Tree:
         self.stream = device.stream()
         self.mark = marks()
         self.thread: int | None = None
+        self._caller: threading.Thread | None = None
 
     # ---------------------------------------------------------------- every call
 
@@ -186,8 +185,8 @@ class Tree:
         self._follow_stream()
         thread = threading.get_ident()
         if thread != self.thread and not piece.is_backward:  # autograd runs backwards in threads of its own
-            if self.thread is None:
-                self.thread = thread
+            if self._caller is None or not self._caller.is_alive():  # a thread that warmed up, say
+                self.thread, self._caller = thread, threading.current_thread()
             elif not self.shared:
                 self._share()
 
@@ -239,8 +238,8 @@ class Tree:
         """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
         if function.refused is not None:
             raise NotRecorded(function.refused)
-        if not function.warm and function.piece.warms_up:
-            function.warm = True
+        first, function.called = not function.called, True
+        if first and function.piece.warms_up:
             planning.look(self.device, function, inputs)
             raise NotRecorded(FIRST_CALL)
         if self.path and self._new_step(function, inputs):
@@ -255,9 +254,9 @@ class Tree:
             raise NotRecorded(
                 f"{parent.depth} recordings follow one another in this step, whose outputs are still alive"
             )
-        plan = planning.plan(self, parent, function, inputs)
+        plan = planning.plan(self, parent, function, inputs, first)
         self._make_room()
-        return self._record(parent, function, inputs, plan)
+        return self._record(parent, function, inputs, plan, first)
 
     def _child(self, parent: Node, function: Function, inputs: list[object]) -> Node | None:
         for node in parent.children.get(function, ()):
@@ -324,7 +323,9 @@ class Tree:
 
     # ---------------------------------------------------------------- recording
 
-    def _record(self, parent: Node, function: Function, inputs: list[object], plan: recording.InputPlan) -> Node:
+    def _record(
+        self, parent: Node, function: Function, inputs: list[object], plan: recording.InputPlan, first: bool
+    ) -> Node:
         use_count, generation = self.device.use_count, self.device.generation
         alive = frozenset(
             slot.address
@@ -357,8 +358,8 @@ class Tree:
         except NotRecorded as why:
             self.counts["failed"] += 1
             trace.count("failed_recordings")
-            if not function.warm:  # it may be what a first call does: this one is the first call
-                function.warm = function.piece.warms_up = function.piece.each_warms_up = True
+            if first:  # it may be what a first call does
+                function.piece.warms_up = function.piece.each_warms_up = True
                 raise NotRecorded(FIRST_CALL) from why
             function.failures += 1
             why.always = why.always or function.failures >= self.limits.failures
@@ -366,7 +367,6 @@ class Tree:
         except Exception:
             self._pool_used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
-        function.warm = True
         function.piece.warms_up = function.piece.each_warms_up
         if again:
             planning.log_again(function, parent.children[function], plan)
@@ -465,6 +465,7 @@ class Tree:
                 for node in list(nodes):
                     self._unlink(node)
             self.lasting.clear()
+            self.shared, self.thread, self._caller = False, None, None
             self._leave_pools()
 
     def _leave_pools(self) -> None:

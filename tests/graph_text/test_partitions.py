@@ -416,3 +416,33 @@ def test_pieces_around_an_operator_with_two_results() -> None:
     x, w = torch.randn(8, 8), torch.randn(8, 8)
     torch.testing.assert_close(run(x, w), f(x, w))
     assert len(specs[0].pieces) == 2
+
+
+# ---------------------------------------------------------------- what speaks against recording a graph at all
+
+
+def refused(function: Callable[..., Any], *inputs: torch.Tensor, cut: Sequence[str] = ()) -> str | None:
+    gm = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*inputs)
+    return partition.take(gm, (), False, CutRules(cut=frozenset(cut), device_type="cpu")).graph.refused
+
+
+def test_an_operator_that_inductor_cannot_cut_around_is_in_no_recording_all_the_same() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mgparts.attn(x @ x) + 1
+
+    x = torch.randn(4, 4)
+    assert refused(function, x) is None
+    assert refused(function, x, cut=["mgparts::attn"]) is None
+    assert refused(function, x, cut=["aten::mm"]) == (
+        "Inductor generates code for aten::mm, and cannot cut there as asked"
+    )
+    assert refused(function, x, cut=["mgparts::*", "aten::add"]) == (
+        "Inductor generates code for aten::add.Tensor, and cannot cut there as asked"
+    )
+
+
+def test_a_size_that_comes_as_no_number_speaks_against_recording() -> None:
+    gm = torch.fx.experimental.proxy_tensor.make_fx(lambda x: x.sin(), tracing_mode="symbolic")(torch.randn(5, 3))
+    reason = partition.take(gm, (), False, CutRules(device_type="cpu")).graph.refused
+    assert reason is not None
+    assert reason.endswith("of input x_1 is no input")

@@ -672,3 +672,57 @@ def test_the_log_of_a_recording_made_anew_names_addresses_and_the_users_line(cap
         f"weighted is recorded again: x1 from {first.data_ptr():#x} to {second.data_ptr():#x}",
         'x1 is first used here:\nFile "model.py", line 7, in forward',
     ]
+
+
+# ---------------------------------------------------------------- what is known of an input from other keys
+
+
+def test_an_input_that_stays_at_one_address_for_all_keys_is_read_in_place() -> None:
+    bench = Bench()
+    piece = bench.piece(grown, 2, 2)
+    x = values()
+    for n in (2, 2, 3, 4, 3, 4):
+        call_right(piece, grown, n, x)
+    assert (bench.recorded(), bench.device.calls("copy")) == (3, [])
+
+
+def appended(n: int, cache: torch.Tensor) -> tuple[torch.Tensor]:
+    return (cache.add_(n).sum() * 2,)
+
+
+def test_a_cache_that_a_piece_changes_is_recorded_at_the_first_call_of_further_keys() -> None:
+    bench = Bench()
+    piece = bench.piece(appended, 2, 1, mutated=[1], required=True)
+    mine, right = torch.zeros(8), torch.zeros(8)
+    for n in (1, 1, 2, 3, 2):
+        assert_equal([piece([n, mine])[0], mine], [appended(n, right)[0], right])
+    assert bench.recorded() == 3
+
+
+def test_a_changed_input_at_another_address_is_no_error_at_the_first_call_of_a_key() -> None:
+    bench = Bench()
+    piece = bench.piece(appended, 2, 1, mutated=[1], required=True)
+    first = values()
+    for _ in range(2):
+        call_right(piece, appended, 1, first)
+    second = values()
+    call_right(piece, appended, 2, second)  # as any first call
+    assert bench.recorded() == 1
+    call_right(piece, appended, 2, second)
+    assert bench.recorded() == 2
+
+
+def test_a_thread_takes_over_from_one_that_has_ended() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+
+    def warm_up() -> None:
+        for _ in range(2):
+            call_right(piece, double, values())
+
+    thread = threading.Thread(target=warm_up)
+    thread.start()
+    thread.join()
+    for _ in range(3):
+        call_right(piece, double, values())
+    assert (bench.tree.shared, bench.recorded()) == (False, 1)

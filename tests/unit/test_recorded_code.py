@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import pickle
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 
+import multigraph_backend
 from multigraph_backend import trace
-from multigraph_backend.cudagraphs import output_code, runtime
+from multigraph_backend.cudagraphs import account, output_code, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
-from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec, Placeholder
+from multigraph_backend.cudagraphs.recording import NotAllRecorded
+from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, PartitionSpec, Placeholder
 
 PIECE = PartitionSpec(0, (0,), (0,), (), (), (True,), ("x",))
 SPEC = GraphSpec(
@@ -88,6 +91,30 @@ def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatc
     assert codes == [made]
     assert (piece.names, piece.traces, piece.must_pay, piece.most) == (("x",), ("the user's line",), True, 5)
     assert made.run is piece
+
+
+def test_the_account_has_cuts_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    cut = Cut("a copy between devices", ("aten::_to_copy",), 'File "model.py", line 3, in forward\n    x = x.cpu()')
+    made = [code(dataclasses.replace(SPEC, cuts=(cut,), pieces=()), "b"), code(SPEC, "a")]
+    made[1].refused = "it spans 2 devices"
+    said = [str(report) for report in account.graphs(made)]
+    assert said == [
+        "a: nothing is recorded: it spans 2 devices",
+        "b: 0 pieces\n  cut by a copy between devices: aten::_to_copy\n"
+        '    File "model.py", line 3, in forward\n    x = x.cpu()',
+    ]
+    explanation = multigraph_backend.explain()
+    assert {report.label for report in explanation.graphs} >= {"a", "b"}
+    assert said[1] in str(explanation)
+    assert json.loads(explanation.to_json())["graphs"]
+
+
+def test_require_raises_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "unavailable", lambda: "this torch differs: no such symbol")
+    required = Wanted(required=True, must_pay=False, most=5)
+    with pytest.raises(NotAllRecorded, match=r"strict: cudagraphs='require', but nothing .* no such symbol"):
+        RecordedCode(Inner(), SPEC, "strict", required, inference=True)
 
 
 def test_a_pickled_copy_holds_no_piece(monkeypatch: pytest.MonkeyPatch) -> None:
