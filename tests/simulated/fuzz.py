@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     first, end = args.seeds
     counts: Counter[str] = Counter()
     wrong: list[dict[str, Any]] = []
-    started, seed = time.monotonic(), first
+    started, seed, commit = time.monotonic(), first, _commit()  # what was imported, not what lies there in the end
     run(first)  # imports what it needs
     gc.collect()
     gc.freeze()  # programs collect garbage: not what was there before
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
             speed = (seed - first) / (time.monotonic() - started)
             print(f"{seed - first} programs, {speed:.1f}/s, {len(wrong)} wrong", file=sys.stderr, flush=True)
     return {
-        "commit": _commit(),
+        "commit": commit,
         "torch": torch.__version__,
         "seeds": [first, seed],
         "programs": seed - first,
