@@ -57,6 +57,8 @@ class Multigraph:
         disabled = disabled_pieces(os.environ)
         if disabled & {"cudagraphs", "all"}:
             accepted = dataclasses.replace(accepted, cudagraphs=False)
+        if disabled & {"saved_tensors", "all"}:
+            accepted = dataclasses.replace(accepted, saved_tensors=())
         try:
             if "all" in disabled:
                 return _compile_at_once(gm, example_inputs, accepted, code, "MULTIGRAPH_DISABLE=all")
