@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from multigraph_backend.options import Options, OptionsError
     from multigraph_backend.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.report import Explanation, explain
+    from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
     from multigraph_backend.saved_tensors.rules import Cast, Keep, Match, Rule, Scaled
     from multigraph_backend.trace import reset_stats, stats
 
@@ -37,12 +38,14 @@ _HOME = {
     "Predicate": "predicates",
     "Range": "predicates",
     "Rule": "saved_tensors.rules",
+    "SavedHook": "saved_tensors.hooks",
     "Scaled": "saved_tensors.rules",
     "explain": "report",
     "mark": "marks",
     "measure_gains": "gains",
     "multigraph": "backend",
     "reset_stats": "trace",
+    "saved_hook": "saved_tensors.hooks",
     "stats": "trace",
 }
 
@@ -60,12 +63,14 @@ __all__ = [
     "Predicate",
     "Range",
     "Rule",
+    "SavedHook",
     "Scaled",
     "explain",
     "mark",
     "measure_gains",
     "multigraph",
     "reset_stats",
+    "saved_hook",
     "stats",
 ]
 

@@ -23,6 +23,7 @@ from multigraph_backend import _compat, capture, lowering, marks, region, regist
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
+from multigraph_backend.saved_tensors.hooks import stock_hooks
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,10 @@ class Multigraph:
                 graph = capture.capture(gm, example_inputs, code)
             except capture.CannotCapture as reason:
                 return _compile_at_once(gm, example_inputs, accepted, code, str(reason))
-            return region.Region(graph, accepted, CompileState.take(), name).dispatcher()
+            state = CompileState.take()
+            if state.hooks is not None:  # ours to place; torch would look at their copies when it asks its cache
+                capture.forget_hooks(graph)
+            return region.Region(graph, accepted, state, name).dispatcher()
         finally:
             _take_over_marks()
 
@@ -93,6 +97,8 @@ def _compile_at_once(
     """As any other backend does: one generic compile, in Dynamo's trace and under its guards."""
     started = time.perf_counter()
     try:
+        if stock_hooks() is not None:  # torch puts them into the graphs itself: once is enough
+            options = dataclasses.replace(options, saved_tensors=())
         run = lowering.compile_at_once(gm, list(example_inputs), options, f"{code}")
     except CannotLower as error:
         run, reason = gm.forward, f"{reason}; it runs eagerly: {error}"

@@ -32,6 +32,8 @@ from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
 from multigraph_backend.options import Options
 from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
+from multigraph_backend.saved_tensors.hooks import without_hooks
+from multigraph_backend.saved_tensors.rules import hook_rules
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,9 @@ def lower(
     tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
     recorded = records(graph.module, args, options)
     cache_tag = f"{tag}|{recorded and (options.cudagraphs, options.cut, options.safe)}"
+    hooked = state.hooks is not None and options.compiler == "inductor"
+    if state.hooks is not None and hooked:
+        options = dataclasses.replace(options, saved_tensors=(*options.saved_tensors, *hook_rules(state.hooks)))
     packs = bool(options.saved_tensors)
     shared = bool(shared_storages([args[index] for index in user_tensors(graph)]))
 
@@ -89,6 +94,8 @@ def lower(
             with _compat.tracing(context):
                 run = _compile(fresh, options, f"{graph.code}, {name}" if recorded else None)
             condition = added_condition(graph, fresh, context, args, {**pinned, **floats})
+        if hooked and any(said.packed for said in saved):
+            run = without_hooks(run)
         return Lowered(run, condition, time.perf_counter() - started, tuple(saved))
 
     def compile(process_wide: contextlib.ExitStack) -> Lowered:

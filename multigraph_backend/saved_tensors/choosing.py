@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from multigraph_backend.saved_tensors import graphs
+from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.rules import Cast, Described, Keep, Role, Rule, Scaled, decide
 
 
@@ -29,7 +30,7 @@ class Unit:
     source: Node
     members: tuple[Node, ...]
     described: Described
-    pack: Cast | Scaled
+    pack: Cast | Scaled | SavedHook
     rule: str
 
     @property

@@ -27,6 +27,7 @@ from multigraph_backend import _compat, trace
 from multigraph_backend.saved_tensors import account, choosing, graphs, packs, placement, surgery, tracing
 from multigraph_backend.saved_tensors.account import SavedTensor, SavedTensors
 from multigraph_backend.saved_tensors.choosing import Choice, Kept, Unit
+from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.rules import Rule, rule_to_json
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
 
@@ -109,6 +110,8 @@ def _traced(unit: Unit, numbers: Sequence[Node]) -> Traced:
     assert value is not None
     order = graphs.memory_order(value)
     assert order is not None
+    if isinstance(unit.pack, SavedHook):
+        return tracing.trace(unit, unit.pack.pack, unit.pack.unpack, numbers)
     found = packs.functions(unit.pack, value.permute(order.dims) if value.dim() else value)
     if isinstance(found, str):
         raise CannotPack(found)

@@ -13,13 +13,16 @@ Invariant: what nobody named is left alone.  Integers and bools need a rule that
 from __future__ import annotations
 
 import fnmatch
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
 
+from multigraph_backend import _compat
 from multigraph_backend.predicates import did_you_mean, shown
+from multigraph_backend.saved_tensors.hooks import SavedHook
 
 SMALL_BYTES = 64 * 1024
 
@@ -91,7 +94,7 @@ class Scaled:
         return f"{self.dtype}, scaled per {per}" + (", stochastic" if self.stochastic else "")
 
 
-Pack = Keep | Cast | Scaled
+Pack = Keep | Cast | Scaled | SavedHook
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,12 @@ class Rule:
     match: Match = Match()
     pack: Pack = Keep()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.pack, Pack):
+            raise TypeError(f"a rule packs with Keep, Cast, Scaled or a saved_hook, not {shown(self.pack)}")
+        if isinstance(self.pack, SavedHook) and not self.pack.complete:
+            raise ValueError(f"the saved_hook {self.pack.name} has no unpack function; decorate one with its .unpack")
+
     def __str__(self) -> str:
         return f"{self.match}: {self.pack}"
 
@@ -163,10 +172,8 @@ def decide(rules: Sequence[Rule], tensor: Described) -> Rule | str:
             continue
         if match.min_bytes is not None and tensor.bytes < match.min_bytes:
             continue
-        if match.role is None and tensor.role != "intermediate":
+        if (match.role or "intermediate") != tensor.role:
             kept = f"it is {'an' if tensor.role[0] in 'io' else 'a'} {tensor.role} of the graph, which no rule names"
-        elif match.role is not None and match.role != tensor.role:
-            continue
         elif match.dtype is None and not tensor.number:
             kept = f"it is {tensor.dtype}, which no rule names"
         elif match.min_bytes is None and tensor.bytes < SMALL_BYTES:
@@ -174,6 +181,20 @@ def decide(rules: Sequence[Rule], tensor: Described) -> Rule | str:
         else:
             return rule
     return kept
+
+
+def hook_rules(hook: SavedHook) -> tuple[Rule, ...]:
+    """Rules for torch's own `saved_tensors_hooks`: numbers of any size, of the roles that torch's filter lets through.
+
+    Integers and masks are left alone: a hook that is written for numbers makes wrong ones of them.
+    """
+    filtering = str(_compat.functorch_config.saved_tensors_hooks_filtering_mode)
+    roles: dict[str, tuple[Role, ...]] = {
+        "donated": ("intermediate",),
+        "no_static": ("intermediate", "input", "output"),
+        "all": ("intermediate", "input", "output", "parameter"),
+    }
+    return tuple(Rule(Match(min_bytes=0, role=role), hook) for role in roles.get(filtering, ("intermediate",)))
 
 
 # ---------------------------------------------------------------- JSON
@@ -192,13 +213,15 @@ def rule_from_json(entry: Mapping[str, Any]) -> Rule:
 
 
 def rule_to_json(rule: Rule) -> dict[str, Any]:
-    """Plain data that `rule_from_json` reads back."""
+    """Plain data that `rule_from_json` reads back, but for a hook, which it can only name."""
     match = {entry.name: getattr(rule.match, entry.name) for entry in fields(Match)}
     pack: Any = "keep"
     if isinstance(rule.pack, Cast):
         pack = {"cast": rule.pack.dtype, "stochastic": rule.pack.stochastic}
     elif isinstance(rule.pack, Scaled):
         pack = {"scale": rule.pack.dtype, "per": rule.pack.per, "stochastic": rule.pack.stochastic}
+    elif isinstance(rule.pack, SavedHook):
+        pack = {"hook": rule.pack.name, "key": rule.pack.key}  # a function is no plain data: this names it
     return {"match": {name: value for name, value in match.items() if value is not None}, "pack": pack}
 
 
@@ -213,7 +236,22 @@ def _pack_from_json(pack: Any) -> Pack:
     if isinstance(pack, Mapping) and "scale" in pack:
         _refuse_unknown(pack, ("scale", "per", "stochastic"), "pack")
         return Scaled(pack["scale"], **_but(pack, "scale"))
-    raise ValueError(f'"pack" must be "keep", {{"cast": dtype}} or {{"scale": dtype}}, got {shown(pack)}')
+    if isinstance(pack, str) and ":" in pack:
+        return _imported(pack)
+    kinds = '"keep", "module:name" of a saved_hook, {"cast": dtype} or {"scale": dtype}'
+    raise ValueError(f'"pack" must be {kinds}, got {shown(pack)}')
+
+
+def _imported(place: str) -> SavedHook:
+    """The hook at "module:name"."""
+    module, _, name = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the saved_hook {place!r} cannot be imported: {error}") from error
+    if not isinstance(found, SavedHook):
+        raise TypeError(f"{place!r} is {shown(found)}, not a saved_hook")
+    return found
 
 
 def _but(entry: Mapping[str, Any], name: str) -> dict[str, Any]:

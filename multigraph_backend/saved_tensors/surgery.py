@@ -200,7 +200,5 @@ def _constant(module: GraphModule, traced: GraphModule, target: str, prefix: str
     name = f"_{prefix}{target}"
     while hasattr(module, name) and getattr(module, name) is not value:
         name += "_"
-    if isinstance(value, torch.nn.Parameter):
-        value = value.detach()
     module.register_buffer(name, value, persistent=False)
     return name

@@ -93,9 +93,9 @@ def trace(unit: Unit, pack: PackFunction, unpack: UnpackFunction, numbers: Seque
         return [_replayed(member, unit.source, found) for member in unit.members]
 
     with _tracing(mode):
-        packed = _make(packing, (source,), "pack")
+        packed = _make(packing, (source,), "pack", mode)
         saved = _outputs(packed, "pack")
-        unpacked = _make(unpacking, (*saved, *symbols), "unpack")
+        unpacked = _make(unpacking, (*saved, *symbols), "unpack", mode)
         restored = _outputs(unpacked, "unpack")
     _refuse_effects(packed.graph, "pack")
     _refuse_effects(unpacked.graph, "unpack")
@@ -109,7 +109,25 @@ def _permuted(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return x if dims == tuple(range(x.dim())) else x.permute(dims)
 
 
-def _make(function: Callable[..., Any], inputs: Sequence[Any], what: str) -> GraphModule:
+def _keep_constant(made: GraphModule, node: Node, mode: Any) -> None:
+    """A tensor that a hook captured is a constant: what the user does to it later is not seen.
+
+    Inductor takes a real tensor in a graph where it is lifted first.
+    """
+    with _compat.disable_current_modes():
+        value = getattr(made, str(node.target)).detach().clone()
+    setattr(made, str(node.target), value)
+    lifts = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
+    users = [user for user in node.users if user.target not in lifts]
+    if users:
+        with made.graph.inserting_after(node):
+            lifted = made.graph.call_function(lifts[0], (node,))
+        lifted.meta["val"] = mode.from_tensor(value, static_shapes=True)
+        for user in users:
+            user.replace_input_with(node, lifted)
+
+
+def _make(function: Callable[..., Any], inputs: Sequence[Any], what: str, mode: Any) -> GraphModule:
     try:
         made = make_fx(
             torch.func.functionalize(function), decomposition_table=_compat.select_decomp_table(), tracing_mode="real"
@@ -119,6 +137,8 @@ def _make(function: Callable[..., Any], inputs: Sequence[Any], what: str) -> Gra
     except Exception as error:
         raise CannotPack(f"{what} cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
     made.graph.eliminate_dead_code()
+    for node in made.graph.find_nodes(op="get_attr"):
+        _keep_constant(made, node, mode)
     _compat.replace_random_passes(made)
     made.recompile()
     return made
