@@ -74,6 +74,8 @@ class Multigraph:
             except capture.CannotCapture as reason:
                 return _compile_at_once(gm, example_inputs, accepted, code, str(reason))
             state = CompileState.take()
+            if "saved_tensors" in disabled:
+                state = dataclasses.replace(state, hooks=None)  # they run in eager
             if state.hooks is not None:  # ours to place; torch would look at their copies when it asks its cache
                 capture.forget_hooks(graph)
             return region.Region(graph, accepted, state, name).dispatcher()

@@ -78,6 +78,17 @@ def test_without_hooks_no_packs() -> None:
     assert sorted(said.packed for said in accounts()) == [3]
 
 
+def test_turned_off_stock_hooks_run_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", "saved_tensors")
+    model = Mlp()
+    x = torch.randn(8, 16)
+    with torch.autograd.graph.saved_tensors_hooks(*graph_modules(lambda x: x * 3, lambda x: x)):
+        got = step(model, compiled(model, []), x)
+    expected = step(model, model, x)
+    assert any((a - b).norm() > 0.1 * b.norm() for a, b in zip(got[1:], expected[1:], strict=True))
+    assert accounts() == []
+
+
 def test_stock_hooks_with_random_numbers() -> None:
     """Row 1: an InductorError in stock."""
     model = Mlp()
