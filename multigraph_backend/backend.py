@@ -23,6 +23,7 @@ from multigraph_backend import _compat, capture, lowering, marks, region, regist
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
+from multigraph_backend.saved_tensors import account
 from multigraph_backend.saved_tensors.hooks import stock_hooks
 
 log = logging.getLogger(__name__)
@@ -101,10 +102,11 @@ def _compile_at_once(
     try:
         if stock_hooks() is not None:  # torch puts them into the graphs itself: once is enough
             options = dataclasses.replace(options, saved_tensors=())
-        run = lowering.compile_at_once(gm, list(example_inputs), options, f"{code}")
+        with account.collecting() as saved:
+            run = lowering.compile_at_once(gm, list(example_inputs), options, f"{code}")
     except CannotLower as error:
-        run, reason = gm.forward, f"{reason}; it runs eagerly: {error}"
-    return region.compiled_at_once(run, code, options, time.perf_counter() - started, reason)
+        run, saved, reason = gm.forward, [], f"{reason}; it runs eagerly: {error}"
+    return region.compiled_at_once(run, code, options, time.perf_counter() - started, reason, tuple(saved))
 
 
 def _take_over_marks() -> None:

@@ -149,11 +149,12 @@ def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Option
 
 def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     """The chosen compiler's code for `module`, in Dynamo's own trace.  Raises as `compile_module` does."""
-    if not records(module, inputs, options):
+    recorded = records(module, inputs, options)
+    if not recorded and not options.saved_tensors:
         return compile_module(module, inputs, options)
     # its backward is compiled at the first call of it, when no setting of now is in force any more
     with _compat.functorch_config.patch(enable_autograd_cache=False):
-        return compile_module(module, inputs, options, name)
+        return compile_module(module, inputs, options, name if recorded else None)
 
 
 def compile_module(

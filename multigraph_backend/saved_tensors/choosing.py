@@ -69,14 +69,16 @@ def choose(forward: GraphModule, outputs: int, static: Sequence[int], rules: Seq
     for node in saved_tensors(forward, outputs):
         families.setdefault(graphs.root(node), []).append(node)
     roles = _roles(forward, outputs, static)
-    odd = _sharing_in_other_ways(forward)
+    odd = {
+        **dict.fromkeys(
+            _sharing_in_other_ways(forward), "it shares memory with another value in a way no view explains"
+        ),
+        **dict.fromkeys(_changed(forward), "the graph changes it in place"),
+    }
     for root, members in families.items():
         role = roles.get(root, "intermediate")
         if root in odd:
-            choice.kept += [
-                Kept(node, describe(node, node, role), "it shares memory with another value in a way no view explains")
-                for node in members
-            ]
+            choice.kept += [Kept(node, describe(node, node, role), odd[root]) for node in members]
             continue
         for source, views in _sources(root, members):
             _decide(choice, source, views, role, rules)
@@ -120,6 +122,17 @@ def _roles(forward: GraphModule, outputs: int, static: Sequence[int]) -> dict[No
         if isinstance(value, Node):
             roles.setdefault(graphs.root(value), "output")
     return roles
+
+
+def _changed(forward: GraphModule) -> set[Node]:
+    """Roots of what the graph writes to: a pack behind the last use would see other values."""
+    changed: set[Node] = set()
+    for node in forward.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for argument, value in zip(schema.arguments if schema is not None else (), node.args, strict=False):
+            if isinstance(value, Node) and argument.alias_info is not None and argument.alias_info.is_write:
+                changed.add(graphs.root(value))
+    return changed
 
 
 def _sharing_in_other_ways(forward: GraphModule) -> set[Node]:

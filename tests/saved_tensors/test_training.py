@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import multigraph_backend
-from multigraph_backend import Cast, Keep, Match, Rule, Scaled, _compat
+from multigraph_backend import Cast, Keep, Match, Rule, Scaled, _compat, capture
 from tests.saved_tensors.models import Block, Mlp, accounts, assert_step, compiled, rules, step
 
 BOUNDS = [(Scaled("int8", per=16), 0.05), (Cast("e4m3", stochastic=True), 0.4)]
@@ -146,19 +146,21 @@ def test_together_with_inputs_that_the_graph_changes() -> None:
     assert multigraph_backend.stats()["failures"] == 0
 
 
-@torch._functorch.config.patch(donated_buffer=False)  # torch refuses retain_graph otherwise, packed or not
 def test_backward_twice_over_one_graph() -> None:
+    import torch._functorch.config as functorch_config
+
     model = Mlp()
     run = compiled(model, rules(Scaled("int8")))
-    out = run(torch.randn(8, 16))
-    cotangent = torch.randn_like(out)
-    out.backward(cotangent, retain_graph=True)
-    first = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    out.backward(cotangent)
+    with functorch_config.patch(donated_buffer=False):  # torch refuses `retain_graph` otherwise, packed or not
+        out = run(torch.randn(8, 16))
+        cotangent = torch.randn_like(out)
+        out.backward(cotangent, retain_graph=True)
+        first = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        out.backward(cotangent)
     for gradient, again in zip(first, [p.grad for p in model.parameters()], strict=True):
         torch.testing.assert_close(again, gradient, rtol=0, atol=0)
-    assert accounts()[0].packed >= 3
+    assert accounts()[0].packed == 3
 
 
 def test_around_activation_checkpointing() -> None:
@@ -221,6 +223,17 @@ def test_across_a_graph_break() -> None:
     for gradient, wanted in zip(got[1:], expected[1:], strict=True):
         assert (gradient - wanted).norm() / wanted.norm() < 0.1
     assert [said.packed >= 3 for said in accounts()] == [True, True]
+
+
+def test_a_graph_that_is_compiled_at_once_packs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise capture.CannotCapture("the graph was split")
+
+    monkeypatch.setattr(capture, "capture", refuse)
+    model = Mlp()
+    assert_step(model, compiled(model, rules(Scaled("int8"))), torch.randn(8, 16), 0.05)
+    assert accounts()[0].packed == 3
+    assert "compiled at once, without variants: the graph was split" in str(multigraph_backend.explain())
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
