@@ -268,8 +268,9 @@ def plain_size(value: Any) -> Any:
     """A size or stride as an expression, for tensors that are not empty: torch writes strides as `Max(1, size)`."""
     import sympy
 
-    expr = sympy.sympify(sympy_expr(value))
-    return expr.replace(
+    if isinstance(value, int):
+        return sympy.Integer(value)
+    return sympy_expr(value).replace(
         lambda part: isinstance(part, sympy.Max) and sympy.S.One in part.args,
         lambda part: sympy.Max(*(entry for entry in part.args if entry != 1)),
     )

@@ -6,6 +6,7 @@ Rows of the table of stock's defects are named where a test is about one.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,11 @@ def rounding(x: Any) -> Any:
 @torch.fx.wrap
 def by_value(x: Any) -> Any:
     return x * (3 if bool((x.sum() > 0).item()) else 4)
+
+
+def unseen() -> float:
+    """A constant of a program that no cache has seen."""
+    return 1 + random.SystemRandom().random()
 
 
 def cache_counts() -> tuple[int, int, int]:
@@ -170,7 +176,7 @@ def test_a_hook_with_tensors_comes_from_the_cache_and_a_changed_one_does_not() -
     model = Mlp()
     x = torch.randn(8, 16)
     seen = []
-    by = 1 + float(torch.rand((), dtype=torch.float64))
+    by = unseen()
     for factor in (by, by, by + 1):
         torch._dynamo.reset()
         _compat.counters["aot_autograd"].clear()
@@ -184,7 +190,7 @@ def test_a_hook_with_tensors_comes_from_the_cache_and_a_changed_one_does_not() -
 def test_stock_hooks_come_from_the_cache() -> None:
     """Row 9: stock goes past AOTAutograd's cache for a plain traced hook."""
     model = Mlp()
-    by = 1 + float(torch.rand((), dtype=torch.float64))
+    by = unseen()
     seen = []
     for _ in range(2):
         torch._dynamo.reset()

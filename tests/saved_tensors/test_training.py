@@ -263,6 +263,23 @@ def test_a_compile_that_fails_with_packs_is_done_without(monkeypatch: pytest.Mon
     assert "type fp8e4nv is not supported here" in str(said.failed)
 
 
+@pytest.mark.parametrize("pack", [Cast("e4m3"), Scaled("int8")], ids=str)
+def test_what_is_not_finite_stays_so_in_compiled_code(pack: Any) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.exp().mul(2.0).sin()
+
+    model = torch.nn.Linear(16, 16, bias=False)
+    torch.nn.init.eye_(model.weight)
+    x = torch.randn(4, 16)
+    x[1, 3], x[2, 5] = 1000.0, float("nan")
+    got = step(model, compiled(lambda x: function(model(x)), rules(pack)), x)
+    expected = step(model, lambda x: function(model(x)), x)
+    assert accounts()[0].packed > 0
+    for gradient, wanted in zip(got[1:], expected[1:], strict=True):
+        assert not wanted.isfinite().all()
+        assert not (gradient.isfinite() & ~wanted.isfinite()).any()
+
+
 # ---------------------------------------------------------------- caches
 
 PROGRAM = """
