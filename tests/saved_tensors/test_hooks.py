@@ -76,8 +76,9 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("what", HOOKS)
+@pytest.mark.parametrize(
+    ("what", "dynamic"), [*((what, False) for what in HOOKS), *((what, True) for what in list(HOOKS)[1::3])]
+)
 def test_what_a_hook_may_do(what: str, dynamic: bool) -> None:
     assert_gradients(HOOKS[what], 0.02, dynamic)
 
