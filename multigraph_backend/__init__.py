@@ -19,45 +19,61 @@ if TYPE_CHECKING:
     from multigraph_backend.options import Options, OptionsError
     from multigraph_backend.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.report import Explanation, explain
+    from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
+    from multigraph_backend.saved_tensors.rules import Cast, Keep, Match, Rule, Scaled
     from multigraph_backend.trace import reset_stats, stats
 
 __version__ = "0.1.0"
 
 _HOME = {
     "And": "predicates",
+    "Cast": "saved_tensors.rules",
     "Eq": "predicates",
     "Explanation": "report",
     "In": "predicates",
+    "Keep": "saved_tensors.rules",
+    "Match": "saved_tensors.rules",
     "MultipleOf": "predicates",
     "Options": "options",
     "OptionsError": "options",
     "Predicate": "predicates",
     "Range": "predicates",
+    "Rule": "saved_tensors.rules",
+    "SavedHook": "saved_tensors.hooks",
+    "Scaled": "saved_tensors.rules",
     "explain": "report",
     "limit_recordings": "cudagraphs.runtime",
     "mark": "marks",
     "measure_gains": "gains",
     "multigraph": "backend",
     "reset_stats": "trace",
+    "saved_hook": "saved_tensors.hooks",
     "stats": "trace",
 }
 
 __all__ = [
     "And",
+    "Cast",
     "Eq",
     "Explanation",
     "In",
+    "Keep",
+    "Match",
     "MultipleOf",
     "Options",
     "OptionsError",
     "Predicate",
     "Range",
+    "Rule",
+    "SavedHook",
+    "Scaled",
     "explain",
     "limit_recordings",
     "mark",
     "measure_gains",
     "multigraph",
     "reset_stats",
+    "saved_hook",
     "stats",
 ]
 

@@ -150,6 +150,18 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            "min_cut_rematerialization_partition", feature="changed inputs", shape=("joint_module", "num_fwd_outputs")),
         _S("default_partition", "torch._functorch.partitioners", "default_partition", feature="changed inputs",
            shape=("joint_module", "num_fwd_outputs", "static_lifetime_input_indices")),
+        # saved tensors
+        _S("free_symbols", _SHAPES, "free_symbols", feature="saved tensors", shape=("val",)),
+        _S("select_decomp_table", "torch._inductor.decomposition", "select_decomp_table", feature="saved tensors"),
+        _S("replace_random_passes", "torch._inductor.fx_passes.replace_random", "replace_random_passes",
+           feature="saved tensors", shape=("gm",)),
+        _S("virtualized", "torch._inductor.virtualized", "V", feature="saved tensors", shape=("set_fake_mode",)),
+        _S("top_saved_tensors_hooks", "torch._C._autograd", "_top_saved_tensors_default_hooks",
+           feature="saved tensors"),
+        _S("hooks_disabled_because", "torch._C._autograd", "_saved_tensors_hooks_get_disabled_error_message",
+           feature="saved tensors"),
+        _S("disable_hooks", "torch._C._autograd", "_saved_tensors_hooks_disable", feature="saved tensors"),
+        _S("enable_hooks", "torch._C._autograd", "_saved_tensors_hooks_enable", feature="saved tensors"),
         _S("lookup_backend", "torch._dynamo.backends.registry", "lookup_backend"),
         _S("InvalidCxxCompiler", "torch._inductor.exc", "InvalidCxxCompiler", feature="messages"),
         _S("list_mode_options", "torch._inductor", "list_mode_options", feature="modes"),
@@ -253,6 +265,31 @@ def sympy_expr(value: Any) -> Any:
     if isinstance(value, __getattr__("SymTypes")):
         return value.node.expr
     return sympy.Integer(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def plain_size(value: Any) -> Any:
+    """A size or stride as an expression, for tensors that are not empty: torch writes strides as `Max(1, size)`."""
+    import sympy
+
+    if isinstance(value, int):
+        return sympy.Integer(value)
+    return sympy_expr(value).replace(
+        lambda part: isinstance(part, sympy.Max) and sympy.S.One in part.args,
+        lambda part: sympy.Max(*(entry for entry in part.args if entry != 1)),
+    )
+
+
+def hint(value: Any, unknown: int) -> int:
+    """A size as it is for the inputs that the compile began with; `unknown` where only a run can tell."""
+    if isinstance(value, int):
+        return value
+    node = value.node
+    return int(node.hint) if node.has_hint() else unknown
+
+
+def set_fake_mode(mode: Any) -> Any:
+    """A context in which Inductor's passes make fake values under `mode`."""
+    return __getattr__("virtualized").set_fake_mode(mode)
 
 
 def stance() -> str:

@@ -23,6 +23,8 @@ from multigraph_backend import _compat, capture, lowering, marks, region, regist
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
+from multigraph_backend.saved_tensors import account
+from multigraph_backend.saved_tensors.hooks import stock_hooks
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class Multigraph:
         disabled = disabled_pieces(os.environ)
         if disabled & {"cudagraphs", "all"}:
             accepted = dataclasses.replace(accepted, cudagraphs=False)
+        if disabled & {"saved_tensors", "all"}:
+            accepted = dataclasses.replace(accepted, saved_tensors=())
         try:
             if "all" in disabled:
                 return _compile_at_once(gm, example_inputs, accepted, code, "MULTIGRAPH_DISABLE=all")
@@ -70,7 +74,12 @@ class Multigraph:
                 graph = capture.capture(gm, example_inputs, code)
             except capture.CannotCapture as reason:
                 return _compile_at_once(gm, example_inputs, accepted, code, str(reason))
-            return region.Region(graph, accepted, CompileState.take(), name).dispatcher()
+            state = CompileState.take()
+            if "saved_tensors" in disabled:
+                state = dataclasses.replace(state, hooks=None)  # they run in eager
+            if state.hooks is not None:  # ours to place; torch would look at their copies when it asks its cache
+                capture.forget_hooks(graph)
+            return region.Region(graph, accepted, state, name).dispatcher()
         finally:
             _take_over_marks()
 
@@ -91,10 +100,13 @@ def _compile_at_once(
     """As any other backend does: one generic compile, in Dynamo's trace and under its guards."""
     started = time.perf_counter()
     try:
-        run = lowering.compile_at_once(gm, list(example_inputs), options, f"{code}")
+        if stock_hooks() is not None:  # torch puts them into the graphs itself: once is enough
+            options = dataclasses.replace(options, saved_tensors=())
+        with account.collecting() as saved:
+            run = lowering.compile_at_once(gm, list(example_inputs), options, f"{code}")
     except CannotLower as error:
-        run, reason = gm.forward, f"{reason}; it runs eagerly: {error}"
-    return region.compiled_at_once(run, code, options, time.perf_counter() - started, reason)
+        run, saved, reason = gm.forward, [], f"{reason}; it runs eagerly: {error}"
+    return region.compiled_at_once(run, code, options, time.perf_counter() - started, reason, tuple(saved))
 
 
 def _take_over_marks() -> None:

@@ -189,6 +189,13 @@ def _copy_structure(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return new
 
 
+def forget_hooks(graph: CapturedGraph) -> None:
+    """Drop the copies of `saved_tensors_hooks` that Dynamo hangs on a graph and that no node of it uses."""
+    for name in ("saved_tensors_hooks_pack_0", "saved_tensors_hooks_unpack_0"):
+        if hasattr(graph.module, name):
+            delattr(graph.module, name)
+
+
 def _forget_tracer(gm: torch.fx.GraphModule) -> None:
     """Drop what holds the tracer: fake tensors, arguments, bindings.  Sources, stacks, static marks stay."""
     for module in gm.modules():

@@ -33,10 +33,15 @@ KEPT = "the backward needs an input as it was before the graph changed it in pla
 _COPY = torch.ops.aten.copy_.default
 
 
-def compile_fx_settings(chosen: Mapping[str, object], inner: InnerCompile | None = None) -> dict[str, object]:
+def compile_fx_settings(
+    chosen: Mapping[str, object],
+    inner: InnerCompile | None = None,
+    around: Callable[[Any], Any] | None = None,
+) -> dict[str, object]:
     """Keyword arguments for Inductor's `compile_fx`: the knobs `chosen`, and the two guards of this module.
 
-    `inner` compiles one graph in place of Inductor's own function.
+    `inner` compiles one graph in place of Inductor's own function; `around` makes the partitioner that is used out of
+    the one of this module.
     """
     lacking = _compat.missing("changed inputs")
     if lacking:
@@ -44,7 +49,8 @@ def compile_fx_settings(chosen: Mapping[str, object], inner: InnerCompile | None
         trace.warn_once(message, "%s", message)
         return {"config_patches": dict(chosen) or None, **({} if inner is None else {"inner_compile": inner})}
     theirs = chosen.get("custom_partitioner_fn", _compat.partitioner_config.custom_partitioner_fn)
-    patches = {**chosen, "custom_partitioner_fn": SafePartitioner(theirs)}
+    safe = SafePartitioner(theirs)
+    patches = {**chosen, "custom_partitioner_fn": safe if around is None else around(safe)}
     return {"config_patches": patches, "inner_compile": functools.partial(compile_in_order, inner)}
 
 

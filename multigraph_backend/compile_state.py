@@ -4,7 +4,8 @@ A late compile runs inside some request: another thread, another grad mode, insi
 config patches.  What it compiles must not depend on that.  `CompileState.take()` is called once, in the backend call,
 where Dynamo has restored the state that its guards will check; `restored()` re-creates it in the compiling thread.
 
-Taken: overrides of Inductor's, Dynamo's, functorch's and the compiler's configuration, grad mode, autocast.
+Taken: overrides of Inductor's, Dynamo's, functorch's and the compiler's configuration, grad mode, autocast, hooks of
+saved tensors that are graph modules.
 Switched off: inference mode, dispatch and function modes.  Preserved: random number generators.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.saved_tensors.hooks import SavedHook, stock_hooks
 
 _CONFIGS = ("inductor_config", "dynamo_config", "functorch_config", "compiler_config")
 
@@ -40,6 +42,7 @@ class CompileState:
     autocast: tuple[_Autocast, ...]
     autocast_cache: bool
     device: int | None
+    hooks: SavedHook | None = None  # saved_tensors_hooks that are graph modules: part of what is compiled
 
     @classmethod
     def take(cls) -> CompileState:
@@ -58,6 +61,7 @@ class CompileState:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=torch.cuda.current_device() if has_cuda and torch.cuda.is_initialized() else None,
+            hooks=stock_hooks(),
         )
 
     @contextlib.contextmanager

@@ -10,6 +10,8 @@ everything the compile assumed as a condition (`conditions`).  Runs in a compili
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +23,17 @@ import torch
 
 from multigraph_backend import _compat, changed_inputs, fresh_inputs, trace
 from multigraph_backend.aliasing import shared_storages, user_tensors
-from multigraph_backend.background import compile_within
+from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import CapturedGraph
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition, added_condition
 from multigraph_backend.facts import Facts
 from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
 from multigraph_backend.options import Options
+from multigraph_backend.saved_tensors import account as saved_account
+from multigraph_backend.saved_tensors.account import SavedTensors
+from multigraph_backend.saved_tensors.hooks import without_hooks
+from multigraph_backend.saved_tensors.rules import hook_rules
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.direct_call import DirectCall
@@ -42,12 +48,14 @@ class Lowered:
     """Compiled code of one form of a graph; `condition` says for which arguments it is right.
 
     `direct`: a shorter way to what `run` runs, known after the first call.
+    `saved`: what became of the tensors that it saves for backward, where there are rules for them.
     """
 
     run: CompiledFunction
     condition: AddedCondition
     seconds: float
     direct: DirectCall | None = None
+    saved: tuple[SavedTensors, ...] = ()
 
     @property
     def shortest(self) -> CompiledFunction:
@@ -76,26 +84,33 @@ def lower(
     tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
     recorded = records(graph.module, args, options)
     cache_tag = f"{tag}|{recorded and options.recording}"
+    hooked = state.hooks is not None and options.compiler == "inductor"
+    if state.hooks is not None and hooked:
+        options = dataclasses.replace(options, saved_tensors=(*options.saved_tensors, *hook_rules(state.hooks)))
+    packs = bool(options.saved_tensors)
     shared = bool(shared_storages([args[index] for index in user_tensors(graph)]))
 
-    def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float]) -> Lowered:
+    def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float], options: Options) -> Lowered:
         started = time.perf_counter()
         # AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it
         autograd_cache = not shared and (bool(floats) or not graph.floats)
         with (
-            state.restored(process_wide, cache_tag, autograd_cache, bundled=recorded),
+            state.restored(process_wide, cache_tag, autograd_cache, bundled=recorded or packs),
             _compat.own_float_specializations(),
+            saved_account.collecting() as saved,
         ):
             fresh = fresh_inputs.build(graph, facts, args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
             with _compat.tracing(context):
                 run, direct = _compile(fresh, options, f"{graph.code}, {name}" if recorded else None, context)
             condition = added_condition(graph, fresh, context, args, {**pinned, **floats})
-        return Lowered(run, condition, time.perf_counter() - started, direct)
+        if hooked and any(said.packed for said in saved):
+            run = without_hooks(run)
+        return Lowered(run, condition, time.perf_counter() - started, direct, tuple(saved))
 
     def compile(process_wide: contextlib.ExitStack) -> Lowered:
         with trace.compile_phase(str(graph.code), name, graph.compile_id):
-            lowered = compile_here(process_wide)
+            lowered = compile_packed(process_wide)
         facts = {"graph": str(graph.code), "condition": name, "facts": tag, "added": lowered.condition.code}
         trace.compile_artifact(
             {**facts, "seconds": lowered.seconds},
@@ -104,16 +119,29 @@ def lower(
         )
         return lowered
 
-    def compile_here(process_wide: contextlib.ExitStack) -> Lowered:
+    def compile_packed(process_wide: contextlib.ExitStack) -> Lowered:
+        if not packs:
+            return compile_here(process_wide, options)
+        try:
+            return compile_here(process_wide, options)
+        except Exception as error:
+            process_wide.close()
+            reason = f"the compile with packed tensors failed: {describe(error)}"
+            lowered = compile_here(process_wide, dataclasses.replace(options, saved_tensors=()))
+        trace.count("unpacked_retries")
+        trace.warn_once(f"{graph.code}: {reason}", "%s: saved tensors stay as they are: %s", graph.code, reason)
+        return dataclasses.replace(lowered, saved=(SavedTensors((), failed=reason),))
+
+    def compile_here(process_wide: contextlib.ExitStack, options: Options) -> Lowered:
         if not graph.floats_are_constants:
             try:
-                return attempt(process_wide, {})
+                return attempt(process_wide, {}, options)
             except _compat.TensorifyScalarRestartAnalysis:
                 # a Python float is used where no tensor can stand for it: Dynamo would trace anew with its value
                 graph.floats_are_constants = True
                 process_wide.close()
         values = graph.values(args)
-        return attempt(process_wide, {symbol: float(values[symbol]) for symbol in graph.floats})
+        return attempt(process_wide, {symbol: float(values[symbol]) for symbol in graph.floats}, options)
 
     lowered = compile_within(options.compile_timeout, compile, state.context)
     log.debug("%s: facts [%s], condition %s", graph.code, tag, lowered.condition.code)
@@ -131,11 +159,12 @@ def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Option
 
 def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     """The chosen compiler's code for `module`, in Dynamo's own trace.  Raises as `compile_module` does."""
-    if not records(module, inputs, options):
+    recorded = records(module, inputs, options)
+    if not recorded and not options.saved_tensors:
         return compile_module(module, inputs, options)
     # its backward is compiled at the first call of it, when no setting of now is in force any more
     with _compat.functorch_config.patch(enable_autograd_cache=False):
-        return compile_module(module, inputs, options, name)
+        return compile_module(module, inputs, options, name if recorded else None)
 
 
 def compile_module(
@@ -158,10 +187,26 @@ def compile_module(
 
         inner = output_code.inner_compile(options, recorded_as)
         knobs.update(output_code.KNOBS)
+    around = None
+    if options.saved_tensors and (lacking := _lacks_for_packing()):
+        message = f"saved tensors stay as they are; this torch differs: {lacking}"
+        trace.warn_once(message, "%s", message)
+    elif options.saved_tensors:
+        from multigraph_backend.saved_tensors import output_code as packing_code
+        from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
+
+        around = functools.partial(PackingPartitioner, rules=options.saved_tensors)
+        inner = packing_code.inner_compile(inner)
     run: CompiledFunction = _compat.compile_fx(
-        module, inputs, ignore_shape_env=ignore_shape_env, **changed_inputs.compile_fx_settings(knobs, inner)
+        module, inputs, ignore_shape_env=ignore_shape_env, **changed_inputs.compile_fx_settings(knobs, inner, around)
     )
     return run
+
+
+def _lacks_for_packing() -> str | None:
+    """What of torch packing needs and does not find."""
+    features = ("saved tensors", "changed inputs", "cudagraphs")
+    return next((problem for feature in features for problem in _compat.missing(feature)), None)
 
 
 def _compile(

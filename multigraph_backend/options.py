@@ -21,14 +21,17 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from multigraph_backend.predicates import Predicate, did_you_mean, predicate_from_json, shown
+
+if TYPE_CHECKING:
+    from multigraph_backend.saved_tensors.rules import Rule
 
 VARIABLE = "MULTIGRAPH_OPTIONS"
 DISABLE_VARIABLE = "MULTIGRAPH_DISABLE"
 _OR_ERROR = "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR"
-PIECES = ("variants", "cudagraphs", "all")
+PIECES = ("variants", "cudagraphs", "saved_tensors", "all")
 DEBUG_VARIABLE = "MULTIGRAPH_DEBUG"
 AIDS = ("poison",)
 
@@ -40,8 +43,8 @@ class OptionsError(ValueError):
 def disabled_pieces(environ: Mapping[str, str]) -> frozenset[str]:
     """The pieces that ``MULTIGRAPH_DISABLE`` turns off, for finding out which one a problem comes from.
 
-    "variants": every call runs the generic graph; "cudagraphs": nothing is recorded; "all": each graph is compiled at
-    once, as any backend would, and nothing is recorded.
+    "variants": every call runs the generic graph; "cudagraphs": nothing is recorded; "saved_tensors": nothing is
+    packed; "all": each graph is compiled at once, as any backend would, and nothing is recorded or packed.
     Raises OptionsError for a name that is none of these.
     """
     return _listed(environ, DISABLE_VARIABLE, "piece", PIECES)
@@ -82,6 +85,7 @@ class Options:
     max_recordings: recordings of one piece, for the same sizes and after the same recording, before parameters that
         come at further addresses are copied at each call
     inductor: patches of Inductor's configuration, sorted by name; those of the mode are among them
+    saved_tensors: rules for what is saved for backward, the first that matches decides; none: nothing is packed
     mode: the mode of `torch.compile`; None is the default one
     """
 
@@ -96,15 +100,15 @@ class Options:
     record_small: bool = False
     max_recordings: int = 5
     inductor: tuple[tuple[str, object], ...] = ()
+    saved_tensors: tuple[Rule, ...] = ()
     mode: str | None = None
 
     def __hash__(self) -> int:
         # Callables and the values of patches take no part: they may be unhashable.
         compiler = self.compiler if isinstance(self.compiler, str) else None
         knobs = tuple(name for name, _ in self.inductor)
-        return hash(
-            (self.specialize, self.compile, self.on_failure, self.compile_timeout, compiler, self.recording, knobs)
-        )
+        others = self.recording, knobs, self.saved_tensors
+        return hash((self.specialize, self.compile, self.on_failure, self.compile_timeout, compiler, *others))
 
     @property
     def recording(self) -> tuple[object, ...]:
@@ -141,7 +145,7 @@ class Options:
         compiler = read.get("compiler", "inductor")
         if compiler != "inductor" and read.get("cudagraphs") == "require":
             given["cudagraphs"].refuse("none", f"only Inductor's code is recorded, and the compiler is {compiler!r}")
-        for key in ("mode", "inductor"):
+        for key in ("mode", "inductor", "saved_tensors"):
             if compiler != "inductor" and read.get(key):
                 given[key].refuse("none", f"only Inductor has it, and the compiler is {compiler!r}")
         if read.get("mode") is not None:
@@ -257,6 +261,23 @@ def _read_specialize(given: _Given) -> tuple[Predicate, ...]:
             here.refuse("a condition that some sizes do not satisfy", "the generic graph serves every size")
         predicates.extend(predicate.alternatives())
     return tuple(predicates)
+
+
+def _read_saved_tensors(given: _Given) -> tuple[Rule, ...]:
+    from multigraph_backend.saved_tensors.rules import Rule, rule_from_json
+
+    if not isinstance(given.value, list | tuple):
+        given.refuse("a list of rules", "wrap it in a list" if isinstance(given.value, Mapping | Rule) else "")
+    rules = []
+    for index, entry in enumerate(given.value):
+        here = _Given(f"{given.option}[{index}]", entry, given.origin)
+        if not isinstance(entry, Mapping | Rule):
+            here.refuse('a Rule, or an object with "match" and "pack"')
+        try:
+            rules.append(entry if isinstance(entry, Rule) else rule_from_json(entry))
+        except (TypeError, ValueError) as error:
+            raise OptionsError(f"option {here.option!r}: {error}{given.origin}") from error
+    return tuple(rules)
 
 
 def _read_choice(*choices: str) -> Callable[[_Given], str]:
@@ -380,5 +401,6 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "record_small": _read_flag,
     "max_recordings": _read_count,
     "inductor": _read_inductor,
+    "saved_tensors": _read_saved_tensors,
     "mode": _read_mode,
 }

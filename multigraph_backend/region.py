@@ -31,6 +31,7 @@ from multigraph_backend.facts import Facts
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.lowering import Lowered
 from multigraph_backend.options import Options
+from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.user_code import UserCode
 from multigraph_backend.variant import Form, Sharing, Variant
 
@@ -303,7 +304,12 @@ class Region:
 
 
 def compiled_at_once(
-    run: Callable[..., Any], code: UserCode, options: Options, seconds: float, reason: str
+    run: Callable[..., Any],
+    code: UserCode,
+    options: Options,
+    seconds: float,
+    reason: str,
+    saved: tuple[SavedTensors, ...] = (),
 ) -> Callable[..., Any]:
     """The dispatcher of a graph that cannot be compiled late: one generic form, covered by Dynamo's own guards."""
     region = Region.__new__(Region)
@@ -312,7 +318,7 @@ def compiled_at_once(
     region.argument_names = {}
     region.notes = [f"compiled at once, without variants: {reason}"]
     region.variants, region.generic = [], Variant(0, None)
-    region.generic.add(Form(Lowered(run, AddedCondition("True", None), seconds), proven=True))
+    region.generic.add(Form(Lowered(run, AddedCondition("True", None), seconds, saved=saved), proven=True))
     region.plan, region._checks = dispatch.plan((), (), 0), {}
     region._ready, region._publish_lock, region._all_pending = [_NOT_READY], threading.Lock(), False
     region._publish(region.generic)

@@ -20,6 +20,7 @@ import torch
 from multigraph_backend import marks, registry
 from multigraph_backend import region as regions
 from multigraph_backend.options import disabled_pieces
+from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.variant import Variant
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class VariantReport:
 
     `gain`: how many times as fast as generic, over `gain_calls` calls under `measure_gains()`; None where not measured.
     `user_stack`: after a failure, the lines of the user's program that the compiler was at, where torch says so.
+    `saved`: for each form, what became of the tensors that it saves for backward, where there are rules for them.
     """
 
     condition: str
@@ -45,6 +47,7 @@ class VariantReport:
     gain: float | None = None
     gain_calls: int = 0
     user_stack: str | None = None
+    saved: tuple[SavedTensors, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,7 @@ def _variant_report(region: regions.Region, variant: Variant, linked: Sequence[r
         gain=None if variant.gain.factor is None else round(variant.gain.factor, 3),
         gain_calls=variant.gain.calls,
         user_stack=variant.user_stack,
+        saved=tuple(entry for form in variant.forms for entry in form.lowered.saved),
     )
 
 
@@ -242,6 +246,7 @@ def _region_text(entry: RegionReport) -> str:
         lines.append(line)
         if variant.user_stack:
             lines += [f"    {entry}" for entry in variant.user_stack.splitlines()]
+        lines += [f"    {line}" for saved in variant.saved for line in saved.lines()]
     said = {variant.reason for variant in entry.variants}
     lines += [f"  note: {note}" for note in entry.notes if note not in said]
     return "\n".join(lines)

@@ -28,6 +28,7 @@ Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
     "unrecorded_pieces", "moved_outputs",
+    "packed_tensors", "kept_tensors", "unpacked_retries",
 ]  # fmt: skip
 
 _CALLS: tuple[CallKind, ...] = ("generic_calls", "variant_calls")
@@ -126,7 +127,8 @@ def stats() -> dict[str, int]:
 
     `regions`: Dynamo graphs taken; `generic_compiled`, `variants_compiled`: backend compiles; `generic_calls`,
     `variant_calls`: calls run by them; `eager_calls`: calls run without compiled code; `failures`: compiles that
-    failed, hung, or gave wrong outputs.
+    failed, hung, or gave wrong outputs; `packed_tensors`, `kept_tensors`: tensors saved for backward, by compiles with
+    rules for them; `unpacked_retries`: compiles that failed with packs and were done again without.
     """
     with _lock:
         return {**_events, **{kind: _calls(kind) - _start[kind] for kind in _CALLS}}

@@ -104,6 +104,7 @@ def entry_point(entries: Sequence[importlib.metadata.EntryPoint], expected: obje
 LOST: dict[str, tuple[Level, str]] = {
     "variants": ("error", "no graph gets variants: each is compiled at once, as any backend would"),
     "changed inputs": ("error", "gradients may be wrong where a graph changes its inputs in place"),
+    "saved tensors": ("warning", "tensors that are saved for backward are not packed, whatever rules say"),
     "names": ("warning", "sizes have no names, so options that name them do not apply"),
     "cudagraphs": ("warning", "nothing is recorded in CUDA graphs"),
     "cudagraphs on CUDA": ("warning", "nothing is recorded in CUDA graphs"),

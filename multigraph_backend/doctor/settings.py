@@ -155,6 +155,14 @@ def switches_in_force(environ: Mapping[str, str]) -> list[Finding]:
     ]
 
 
+_LOST_WITHOUT = {
+    "all": "multigraph compiles each graph at once, as any backend would",
+    "cudagraphs": "nothing is recorded",
+    "saved_tensors": "nothing is packed",
+    "variants": "every call runs the generic graph",
+}
+
+
 def environment(environ: Mapping[str, str], backends: Sequence[str]) -> Iterator[Finding]:
     """multigraph's own variables, read as a compile would read them, and torch's that stand in its way.
 
@@ -167,8 +175,7 @@ def environment(environ: Mapping[str, str], backends: Sequence[str]) -> Iterator
         yield Finding("environment", "error", str(error), f"unset {DISABLE_VARIABLE}, or name one of the pieces")
     else:
         if pieces:
-            lost = "multigraph compiles each graph at once, as any backend would"
-            lost = lost if "all" in pieces else "every call runs the generic graph"
+            lost = "; ".join(_LOST_WITHOUT[piece] for piece in (["all"] if "all" in pieces else pieces))
             said = f"{DISABLE_VARIABLE} turns off {', '.join(pieces)}: {lost}"
             yield Finding("environment", "warning", said, f"unset {DISABLE_VARIABLE}", {"disabled": pieces})
         else:

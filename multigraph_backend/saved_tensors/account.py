@@ -1,0 +1,129 @@
+"""What became of each saved tensor, as plain data: for `explain()`, for counters, and for caches of compiled code.
+
+In: what a compile decided.  Out: `SavedTensors`, one for each partition of a graph, collected by the compile that is
+running and kept with its code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from multigraph_backend import trace
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that is saved for backward.
+
+    `packed`: how, or None where it is kept, and then `reason` says why.  Bytes as they are for the sizes of the first
+    call.  `with_`: the tensor that lies in the same memory and is packed in its place.  `pack_before`,
+    `unpack_before`: steps of the forward and the backward graph.
+    """
+
+    name: str
+    op: str
+    module: str
+    dtype: str
+    shape: str
+    bytes: int
+    bytes_saved: int
+    packed: str | None = None
+    reason: str | None = None
+    with_: str | None = None
+    pack_before: str | None = None
+    unpack_before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """All saved tensors of one graph, and the estimated peaks (bytes above what the caller holds).
+
+    `order`: in forward and in backward "placed", "placed, repeated" or "stock"; `failed`: why nothing was packed
+    although something was to be.
+    """
+
+    tensors: tuple[SavedTensor, ...]
+    order: tuple[str, str] | None = None
+    forward_peak: int = 0
+    backward_peak: int = 0
+    stock_forward_peak: int = 0
+    stock_backward_peak: int = 0
+    unpacked_forward_peak: int = 0
+    unpacked_backward_peak: int = 0
+    failed: str | None = None
+
+    @property
+    def packed(self) -> int:
+        return sum(entry.packed is not None for entry in self.tensors)
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.tensors)
+
+    @property
+    def bytes_saved(self) -> int:
+        return sum(entry.bytes_saved for entry in self.tensors)
+
+    def lines(self) -> list[str]:
+        """The account as text, one line a tensor."""
+        lines = [
+            f"saved tensors: {self.packed} of {len(self.tensors)} packed, "
+            f"{_mib(self.bytes)} -> {_mib(self.bytes_saved)}"
+        ]
+        if self.order is not None:
+            lines[0] += (
+                f"; estimated peak forward {_mib(self.unpacked_forward_peak)} -> {_mib(self.forward_peak)} "
+                f"({self.order[0]}; stock's order {_mib(self.stock_forward_peak)}), "
+                f"backward {_mib(self.unpacked_backward_peak)} -> {_mib(self.backward_peak)} "
+                f"({self.order[1]}; stock's order {_mib(self.stock_backward_peak)})"
+            )
+        if self.failed:
+            lines.append(f"  nothing is packed: {self.failed}")
+        for entry in self.tensors:
+            line = f"  {entry.name} {entry.dtype}{entry.shape} by {entry.op}"
+            line += f" in {entry.module}" if entry.module else ""
+            line += f": {_mib(entry.bytes)}"
+            if entry.packed is None:
+                line += f", kept: {entry.reason}"
+            else:
+                line += f" -> {_mib(entry.bytes_saved)}, {entry.packed}"
+                line += f", in the memory of {entry.with_}" if entry.with_ else ""
+                line += f"; packed before {entry.pack_before}, unpacked before {', '.join(entry.unpack_before)}"
+            lines.append(line)
+        return lines
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+_collected: ContextVar[list[SavedTensors] | None] = ContextVar("collected", default=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[SavedTensors]]:
+    """The accounts of all partitions made, or found in a cache, inside the body and in its thread."""
+    found: list[SavedTensors] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def add(account: SavedTensors) -> None:
+    """One more account for the compile that is running; counted."""
+    found = _collected.get()
+    if found is not None:
+        found.append(account)
+    for entry in account.tensors:
+        trace.count("packed_tensors" if entry.packed is not None else "kept_tensors")
+
+
+def latest() -> SavedTensors | None:
+    """The account of the last partition of the compile that is running."""
+    found = _collected.get()
+    return found[-1] if found else None

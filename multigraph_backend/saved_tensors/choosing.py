@@ -1,0 +1,185 @@
+"""Which saved tensors are packed, and as what: the plan before anything is traced.
+
+In: the partitioned forward graph, how many of its outputs are the user's, the rules.  Out: units to pack, and the
+tensors that are kept, each with the reason.
+
+Saved tensors that share memory are one unit: a transpose, a view and the three parts of a projection that attention
+reads lie in one buffer, which is packed once; each of them is a view of what is unpacked.  A unit is packed as its
+elements lie in memory, so that a transpose is scaled along the rows of what it is a transpose of.
+
+Invariant: every saved tensor is in one unit or among the kept ones, never in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from multigraph_backend.saved_tensors import graphs
+from multigraph_backend.saved_tensors.hooks import SavedHook
+from multigraph_backend.saved_tensors.rules import Cast, Described, Keep, Role, Rule, Scaled, decide
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One buffer to pack: `source` is the forward node whose value is packed, `members` the saved views of it."""
+
+    source: Node
+    members: tuple[Node, ...]
+    described: Described
+    pack: Cast | Scaled | SavedHook
+    rule: str
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A saved tensor that stays as it is."""
+
+    node: Node
+    described: Described
+    reason: str
+
+
+@dataclass
+class Choice:
+    units: list[Unit] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+
+
+def saved_tensors(forward: GraphModule, outputs: int) -> list[Node]:
+    """What the forward graph hands to the backward graph, without symbolic numbers and opaque objects."""
+    found: list[Node] = []
+    for value in graphs.results(forward.graph)[outputs:]:
+        if isinstance(value, Node) and graphs.tensor(value) is not None and value not in found:
+            found.append(value)
+    return found
+
+
+def choose(forward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule]) -> Choice:
+    """Decide about every saved tensor of `forward`, whose first `outputs` results are the caller's."""
+    choice = Choice()
+    families: dict[Node, list[Node]] = {}
+    for node in saved_tensors(forward, outputs):
+        families.setdefault(graphs.root(node), []).append(node)
+    roles = _roles(forward, outputs, static)
+    odd = {
+        **dict.fromkeys(
+            _sharing_in_other_ways(forward), "it shares memory with another value in a way no view explains"
+        ),
+        **dict.fromkeys(_changed(forward), "the graph changes it in place"),
+    }
+    for root, members in families.items():
+        role = roles.get(root, "intermediate")
+        if root in odd:
+            choice.kept += [Kept(node, describe(node, node, role), odd[root]) for node in members]
+            continue
+        for source, views in _sources(root, members):
+            _decide(choice, source, views, role, rules)
+    return choice
+
+
+def _decide(choice: Choice, source: Node, members: Sequence[Node], role: Role, rules: Sequence[Rule]) -> None:
+    described = describe(source, members[0], role)
+    rule = decide(rules, described)
+    reason = rule if isinstance(rule, str) else ""
+    if isinstance(rule, Rule):
+        value = graphs.tensor(source)
+        if isinstance(rule.pack, Keep):
+            reason = f"rule: {rule}"
+        elif value is None or graphs.memory_order(value) is None:
+            reason = "it is a part of a larger buffer, with gaps between its elements, and the rest is not saved"
+        else:
+            choice.units.append(Unit(source, tuple(members), described, rule.pack, str(rule)))
+            return
+    choice.kept += [Kept(node, describe(node, node, role), reason) for node in members]
+
+
+def _sources(root: Node, members: Sequence[Node]) -> list[tuple[Node, list[Node]]]:
+    """What to pack for views of one buffer: the whole of it where they need that much, else each on its own."""
+    value = graphs.tensor(root)
+    values = [entry for node in members if (entry := graphs.tensor(node)) is not None]
+    if value is not None and graphs.memory_order(value) is not None:
+        needed = sum(graphs.tensor_bytes(entry) for entry in values)
+        if graphs.tensor_bytes(value) <= needed:
+            return [(root, list(members))]
+    return [(node, [node]) for node in members]
+
+
+def _roles(forward: GraphModule, outputs: int, static: Sequence[int]) -> dict[Node, Role]:
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    parameters = frozenset(static)
+    roles: dict[Node, Role] = {
+        node: "parameter" if index in parameters else "input" for index, node in enumerate(placeholders)
+    }
+    for value in graphs.results(forward.graph)[:outputs]:
+        if isinstance(value, Node):
+            roles.setdefault(graphs.root(value), "output")
+    return roles
+
+
+def _changed(forward: GraphModule) -> set[Node]:
+    """Roots of what the graph writes to: a pack behind the last use would see other values."""
+    changed: set[Node] = set()
+    for node in forward.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for argument, value in zip(schema.arguments if schema is not None else (), node.args, strict=False):
+            if isinstance(value, Node) and argument.alias_info is not None and argument.alias_info.is_write:
+                changed.add(graphs.root(value))
+    return changed
+
+
+def _sharing_in_other_ways(forward: GraphModule) -> set[Node]:
+    """Roots whose fake storage another root has too."""
+    by_storage: dict[int, Node] = {}
+    odd: set[Node] = set()
+    for node in forward.graph.nodes:
+        value = graphs.tensor(node)
+        if value is None or value.layout is not torch.strided:
+            continue
+        first = by_storage.setdefault(value.untyped_storage()._cdata, graphs.root(node))
+        if first is not graphs.root(node):
+            odd |= {first, graphs.root(node)}
+    return odd
+
+
+def describe(source: Node, shown: Node, role: Role) -> Described:
+    """What rules may ask of `source`; the module is where it, or else the saved view of it, was made."""
+    value = graphs.tensor(source)
+    assert value is not None
+    names = [_operator(source.target), _operator(source.meta.get("original_aten"))]
+    if source.target.__class__.__name__ == "builtin_function_or_method" and isinstance(source.args[0], Node):
+        names[0] = _operator(source.args[0].target)  # getitem: the operator that made the tuple
+    return Described(
+        ops=tuple(dict.fromkeys(name for name in names if name)) or (source.op,),
+        dtype=str(value.dtype).removeprefix("torch."),
+        number=value.dtype.is_floating_point or value.dtype.is_complex,
+        bytes=graphs.tensor_bytes(value),
+        module=module_path(source.meta) or module_path(shown.meta),
+        role=role,
+    )
+
+
+def _operator(target: object) -> str:
+    """`namespace::name` of an operator."""
+    packet = getattr(target, "overloadpacket", None)
+    schema = getattr(target, "_schema", None)
+    return str(schema.name) if packet is not None and schema is not None else ""
+
+
+def module_path(meta: Mapping[str, object]) -> str:
+    """The path of the module in which a node was traced, from the model down: "layers.0.attention"."""
+    stack = meta.get("nn_module_stack")
+    if not isinstance(stack, Mapping) or not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    for wrapper in ("L['self'].", "L['fn'].", "L['self']", "L['fn']"):
+        path = path.removeprefix(wrapper)
+    path = path.replace("._modules['", ".").replace("_modules['", "").replace("']", "")
+    return path.replace("L['", "").lstrip(".")

@@ -1,0 +1,199 @@
+"""FX graphs, read: which values share memory, how large they are, what a graph makes and drops.
+
+In: a partitioned forward or backward graph, with fake values on its nodes.  Out: programs for `lifetimes`, and answers
+about single nodes for `choosing`.
+
+Invariant: nothing here changes a graph or asks a question that would put a guard on its sizes; sizes are hints, and
+what must hold for every size is decided on expressions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from multigraph_backend import _compat
+from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step
+
+_SHARES_FIRST = {torch.ops.aten._unsafe_view.default, torch.ops.aten.copy_.default}
+_UNKNOWN_SIZE = 4096  # for a size that only a run knows
+
+
+def viewed(node: Node) -> Node | None:
+    """The node of whose memory `node` is a view, one step up; None where it has memory of its own."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    first = node.args[0]
+    if node.target is operator.getitem:
+        return first if viewed(first) is not None else None
+    if node.target in _SHARES_FIRST:
+        return first
+    schema = getattr(node.target, "_schema", None)
+    aliases = schema is not None and any(result.alias_info is not None for result in schema.returns)
+    return first if aliases else None
+
+
+def root(node: Node) -> Node:
+    """The node that made the memory of `node`."""
+    while (above := viewed(node)) is not None:
+        node = above
+    return node
+
+
+def chain(node: Node, source: Node) -> list[Node]:
+    """The views that lead from `source` to `node`, in order."""
+    views: list[Node] = []
+    while node is not source:
+        views.append(node)
+        above = viewed(node)
+        if above is None:
+            raise ValueError(f"{node.name} is no view of {source.name}")
+        node = above
+    return views[::-1]
+
+
+def tensor(node: Node) -> torch.Tensor | None:
+    """The fake value of `node` where it is one plain tensor."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    return _compat.hint(value.untyped_storage().nbytes(), _UNKNOWN_SIZE)
+
+
+def tensor_bytes(value: torch.Tensor) -> int:
+    """Bytes of the elements, whatever lies between them."""
+    return _compat.hint(value.numel(), _UNKNOWN_SIZE) * value.element_size()
+
+
+@dataclass(frozen=True)
+class MemoryOrder:
+    """Dimensions from the one with the largest stride to the smallest: in this order the elements lie side by side."""
+
+    dims: tuple[int, ...]
+
+    @property
+    def inverse(self) -> tuple[int, ...]:
+        return tuple(self.dims.index(dim) for dim in range(len(self.dims)))
+
+
+def memory_order(value: torch.Tensor) -> MemoryOrder | None:
+    """The order in which `value` is contiguous, for every size it may have; None where it has gaps or overlaps."""
+    if value.layout is not torch.strided:
+        return None
+    sizes = [_compat.plain_size(size) for size in value.shape]
+    strides = [_compat.plain_size(stride) for stride in value.stride()]
+    dims = sorted(range(value.dim()), key=lambda dim: -_compat.hint(value.stride()[dim], _UNKNOWN_SIZE))
+    expected: Any = 1
+    # dimensions of one element may have any stride, and come first
+    dims = [dim for dim in dims if sizes[dim] == 1] + [dim for dim in dims if sizes[dim] != 1]
+    for dim in reversed(dims):
+        if sizes[dim] != 1 and strides[dim] != expected and (strides[dim] - expected).expand() != 0:
+            return None
+        expected = expected * sizes[dim]
+    return MemoryOrder(tuple(dims))
+
+
+def results(graph: Graph) -> tuple[Any, ...]:
+    """What the graph returns, flat."""
+    found: Any = graph.output_node().args[0]
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+def program(graph: Graph, held: Iterable[str] = ()) -> Program:
+    """The steps and lifetimes of `graph`; `held` names placeholders whose memory belongs to the caller."""
+    buffers = _Buffers()
+    steps: list[Step] = []
+    given: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            given.update(buffers.of(node))
+        elif node.op == "output":
+            reads = {name for value in node.all_input_nodes for name in buffers.of(value)}
+            steps.append(Step(node.name, frozenset(reads), (), view=False))
+        else:
+            reads = {name for value in node.all_input_nodes for name in buffers.of(value)}
+            view = viewed(node) is not None and node.target is not torch.ops.aten.copy_.default
+            makes = () if viewed(node) is not None or node.target is operator.getitem else buffers.of(node)
+            steps.append(Step(node.name, frozenset(reads), makes, view or node.target is operator.getitem))
+    kept = {name for value in results(graph) if isinstance(value, Node) for name in buffers.of(value)}
+    by_name = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    owned = {name for entry in held if entry in by_name for name in buffers.of(by_name[entry])}
+    same: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for node in by_name.values():
+        value = tensor(node)
+        if value is not None and value.layout is torch.strided:
+            same[node.name] = first.setdefault(value.untyped_storage()._cdata, node.name)
+    constants = {name for node in graph.find_nodes(op="get_attr") for name in buffers.of(node)}
+    return Program(
+        steps=tuple(steps),
+        sizes=buffers.sizes,
+        given=frozenset(given),
+        held=frozenset(owned | constants),
+        results=frozenset(kept - constants),
+        same={name: memory for name, memory in same.items() if name != memory},
+    )
+
+
+_NO_MEMORY = ("convert_element_type", "inductor_random", "inductor_lookup_seed", "_to_copy")
+
+
+def elementwise(node: Node) -> bool:
+    """Whether each element of the result comes from one place: Inductor computes it where it is read."""
+    named = any(name in str(node.target) for name in _NO_MEMORY)
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or named
+
+
+def fragment(graph: Graph, inputs: Sequence[Node], fused: bool = True) -> Fragment:
+    """A traced function as steps: its tensor `inputs` are buffers of the program that it is put into.
+
+    `fused`: what is computed element by element on the way takes no memory, as in Inductor's code.
+    """
+    whole = program(graph)
+    outputs = [value for value in results(graph) if isinstance(value, Node) and tensor(value) is not None]
+    names = tuple(name for value in outputs for name in memory_of(value))
+    given = tuple(node.name for node in inputs)
+    steps = tuple(step for step in whole.steps if step.name != graph.output_node().name)
+    free = {node.name for node in graph.nodes if fused and elementwise(node) and node.name not in names}
+    return Fragment(steps, {name: 0 if name in free else size for name, size in whole.sizes.items()}, given, names)
+
+
+def memory_of(node: Node) -> tuple[str, ...]:
+    """The buffers of `node`, by the names that `program` gives them."""
+    return _Buffers().of(node)
+
+
+class _Buffers:
+    """Names of buffers: the node that made one, or `node[i]` for part of a tuple; sizes on the way."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+
+    def of(self, node: Node) -> tuple[str, ...]:
+        above = viewed(node)
+        if above is not None:
+            return self.of(above)
+        if node.target is operator.getitem and isinstance(node.args[0], Node):
+            made = node.args[0]
+            name = f"{made.name}[{node.args[1]}]"
+            found = self.of(made)
+            return (name,) if name in found else found
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            self.sizes.setdefault(node.name, storage_bytes(value))
+            return (node.name,)
+        if isinstance(value, tuple | list):
+            names = []
+            for index, part in enumerate(value):
+                if isinstance(part, torch.Tensor):
+                    names.append(f"{node.name}[{index}]")
+                    self.sizes.setdefault(names[-1], storage_bytes(part))
+            return tuple(names)
+        return ()

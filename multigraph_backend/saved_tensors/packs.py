@@ -1,0 +1,103 @@
+"""The ready packs as tensor functions: narrower types, with and without scales.
+
+In: a `Cast` or a `Scaled`, and a tensor that is contiguous.  Out: `pack(x) -> packed tensors` and
+`unpack(packed) -> x again`, up to rounding, of the same type and shape.
+
+Invariants, by element: bfloat16 within 2^-8 of the value, e4m3 within 2^-4 and e5m2 within 2^-3 in their normal
+range; int8 within amax / 254 of its row or block.  A value that is infinite or NaN never comes back finite: with
+scales its whole row or block becomes NaN.  Arithmetic is in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from multigraph_backend.saved_tensors.rules import Cast, Scaled
+
+PackFunction = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+UnpackFunction = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+# bits behind the leading one, and the smallest normal number as a power of two
+_PRECISION = {"bfloat16": (7, -126), "float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}
+
+
+def functions(pack: Cast | Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+    """`pack` and `unpack` for tensors like `value`, or why there are none."""
+    if value.dtype not in _FLOATS:
+        return f"{_name(value.dtype)} cannot be packed as {pack}"
+    if isinstance(pack, Cast):
+        return _cast(pack, value.dtype)
+    return _scaled(pack, value)
+
+
+def _cast(pack: Cast, dtype: torch.dtype) -> tuple[PackFunction, UnpackFunction] | str:
+    target: torch.dtype = getattr(torch, pack.dtype)
+    if target.itemsize >= dtype.itemsize:
+        return f"it is {_name(dtype)} already, no wider than {pack.dtype}"
+
+    def narrow(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if pack.stochastic:
+            x = _round_at_random(x.to(torch.float32), pack.dtype)
+        if pack.dtype in _LARGEST:
+            most = _LARGEST[pack.dtype]
+            x = torch.where(torch.isfinite(x), x.clamp(-most, most), math.nan)
+        return (x.to(target),)
+
+    return narrow, lambda packed: packed[0].to(dtype)
+
+
+def _scaled(pack: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+    if value.dim() == 0:
+        return "it has no dimension to scale along"
+    dtype, target, most = value.dtype, getattr(torch, pack.dtype), _LARGEST[pack.dtype]
+    block = block_of(pack, value)
+    row = value.shape[-1]
+    length = row if block is None else block
+    packed_bytes = length * target.itemsize + torch.float32.itemsize
+    if isinstance(length, int) and packed_bytes >= length * dtype.itemsize:
+        return f"with a scale per {length} elements it would not become smaller"
+
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.to(torch.float32)
+        if block is not None:
+            x = x.unflatten(-1, (row // block, block))
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny * most) / most
+        scale = torch.where(torch.isfinite(scale), scale, math.nan)
+        x = x / scale
+        if pack.stochastic:
+            x = torch.floor(x + torch.rand_like(x)) if pack.dtype == "int8" else _round_at_random(x, pack.dtype)
+        elif pack.dtype == "int8":
+            x = torch.round(x)
+        return x.clamp(-most, most).to(target), scale
+
+    def restore(packed: Sequence[torch.Tensor]) -> torch.Tensor:
+        x = packed[0].to(torch.float32) * packed[1]
+        return (x if block is None else x.flatten(-2)).to(dtype)
+
+    return quantize, restore
+
+
+def block_of(pack: Scaled, value: torch.Tensor) -> int | None:
+    """Elements that share a scale; None for whole rows."""
+    row: Any = value.shape[-1]
+    if pack.per == "row" or not isinstance(row, int) or row % pack.per != 0 or row == pack.per:
+        return None
+    return pack.per
+
+
+def _round_at_random(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """To one of the two neighbours of each value in `dtype`, the nearer the likelier; float32 in and out."""
+    bits, smallest = _PRECISION[dtype]
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two, at or below the value
+    step = power.clamp(min=2.0**smallest) * 2.0**-bits
+    return torch.where(torch.isfinite(x), torch.floor(x / step + torch.rand_like(x)) * step, x)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,282 @@
+"""What the user wants of saved tensors: rules, the first that matches decides.
+
+    options={"saved_tensors": [Rule(Match(op="aten::native_layer_norm"), Keep()), Rule(pack=Scaled("int8", per="row"))]}
+
+In:  `Rule` objects, or the same as JSON for `MULTIGRAPH_OPTIONS`:
+     {"match": {"op": "aten::mm", "min_bytes": 65536}, "pack": {"cast": "bfloat16"}}
+Out: frozen rules, equal by value, and for each saved tensor the rule that decides, or why none does.
+
+Invariant: what nobody named is left alone.  Integers and bools need a rule that names their dtype, tensors under
+`SMALL_BYTES` one that gives `min_bytes`, graph inputs, parameters and outputs one that gives their `role`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.predicates import did_you_mean, shown
+from multigraph_backend.saved_tensors.hooks import SavedHook
+
+SMALL_BYTES = 64 * 1024
+
+Role = Literal["intermediate", "input", "parameter", "output"]
+ROLES: tuple[str, ...] = get_args(Role)
+
+_SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "fp8": "float8_e4m3fn",
+    "float": "float32",
+}
+CAST_TO = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
+SCALED_TO = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Leave the tensor as it is."""
+
+    def __str__(self) -> str:
+        return "keep"
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Save in a narrower type, without a scale: "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32".
+
+    fp8 keeps finite values finite (beyond its range they become its largest); infinities and NaN become NaN.
+    `stochastic`: round up or down at random, so that the mean of many roundings is the value.
+    """
+
+    dtype: str
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _known_dtype(self.dtype, CAST_TO))
+        if self.stochastic and self.dtype in ("float16", "float32"):
+            raise ValueError(f"stochastic rounding is for bfloat16 and fp8, not {self.dtype}")
+
+    def __str__(self) -> str:
+        return f"cast to {self.dtype}" + (", stochastic" if self.stochastic else "")
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Save as "int8", "float8_e4m3fn" or "float8_e5m2" with a float32 scale per row or per block.
+
+    `per`: "row", the last dimension in memory, or the number of elements that lie side by side and share a scale.  A
+    last dimension that is no multiple of the block, or that is dynamic, is scaled per row.
+    """
+
+    dtype: str
+    per: int | Literal["row"] = "row"
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _known_dtype(self.dtype, SCALED_TO))
+        block = self.per
+        if block != "row" and (isinstance(block, bool) or not isinstance(block, int) or block < 2):
+            raise ValueError(f"per must be 'row' or a number of elements above 1, got {shown(block)}")
+
+    def __str__(self) -> str:
+        per = "row" if self.per == "row" else f"block of {self.per}"
+        return f"{self.dtype}, scaled per {per}" + (", stochastic" if self.stochastic else "")
+
+
+Pack = Keep | Cast | Scaled | SavedHook
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a rule is about; what is not given matches anything, within the invariant of this module.
+
+    op: the producing operator, as it was traced or as the user wrote it: a name or glob, "aten::mm", "aten::gelu"
+    dtype: the type of its elements, "float32"
+    min_bytes: its size at the least
+    module: path or glob of the module that produced it, "layers.0.attention", "layers.*"
+    role: "intermediate", "input", "parameter" or "output"
+    """
+
+    op: str | None = None
+    dtype: str | None = None
+    min_bytes: int | None = None
+    module: str | None = None
+    role: Role | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _known_dtype(self.dtype, _dtypes()))
+        if self.op is not None and "::" not in self.op:
+            object.__setattr__(self, "op", self.op.replace(".", "::", 1))
+        low = self.min_bytes
+        if low is not None and (isinstance(low, bool) or not isinstance(low, int) or low < 0):
+            raise ValueError(f"min_bytes must be a number of bytes, got {shown(low)}")
+        if self.role is not None and self.role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(map(repr, ROLES))}, got {shown(self.role)}")
+
+    def __str__(self) -> str:
+        given = [(entry.name, getattr(self, entry.name)) for entry in fields(self)]
+        return ", ".join(f"{name}={value}" for name, value in given if value is not None) or "any"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Saved tensors that `match` are packed as `pack` says."""
+
+    match: Match = Match()
+    pack: Pack = Keep()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pack, Pack):
+            raise TypeError(f"a rule packs with Keep, Cast, Scaled or a saved_hook, not {shown(self.pack)}")
+        if isinstance(self.pack, SavedHook) and not self.pack.complete:
+            raise ValueError(f"the saved_hook {self.pack.name} has no unpack function; decorate one with its .unpack")
+
+    def __str__(self) -> str:
+        return f"{self.match}: {self.pack}"
+
+
+@dataclass(frozen=True)
+class Described:
+    """What rules may ask of one saved tensor."""
+
+    ops: tuple[str, ...]
+    dtype: str
+    number: bool  # floating point or complex
+    bytes: int
+    module: str
+    role: Role
+
+
+def decide(rules: Sequence[Rule], tensor: Described) -> Rule | str:
+    """The rule that decides about `tensor`, or why it is kept although nothing forbids packing it."""
+    kept = "no rule matches it"
+    for rule in rules:
+        match = rule.match
+        if match.op is not None and not any(fnmatch.fnmatchcase(op, match.op) for op in tensor.ops):
+            continue
+        if match.dtype is not None and match.dtype != tensor.dtype:
+            continue
+        if match.module is not None and not fnmatch.fnmatchcase(tensor.module, match.module):
+            continue
+        if match.min_bytes is not None and tensor.bytes < match.min_bytes:
+            continue
+        if (match.role or "intermediate") != tensor.role:
+            kept = f"it is {'an' if tensor.role[0] in 'io' else 'a'} {tensor.role} of the graph, which no rule names"
+        elif match.dtype is None and not tensor.number:
+            kept = f"it is {tensor.dtype}, which no rule names"
+        elif match.min_bytes is None and tensor.bytes < SMALL_BYTES:
+            kept = f"it is small ({tensor.bytes} bytes), and no rule says min_bytes"
+        else:
+            return rule
+    return kept
+
+
+def hook_rules(hook: SavedHook) -> tuple[Rule, ...]:
+    """Rules for torch's own `saved_tensors_hooks`: numbers of any size, of the roles that torch's filter lets through.
+
+    Integers and masks are left alone: a hook that is written for numbers makes wrong ones of them.
+    """
+    filtering = str(_compat.functorch_config.saved_tensors_hooks_filtering_mode)
+    roles: dict[str, tuple[Role, ...]] = {
+        "donated": ("intermediate",),
+        "no_static": ("intermediate", "input", "output"),
+        "all": ("intermediate", "input", "output", "parameter"),
+    }
+    return tuple(Rule(Match(min_bytes=0, role=role), hook) for role in roles.get(filtering, ("intermediate",)))
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def rule_from_json(entry: Mapping[str, Any]) -> Rule:
+    """A rule from plain data; raises ValueError or TypeError that names what is wrong."""
+    _refuse_unknown(entry, ("match", "pack"), "a rule")
+    if "pack" not in entry:
+        raise ValueError('a rule needs "pack"')
+    given = entry.get("match", {})
+    if not isinstance(given, Mapping):
+        raise TypeError(f'"match" must be an object, got {shown(given)}')
+    _refuse_unknown(given, [entry.name for entry in fields(Match)], "match")
+    return Rule(Match(**given), _pack_from_json(entry["pack"]))
+
+
+def rule_to_json(rule: Rule) -> dict[str, Any]:
+    """Plain data that `rule_from_json` reads back, but for a hook, which it can only name."""
+    match = {entry.name: getattr(rule.match, entry.name) for entry in fields(Match)}
+    pack: Any = "keep"
+    if isinstance(rule.pack, Cast):
+        pack = {"cast": rule.pack.dtype, "stochastic": rule.pack.stochastic}
+    elif isinstance(rule.pack, Scaled):
+        pack = {"scale": rule.pack.dtype, "per": rule.pack.per, "stochastic": rule.pack.stochastic}
+    elif isinstance(rule.pack, SavedHook):
+        pack = {"hook": rule.pack.name, "key": rule.pack.key}  # a function is no plain data: this names it
+    return {"match": {name: value for name, value in match.items() if value is not None}, "pack": pack}
+
+
+def _pack_from_json(pack: Any) -> Pack:
+    if isinstance(pack, Pack):
+        return pack
+    if pack == "keep":
+        return Keep()
+    if isinstance(pack, Mapping) and "cast" in pack:
+        _refuse_unknown(pack, ("cast", "stochastic"), "pack")
+        return Cast(pack["cast"], **_but(pack, "cast"))
+    if isinstance(pack, Mapping) and "scale" in pack:
+        _refuse_unknown(pack, ("scale", "per", "stochastic"), "pack")
+        return Scaled(pack["scale"], **_but(pack, "scale"))
+    if isinstance(pack, str) and ":" in pack:
+        return _imported(pack)
+    kinds = '"keep", "module:name" of a saved_hook, {"cast": dtype} or {"scale": dtype}'
+    raise ValueError(f'"pack" must be {kinds}, got {shown(pack)}')
+
+
+def _imported(place: str) -> SavedHook:
+    """The hook at "module:name"."""
+    module, _, name = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the saved_hook {place!r} cannot be imported: {error}") from error
+    if not isinstance(found, SavedHook):
+        raise TypeError(f"{place!r} is {shown(found)}, not a saved_hook")
+    return found
+
+
+def _but(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != name}
+
+
+def _refuse_unknown(entry: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    for key in entry:
+        if key not in known:
+            raise ValueError(f"{what} has no {key!r}{did_you_mean(str(key), known)}; it has {', '.join(known)}")
+
+
+def _known_dtype(name: object, known: Sequence[str]) -> str:
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
+    if not isinstance(name, str):
+        raise TypeError(f"a dtype must be a name such as {known[0]!r}, got {shown(name)}")
+    full = _SHORT.get(name, name)
+    if full not in known:
+        raise ValueError(
+            f"dtype {name!r} is not possible here{did_you_mean(name, known)}; it may be {', '.join(known)}"
+        )
+    return full
+
+
+def _dtypes() -> tuple[str, ...]:
+    found = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return tuple(sorted(found))

@@ -1,0 +1,204 @@
+"""A plan carried out on the two graphs: packs and unpacks put in, saved tensors exchanged for what is saved instead.
+
+In: the partitioned forward and backward graphs, traced units, a placement.  Out: the same two modules, changed.
+
+Invariant: what forward returns behind the caller's outputs and what backward takes stay in the same order and of the
+same kinds, numbers and tensors; nothing else of either graph changes its meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from multigraph_backend.saved_tensors import graphs
+from multigraph_backend.saved_tensors.placement import Placement, Unpacking
+from multigraph_backend.saved_tensors.tracing import Traced
+
+_NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
+
+
+def carry_out(
+    forward: GraphModule, backward: GraphModule, outputs: int, units: Sequence[Traced], placement: Placement
+) -> None:
+    """Change both graphs; `outputs` is how many of the forward's results are the caller's."""
+    replaced: dict[Node, list[Node]] = {}
+    placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    unpacked: list[_Unit] = []
+    for traced in units:
+        name = traced.unit.name
+        saved = _pack(forward, traced, _step(forward.graph, placement.pack_before[name]))
+        first = traced.unit.members[0]
+        replaced.update({member: saved if member is first else [] for member in traced.unit.members})
+        members = [placeholders[member.name] for member in traced.unit.members]
+        inputs = _inputs(backward.graph, members[0], saved)
+        unpacked.append(_Unit(traced, members, inputs, placement.unpackings[name]))
+    _exchange_results(forward.graph, outputs, replaced)
+    for unit in unpacked:
+        _unpack(backward, unit)
+    for unit in unpacked:
+        for member in unit.members:
+            _erase(backward.graph, member)
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+
+
+@dataclass(frozen=True)
+class _Unit:
+    traced: Traced
+    members: list[Node]
+    inputs: list[Node]
+    copies: tuple[Unpacking, ...]
+
+
+def _step(graph: Graph, name: str) -> Node:
+    found: Node = next(node for node in graph.nodes if node.name == name)
+    return found
+
+
+def _pack(forward: GraphModule, traced: Traced, before: Node) -> list[Node]:
+    """The pack before `before`; what is saved, each tensor once."""
+    source = traced.unit.source
+    values = _put_in(forward, traced.pack, [source], before, f"{source.name}_pack", source.meta)
+    saved = list(dict.fromkeys(values))
+    if any(member.meta.get(_NO_VERSION_CHECK) for member in traced.unit.members):
+        for node in saved:
+            node.meta[_NO_VERSION_CHECK] = True
+    return saved
+
+
+def _inputs(graph: Graph, first: Node, saved: Sequence[Node]) -> list[Node]:
+    """Placeholders for what is saved, where the first member's is."""
+    made = []
+    for node in saved:
+        with graph.inserting_before(first):
+            placeholder = graph.placeholder(node.name)
+        placeholder.meta["val"] = node.meta["val"]
+        for entry in ("tensor_meta", "desc", "partitioner_tag", _NO_VERSION_CHECK):
+            if entry in first.meta and entry != "tensor_meta":
+                placeholder.meta[entry] = first.meta[entry]
+        made.append(placeholder)
+    return made
+
+
+def _exchange_results(graph: Graph, outputs: int, replaced: Mapping[Node, Sequence[Node]]) -> None:
+    output = graph.output_node()
+    values = graphs.results(graph)
+    described = output.meta.get("desc")
+    results: list[Any] = []
+    descriptions: list[Any] = []
+    for index, value in enumerate(values):
+        instead = replaced.get(value) if index >= outputs and isinstance(value, Node) else None
+        new: Iterable[Any] = [value] if instead is None else instead
+        results.extend(new)
+        if isinstance(described, list | tuple) and len(described) == len(values):
+            descriptions.extend([described[index]] * len(list(new)))
+    output.args = (tuple(results),)
+    if descriptions:
+        output.meta["desc"] = descriptions
+    for node in replaced:
+        _remove_unused_views(graph, node)
+
+
+def _remove_unused_views(graph: Graph, node: Node) -> None:
+    while not node.users and (above := graphs.viewed(node)) is not None:
+        graph.erase_node(node)
+        node = above
+
+
+def _unpack(backward: GraphModule, unit: _Unit) -> None:
+    """A copy of the unpack for each cluster of uses, and the views that each use needs, made again next to it."""
+    graph, traced = backward.graph, unit.traced
+    inputs = _tensor_inputs(traced, unit.inputs)
+    for copy in unit.copies:
+        before = _step(graph, copy.before)
+        values = _put_in(
+            backward,
+            traced.unpack,
+            [*inputs, *traced.numbers],
+            before,
+            f"{traced.unit.name}_unpack",
+            before.meta if before.op != "output" else {},
+        )
+        remade: dict[Node, Node] = dict(zip(unit.members, values, strict=True))
+        for name in copy.uses:
+            use = _step(graph, name)
+            for entry in use.all_input_nodes:
+                if any(graphs.root(entry) is member for member in unit.members):
+                    use.replace_input_with(entry, _again(graph, entry, remade, use))
+
+
+def _tensor_inputs(traced: Traced, placeholders: Sequence[Node]) -> list[Node]:
+    """A placeholder for each output of the pack; outputs that are the same node have the same one."""
+    values = [value for value in graphs.results(traced.pack.graph) if isinstance(value, Node)]
+    distinct = list(dict.fromkeys(values))
+    return [placeholders[distinct.index(value)] for value in values]
+
+
+def _again(graph: Graph, view: Node, remade: dict[Node, Node], before: Node) -> Node:
+    """`view` over the unpacked tensor instead of the saved one."""
+    if view not in remade:
+        above = graphs.viewed(view)
+        assert above is not None
+        over = _again(graph, above, remade, before)
+        with graph.inserting_before(before):
+            made = graph.node_copy(view, lambda node: over if node is above else node)
+        remade[view] = made
+    return remade[view]
+
+
+def _erase(graph: Graph, member: Node) -> None:
+    """The placeholder of a saved tensor and the views of it, all of which were made again."""
+    for user in list(member.users):
+        if graphs.viewed(user) is not member:
+            raise AssertionError(f"{user.name} still reads {member.name}")
+        _erase(graph, user)
+    graph.erase_node(member)
+
+
+def _put_in(
+    module: GraphModule,
+    traced: GraphModule,
+    inputs: Sequence[Node],
+    before: Node,
+    prefix: str,
+    origin: Mapping[str, Any],
+) -> list[Node]:
+    """The nodes of `traced` before `before`, over `inputs`; returns what it returns."""
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    copies: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
+    for node in traced.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        with module.graph.inserting_before(before):
+            if node.op == "get_attr":
+                made = module.graph.get_attr(_constant(module, traced, str(node.target), prefix))
+            else:
+                made = module.graph.create_node(
+                    node.op,
+                    node.target,
+                    torch.fx.map_arg(node.args, copies.__getitem__),
+                    torch.fx.map_arg(node.kwargs, copies.__getitem__),
+                    name=f"{prefix}_{node.name}",
+                )
+        made.meta.update(node.meta)
+        for entry in ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag", "autograd_backward"):
+            if entry in origin:
+                made.meta[entry] = origin[entry]
+        copies[node] = made
+    return [copies[value] for value in graphs.results(traced.graph)]
+
+
+def _constant(module: GraphModule, traced: GraphModule, target: str, prefix: str) -> str:
+    """A tensor that a hook captured, as an attribute of `module`."""
+    value = getattr(traced, target)
+    name = f"_{prefix}{target}"
+    while hasattr(module, name) and getattr(module, name) is not value:
+        name += "_"
+    module.register_buffer(name, value, persistent=False)
+    return name

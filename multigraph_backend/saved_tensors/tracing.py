@@ -1,0 +1,218 @@
+"""Pack and unpack of one unit, traced with fake tensors into graphs that can be put into forward and backward.
+
+In: a unit, two Python functions, the symbolic numbers that the backward graph has.  Out: a `Traced`: the pack graph
+over the source, the unpack graph over what is saved in its place, both in Inductor's core operators.
+
+Invariant: each tensor that the unpack graph returns has the shape, type and strides of the saved tensor that it stands
+for, for every size; what cannot be traced, or is anything else, raises `CannotPack` with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from multigraph_backend import _compat
+from multigraph_backend.saved_tensors import graphs
+from multigraph_backend.saved_tensors.choosing import Unit
+from multigraph_backend.saved_tensors.structure import CannotTakeApart, take_apart
+
+PackFunction = Callable[[torch.Tensor], Any]
+UnpackFunction = Callable[[Any], Any]
+
+
+class CannotPack(Exception):
+    """A unit is kept as it is, because of this."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """`pack`: one placeholder, the source, and the distinct tensors to save as outputs.  `unpack`: as placeholders
+    these and then the numbers `numbers` of the backward graph, and as outputs the members of the unit, in order.
+    """
+
+    unit: Unit
+    pack: GraphModule
+    unpack: GraphModule
+    saved: tuple[torch.Tensor, ...]
+    numbers: tuple[Node, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(graphs.tensor_bytes(value) for value in self.saved)
+
+    @property
+    def cheap(self) -> bool:
+        """Whether unpacking twice costs next to nothing: a few operations, element by element."""
+        made = [node for node in self.unpack.graph.nodes if node.op == "call_function" and graphs.viewed(node) is None]
+        plain = all(graphs.elementwise(node) for node in made)
+        return plain and len(made) <= 6 and not self.unpack.graph.find_nodes(op="get_attr")
+
+
+def trace(unit: Unit, pack: PackFunction, unpack: UnpackFunction, numbers: Sequence[Node]) -> Traced:
+    """Trace both functions for `unit`.
+
+    `pack` gets the source as it lies in memory, and `unpack` has to return the same; `numbers` are the symbolic
+    numbers that the backward graph has as inputs.  Raises CannotPack.
+    """
+    source = graphs.tensor(unit.source)
+    assert source is not None
+    order = graphs.memory_order(source)
+    assert order is not None
+    mode = getattr(source, "fake_mode", None)
+    if mode is None:
+        raise CannotPack("its graph has no fake value for it")
+    built: list[Any] = []
+    symbols = [node.meta["val"] for node in numbers]
+
+    def packing(x: torch.Tensor) -> list[torch.Tensor]:
+        tensors, structure = take_apart(pack(_permuted(x, order.dims)))
+        built.append((structure, len(tensors)))
+        return tensors
+
+    def unpacking(*values: Any) -> list[torch.Tensor]:
+        structure, count = built[-1]
+        found = unpack(structure.build(values[:count]))
+        expected = [source.shape[dim] for dim in order.dims]
+        if not isinstance(found, torch.Tensor):
+            raise CannotPack(f"unpack returned a {type(found).__name__}, not a tensor")
+        if found.dtype != source.dtype:
+            raise CannotPack(f"unpack returned {found.dtype} where {source.dtype} was saved")
+        if not _same(found.shape, expected):
+            raise CannotPack(f"unpack returned the shape {_shown(found.shape)} where {_shown(expected)} was saved")
+        if found.device != source.device:
+            raise CannotPack(f"unpack returned a tensor on {found.device} where one on {source.device} was saved")
+        found = found.contiguous()
+        found = _permuted(found, order.inverse)
+        return [_replayed(member, unit.source, found) for member in unit.members]
+
+    with _tracing(mode):
+        packed = _make(packing, (source,), "pack", mode)
+        saved = _outputs(packed, "pack")
+        unpacked = _make(unpacking, (*saved, *symbols), "unpack", mode)
+        restored = _outputs(unpacked, "unpack")
+    _refuse_effects(packed.graph, "pack")
+    _refuse_effects(unpacked.graph, "unpack")
+    for member, value in zip(unit.members, restored, strict=True):
+        _check(member, value)
+    _check_sizes(unit, saved, symbols)
+    return Traced(unit, packed, unpacked, tuple(saved), tuple(numbers))
+
+
+def _permuted(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    return x if dims == tuple(range(x.dim())) else x.permute(dims)
+
+
+def _keep_constant(made: GraphModule, node: Node, mode: Any) -> None:
+    """A tensor that a hook captured is a constant: what the user does to it later is not seen.
+
+    Inductor takes a real tensor in a graph where it is lifted first.
+    """
+    with _compat.disable_current_modes():
+        value = getattr(made, str(node.target)).detach().clone()
+    setattr(made, str(node.target), value)
+    lifts = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
+    users = [user for user in node.users if user.target not in lifts]
+    if users:
+        with made.graph.inserting_after(node):
+            lifted = made.graph.call_function(lifts[0], (node,))
+        lifted.meta["val"] = mode.from_tensor(value, static_shapes=True)
+        for user in users:
+            user.replace_input_with(node, lifted)
+
+
+def _make(function: Callable[..., Any], inputs: Sequence[Any], what: str, mode: Any) -> GraphModule:
+    try:
+        made = make_fx(
+            torch.func.functionalize(function), decomposition_table=_compat.select_decomp_table(), tracing_mode="real"
+        )(*inputs)
+    except (CannotPack, CannotTakeApart) as error:
+        raise CannotPack(str(error)) from error
+    except Exception as error:
+        raise CannotPack(f"{what} cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
+    made.graph.eliminate_dead_code()
+    for node in made.graph.find_nodes(op="get_attr"):
+        _keep_constant(made, node, mode)
+    _compat.replace_random_passes(made)
+    return made
+
+
+@contextlib.contextmanager
+def _tracing(mode: Any) -> Iterator[None]:
+    """The fake mode of the graphs, in which a real tensor is a constant; gradients are of no interest."""
+    allowed = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        with mode, torch.no_grad(), _compat.set_fake_mode(mode):
+            yield
+    finally:
+        mode.allow_non_fake_inputs = allowed
+
+
+def _outputs(made: GraphModule, what: str) -> list[torch.Tensor]:
+    values = []
+    for node in graphs.results(made.graph):
+        value = graphs.tensor(node) if isinstance(node, Node) else None
+        if value is None:
+            raise CannotPack(f"{what} returned a tensor that does not depend on what it was given")
+        values.append(value)
+    return values
+
+
+def _refuse_effects(graph: Graph, what: str) -> None:
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        raise CannotPack(f"{what} changes its input, or a tensor that it captured, in place ({node.name})")
+
+
+def _replayed(member: Node, source: Node, value: torch.Tensor) -> Any:
+    """The view of `value` that `member` is of `source`."""
+    found: Any = value
+    for node in graphs.chain(member, source):
+        arguments = torch.fx.map_arg((node.args[1:], node.kwargs), lambda entry: entry.meta["val"])
+        found = node.target(found, *arguments[0], **arguments[1])  # type: ignore[operator]
+    return found
+
+
+def _check(member: Node, value: torch.Tensor) -> None:
+    saved = graphs.tensor(member)
+    assert saved is not None
+    if value.dtype != saved.dtype or not _same(value.shape, saved.shape):
+        raise CannotPack(f"{member.name} came back as {value.dtype} {_shown(value.shape)}")
+    for size, got, wanted in zip(saved.shape, value.stride(), saved.stride(), strict=True):
+        if _compat.sympy_expr(size) != 1 and not _same((got,), (wanted,)):
+            raise CannotPack(f"{member.name} came back with strides {_shown(value.stride())}, not {saved.stride()}")
+
+
+def _check_sizes(unit: Unit, saved: Sequence[torch.Tensor], numbers: Sequence[Any]) -> None:
+    """Every size that the members told the backward graph is still told: as a number, or by what is saved."""
+    members = [value for node in unit.members if (value := graphs.tensor(node)) is not None]
+    needed = {symbol for value in (*saved, *members) for symbol in _compat.free_symbols(value)}
+    told = {_compat.sympy_expr(value) for value in numbers}
+    told |= {_compat.sympy_expr(size) for value in saved for size in value.shape}
+    unknown = sorted(str(symbol) for symbol in needed - told)
+    if unknown:
+        raise CannotPack(f"the backward graph would not know these sizes any more: {', '.join(unknown)}")
+
+
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Equal for every size; asks nothing that would become a guard."""
+    if len(left) != len(right):
+        return False
+    if all(isinstance(entry, int) for entry in (*left, *right)):
+        return list(left) == list(right)
+    pairs = [(_compat.plain_size(a), _compat.plain_size(b)) for a, b in zip(left, right, strict=True)]
+    return all(a == b or (a - b).expand() == 0 for a, b in pairs)
+
+
+def _shown(sizes: Sequence[Any]) -> str:
+    return f"({', '.join(map(str, sizes))})"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,126 @@
+"""Each ready pack keeps its promise, element by element."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from multigraph_backend.saved_tensors.packs import block_of, functions
+from multigraph_backend.saved_tensors.rules import Cast, Scaled
+
+TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def around(pack: Cast | Scaled, x: torch.Tensor) -> torch.Tensor:
+    """Packed and unpacked; the packed tensors are smaller."""
+    found = functions(pack, x)
+    assert not isinstance(found, str), found
+    packed = found[0](x)
+    assert sum(part.nbytes for part in packed) < x.nbytes
+    back = found[1](packed)
+    assert back.dtype == x.dtype
+    assert back.shape == x.shape
+    return back
+
+
+@pytest.mark.parametrize(
+    ("pack", "bound", "low"),
+    [(Cast("bfloat16"), 2.0**-8, 0.0), (Cast("e4m3"), 2.0**-4, 2.0**-6), (Cast("e5m2"), 2.0**-3, 2.0**-14)],
+    ids=str,
+)
+def test_casts_are_within_their_bound(pack: Cast, bound: float, low: float) -> None:
+    x = torch.randn(64, 128, dtype=torch.float64).float() * torch.logspace(-2, 2, 128)
+    x = x[:, x.abs().amin(0) >= low].contiguous()
+    error = (around(pack, x) - x).abs() / x.abs()
+    assert x.shape[1] > 32
+    assert 0 < error.max() <= bound * (1 + 2**-7)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("per", ["row", 16])
+def test_int8_is_within_amax_over_254(per: int | str, dtype: torch.dtype) -> None:
+    x = (torch.randn(32, 64, dtype=torch.float64) * torch.logspace(-3, 3, 32).double()[:, None]).to(dtype)
+    back = around(Scaled("int8", per=per), x).double()  # type: ignore[arg-type]
+    rows = x.double().view(-1, 64 if per == "row" else 16)
+    bound = rows.abs().amax(1, keepdim=True) / 254
+    rounding = torch.finfo(dtype).eps * rows.abs()  # of coming back to the type
+    assert ((back.view_as(rows) - rows).abs() <= bound * 1.0001 + rounding).all()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float8_e4m3fn", 2.0**-4), ("float8_e5m2", 2.0**-3)])
+def test_scaled_fp8_is_within_its_bound_at_any_magnitude(dtype: str, bound: float) -> None:
+    x = torch.randn(16, 64) * torch.logspace(-20, 20, 16)[:, None]
+    large = x.abs() > x.abs().amax(1, keepdim=True) * 2**-6  # in the normal range
+    error = (around(Scaled(dtype), x) - x).abs() / x.abs()
+    assert error[large].max() <= bound * 1.001
+
+
+@pytest.mark.parametrize(
+    "pack", [Cast("e4m3"), Cast("e5m2"), Cast("bf16"), Scaled("int8"), Scaled("e4m3", per=8)], ids=str
+)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_never_comes_back_finite(pack: Cast | Scaled, bad: float) -> None:
+    x = torch.randn(4, 16)
+    x[1, 3] = bad
+    back = around(pack, x)
+    assert not back[1, 3].isfinite()
+    assert back[[0, 2, 3]].isfinite().all()
+
+
+def test_fp8_casts_stay_finite_beyond_their_range() -> None:
+    x = torch.tensor([1e6, -1e6, 1.0, 460.0])
+    assert around(Cast("e4m3"), x).tolist() == [448.0, -448.0, 1.0, 448.0]
+
+
+@pytest.mark.parametrize("pack", [Scaled("int8"), Scaled("e4m3"), Scaled("e5m2", per=8)], ids=str)
+def test_rows_of_zeros_and_of_tiny_values(pack: Scaled) -> None:
+    assert (around(pack, torch.zeros(4, 16)) == 0).all()
+    tiny = torch.full((4, 16), 1e-40)
+    assert around(pack, tiny).abs().max() <= 2e-38
+
+
+STOCHASTIC = [
+    Cast("bf16", stochastic=True), Cast("e4m3", stochastic=True), Cast("e5m2", stochastic=True),
+    Scaled("int8", stochastic=True), Scaled("e4m3", stochastic=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pack", STOCHASTIC, ids=str)
+def test_stochastic_rounding_is_right_in_the_mean(pack: Cast | Scaled) -> None:
+    torch.manual_seed(7)
+    row = torch.tensor([0.3137, -1.77, 0.0091, 5.3, -0.00037, 1.0, 0.0, -5.9])
+    count = 20000
+    back = around(pack, row.expand(count, 8).contiguous())
+    spread = back.std(0)
+    assert ((back.mean(0) - row).abs() <= 6 * spread / math.sqrt(count) + 1e-6).all()
+    assert (spread > 0).sum() >= 4  # it does round both ways
+    for column, value in zip(back.T, row, strict=True):
+        assert column.unique().numel() <= 2
+        assert column.min() <= value + 1e-6
+        assert column.max() >= value - 1e-6
+
+
+def test_blocks_are_used_where_a_row_is_a_multiple_of_them() -> None:
+    assert block_of(Scaled("int8", per=16), torch.empty(3, 64)) == 16
+    assert block_of(Scaled("int8", per=16), torch.empty(3, 40)) is None
+    assert block_of(Scaled("int8"), torch.empty(3, 64)) is None
+
+
+@pytest.mark.parametrize(
+    ("pack", "x", "reason"),
+    [
+        (Cast("bf16"), torch.zeros(4, dtype=torch.bfloat16), "no wider than bfloat16"),
+        (Cast("fp16"), torch.zeros(4, dtype=torch.bfloat16), "no wider than float16"),
+        (Cast("bf16"), torch.zeros(4, dtype=torch.int64), "int64 cannot be packed"),
+        (Scaled("int8"), torch.zeros(4, dtype=torch.complex64), "complex64 cannot be packed"),
+        (Scaled("int8"), torch.zeros(()), "no dimension"),
+        (Scaled("int8"), torch.zeros(4, 1), "would not become smaller"),
+        (Scaled("int8", per=2), torch.zeros(4, 8, dtype=torch.bfloat16), "would not become smaller"),
+    ],
+)
+def test_what_a_pack_is_not_for(pack: Cast | Scaled, x: torch.Tensor, reason: str) -> None:
+    found = functions(pack, x)
+    assert isinstance(found, str)
+    assert reason in found
