@@ -14,7 +14,7 @@ from tests.allocator.extension import Allocator, build
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the simulated driver, the library over it, and the stress programs."""
-    return build(tmp_path_factory.mktemp("simulated"), "-DMULTIGRAPH_STRESS=ON")
+    return build(tmp_path_factory.mktemp("simulated"), "-DMULTIGRAPH_STRESS=ON", "-DCMAKE_UNITY_BUILD=ON")
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,9 @@ import pytest
 
 from tests.allocator.extension import build, stress
 
+# one file at a time would be compiled for most of the test's time
+QUICK_BUILD = ("-DMULTIGRAPH_STRESS=ON", "-DCMAKE_BUILD_TYPE=", "-DCMAKE_UNITY_BUILD=ON")
+
 MUTANTS = {
     1: "record_stream is not heard",
     2: "one marker that precedes is taken for all",
@@ -78,13 +81,14 @@ def test_threads(simulated: Path) -> None:
 
 
 def test_under_address_and_undefined_behaviour_sanitizers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    options = ("-DMULTIGRAPH_STRESS=ON", "-DMULTIGRAPH_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=")
-    folder = build(tmp_path_factory.mktemp("address"), *options, targets=("fuzz",))
-    assert stress(folder / "fuzz", "--operations", "20000")["wrong"] == ""
-    assert stress(folder / "fuzz", "--operations", "20000", "--length", "60", "--each-call")["wrong"] == ""
+    sanitizers = "-DMULTIGRAPH_SANITIZE=address,undefined"
+    folder = build(tmp_path_factory.mktemp("address"), *QUICK_BUILD, sanitizers, targets=("fuzz",))
+    assert stress(folder / "fuzz", "--operations", "200000")["wrong"] == ""
+    assert stress(folder / "fuzz", "--operations", "200000", "--length", "60", "--each-call")["wrong"] == ""
 
 
 def test_under_the_thread_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> None:
-    options = ("-DMULTIGRAPH_STRESS=ON", "-DMULTIGRAPH_SANITIZE=thread", "-DCMAKE_BUILD_TYPE=")
-    folder = build(tmp_path_factory.mktemp("thread"), *options, targets=("threads",))
+    folder = build(
+        tmp_path_factory.mktemp("thread"), *QUICK_BUILD, "-DMULTIGRAPH_SANITIZE=thread", targets=("threads",)
+    )
     assert stress(folder / "threads", "--operations", "1000")["wrong"] == ""
