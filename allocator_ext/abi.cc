@@ -1,0 +1,155 @@
+#include "abi.h"
+
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+
+#include "core/device.h"
+
+namespace {
+
+thread_local std::string message;
+
+mg::Stream as_stream(void* stream) { return static_cast<mg::Stream>(stream); }
+
+// Whatever happens inside, only a status comes out.
+template <class Body>
+int guarded(Body body) noexcept {
+  try {
+    return mg::told(body());
+  } catch (const std::bad_alloc&) {
+    return static_cast<int>(mg::Status::no_host_memory);
+  } catch (...) {
+    return static_cast<int>(mg::Status::invalid);
+  }
+}
+
+}  // namespace
+
+int mg::told(const Outcome& outcome) noexcept {
+  try {
+    if (outcome.status != Status::ok) message = outcome.message;
+  } catch (...) {
+    message.clear();
+  }
+  return static_cast<int>(outcome.status);
+}
+
+int mg_abi_version() noexcept { return MG_ABI_VERSION; }
+const char* mg_message() noexcept { return message.c_str(); }
+
+int mg_allocate(mg_device* device, size_t bytes, void* stream, uint64_t* address) noexcept {
+  return guarded([&] {
+    mg::Address made = 0;
+    mg::Outcome outcome = device->allocate(bytes, as_stream(stream), made);
+    *address = made;
+    return outcome;
+  });
+}
+
+int mg_free(mg_device* device, uint64_t address) noexcept {
+  return guarded([&] { return device->release(address); });
+}
+
+int mg_record_stream(mg_device* device, uint64_t address, void* stream) noexcept {
+  return guarded([&] { return device->record_stream(address, as_stream(stream)); });
+}
+
+int mg_base(mg_device* device, uint64_t address, uint64_t* start, size_t* bytes) noexcept {
+  return guarded([&] {
+    mg::Address found = 0;
+    mg::Outcome outcome = device->base(address, found, *bytes);
+    *start = found;
+    return outcome;
+  });
+}
+
+int mg_begin_pool(mg_device* device, uint64_t first, uint64_t second, int (*filter)(void*, void*),
+                  void* context) noexcept {
+  return guarded([&] {
+    device->begin_pool({first, second}, [filter, context](mg::Stream s) { return filter(context, s) != 0; });
+    return mg::Outcome{};
+  });
+}
+
+int mg_end_pool(mg_device* device, uint64_t first, uint64_t second) noexcept {
+  return guarded([&] { return device->end_pool({first, second}); });
+}
+
+int mg_release_pool(mg_device* device, uint64_t first, uint64_t second) noexcept {
+  return guarded([&] { return device->release_pool({first, second}); });
+}
+
+int mg_use_on_oom(mg_device* device, uint64_t first, uint64_t second, int on) noexcept {
+  return guarded([&] { return device->set_use_on_oom({first, second}, on != 0); });
+}
+
+int mg_pool_limit(mg_device* device, uint64_t first, uint64_t second, size_t bytes) noexcept {
+  return guarded([&] { return device->set_pool_limit({first, second}, bytes); });
+}
+
+int mg_limit(mg_device* device, size_t bytes) noexcept {
+  return guarded([&] { return device->set_limit(bytes); });
+}
+
+int mg_fraction(mg_device* device, double fraction) noexcept {
+  return guarded([&] { return device->set_fraction(fraction); });
+}
+
+int mg_reuse(mg_device* device, int rule) noexcept {
+  return guarded([&] {
+    if (rule < 0 || rule > 3) return mg::Outcome{mg::Status::invalid, "a rule of reuse is 0, 1, 2 or 3"};
+    return device->set_reuse(static_cast<mg::Reuse>(rule));
+  });
+}
+
+int mg_oom_callback(mg_device* device, int (*callback)(void*, size_t), void* context) noexcept {
+  return guarded([&] {
+    std::function<bool(size_t)> asked;
+    if (callback != nullptr) asked = [callback, context](size_t bytes) { return callback(context, bytes) != 0; };
+    device->set_oom_callback(std::move(asked));
+    return mg::Outcome{};
+  });
+}
+
+int mg_empty_cache(mg_device* device, size_t* bytes) noexcept {
+  return guarded([&] {
+    *bytes = device->empty_cache();
+    return mg::Outcome{};
+  });
+}
+
+int mg_read_stats(mg_device* device, mg_stats* out) noexcept {
+  return guarded([&] {
+    mg::Stats s = device->stats();
+    *out = {s.allocated_bytes.current, s.allocated_bytes.peak, s.requested_bytes.current, s.requested_bytes.peak,
+            s.reserved_bytes.current,  s.reserved_bytes.peak,  s.active_bytes.current,    s.active_bytes.peak,
+            s.allocations.current,     s.allocations.peak,     s.segments.current,        s.segments.peak,
+            s.ooms, s.retries, s.freed_in_captures, s.proven, s.parked, s.moved, s.verified, s.verify_failures};
+    return mg::Outcome{};
+  });
+}
+
+int mg_reset_peaks(mg_device* device) noexcept {
+  return guarded([&] {
+    device->reset_peaks();
+    return mg::Outcome{};
+  });
+}
+
+int mg_snapshot(mg_device* device, char* out, size_t capacity, size_t* length) noexcept {
+  return guarded([&] {
+    std::string text = device->snapshot();
+    *length = text.size() + 1;
+    if (out != nullptr && capacity >= text.size() + 1) memcpy(out, text.c_str(), text.size() + 1);
+    return mg::Outcome{};
+  });
+}
+
+int mg_verify(mg_device* device) noexcept {
+  return guarded([&] {
+    std::string wrong = device->verify();
+    return wrong.empty() ? mg::Outcome{} : mg::Outcome{mg::Status::invalid, wrong};
+  });
+}

@@ -1,0 +1,57 @@
+// What the library offers to C: a handle for the allocator of one device, and functions on it.
+//
+// No function throws. Each returns a status, and where it is not 0, `mg_message` has a sentence for the calling thread.
+// Structures only grow at their end, and `mg_abi_version` is raised when anything else changes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define MG_ABI_VERSION 1
+#define MG_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace mg {
+class Device;
+struct Outcome;
+// Keeps the sentence for the calling thread; the status.
+int told(const Outcome& outcome) noexcept;
+}  // namespace mg
+
+using mg_device = mg::Device;
+
+struct mg_stats {
+  int64_t allocated, allocated_peak;
+  int64_t requested, requested_peak;
+  int64_t reserved, reserved_peak;
+  int64_t active, active_peak;
+  int64_t allocations, allocations_peak;
+  int64_t segments, segments_peak;
+  uint64_t ooms, retries, freed_in_captures, proven, parked, moved, verified, verify_failures;
+};
+
+MG_EXPORT int mg_abi_version() noexcept;
+MG_EXPORT const char* mg_message() noexcept;
+
+MG_EXPORT int mg_allocate(mg_device* device, size_t bytes, void* stream, uint64_t* address) noexcept;
+MG_EXPORT int mg_free(mg_device* device, uint64_t address) noexcept;
+MG_EXPORT int mg_record_stream(mg_device* device, uint64_t address, void* stream) noexcept;
+MG_EXPORT int mg_base(mg_device* device, uint64_t address, uint64_t* start, size_t* bytes) noexcept;
+
+// `filter(context, stream)`: whether allocations of this stream are meant; asked without any lock, from any thread.
+MG_EXPORT int mg_begin_pool(mg_device* device, uint64_t first, uint64_t second, int (*filter)(void*, void*),
+                            void* context) noexcept;
+MG_EXPORT int mg_end_pool(mg_device* device, uint64_t first, uint64_t second) noexcept;
+MG_EXPORT int mg_release_pool(mg_device* device, uint64_t first, uint64_t second) noexcept;
+MG_EXPORT int mg_use_on_oom(mg_device* device, uint64_t first, uint64_t second, int on) noexcept;
+MG_EXPORT int mg_pool_limit(mg_device* device, uint64_t first, uint64_t second, size_t bytes) noexcept;
+MG_EXPORT int mg_limit(mg_device* device, size_t bytes) noexcept;
+MG_EXPORT int mg_fraction(mg_device* device, double fraction) noexcept;
+MG_EXPORT int mg_reuse(mg_device* device, int rule) noexcept;
+MG_EXPORT int mg_oom_callback(mg_device* device, int (*callback)(void*, size_t), void* context) noexcept;
+MG_EXPORT int mg_empty_cache(mg_device* device, size_t* bytes) noexcept;
+
+MG_EXPORT int mg_read_stats(mg_device* device, mg_stats* out) noexcept;
+MG_EXPORT int mg_reset_peaks(mg_device* device) noexcept;
+// Text of at most `capacity` bytes with its final 0; `length` is what the whole of it needs, so a first call can ask.
+MG_EXPORT int mg_snapshot(mg_device* device, char* out, size_t capacity, size_t* length) noexcept;
+MG_EXPORT int mg_verify(mg_device* device) noexcept;

@@ -1,0 +1,70 @@
+// A segment and the blocks that it is divided into.
+//
+// A segment owns its blocks: they are linked by address from `first`, without holes, and die with it. The driver's
+// memory itself is given back by the pool, which owns the segment.
+// Invariant: blocks of a segment tile it; two free neighbours differ in stream or tag, else they are one.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "core/types.h"
+
+namespace mg {
+
+class Pool;
+struct Segment;
+
+enum class BlockState : uint8_t { free, live, waiting };
+
+struct Block {
+  Address address = 0;
+  size_t size = 0;
+  size_t requested = 0;
+  Segment* segment = nullptr;
+  Block* previous = nullptr;
+  Block* next = nullptr;
+  BlockState state = BlockState::free;
+
+  Stream stream = nullptr;        // whose free list it is in, or for which it was allocated
+  Tag tag = settled;              // while free
+  uint64_t point = 0;             // while free: how many terminals of `stream` had been seen then, or never_covered
+  std::vector<Node> markers;      // while free, when verifying: what must precede its next life
+
+  std::vector<Stream> users;      // other streams that used it (record_stream), while live or waiting
+  uint64_t capture = 0;           // serial of the capture that it was allocated in, 0: in none
+  uint64_t born = 0;              // that capture's clock then
+  bool used_outside = false;      // its memory was in use outside of captures, on this stream
+  bool by_proof = false;          // its memory was another stream's, or used on one, earlier in that capture
+  unsigned events = 0;            // not yet passed
+};
+
+struct Segment {
+  Address address = 0;
+  size_t size = 0;
+  Stream home = nullptr;
+  Pool* pool = nullptr;
+  bool small = false;
+  Block* first = nullptr;
+  uint64_t last_use = 0;
+
+  Segment() = default;
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+  ~Segment() {
+    for (Block* block = first; block != nullptr;) {
+      Block* next = block->next;
+      delete block;
+      block = next;
+    }
+  }
+
+  bool cached() const {
+    for (const Block* block = first; block != nullptr; block = block->next) {
+      if (block->state != BlockState::free || block->tag != settled) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace mg

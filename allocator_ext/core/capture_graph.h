@@ -1,0 +1,147 @@
+// What is known of captures under way: which nodes complete before anything that a stream can still append.
+//
+// Why: while a stream captures, nothing runs, so no event tells when a block's last use is over; the graph's own edges
+// do. In: streams, asked for when a block is allocated or freed. Out: for each stream of a capture a view of its past,
+// and the deferred blocks that this past has come to contain.
+//
+// A view grows backwards from the stream's terminals and never walks a known node again, so all views of a capture cost
+// (streams) x (nodes + edges); each marker is met once. Two things make a view begin again, at most `patience` times:
+// dependencies that were replaced (a former terminal is no longer behind the present ones), and programmatic edges,
+// which tell that a node has begun and not that it has completed.
+// Invariant: `completed(n)` only if every path by which the stream's next operation waits lies behind n's completion,
+// as the driver reported it at the last observation.
+#pragma once
+
+#include <cstddef>
+#include <list>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "core/types.h"
+
+namespace mg {
+
+struct Block;
+struct Capture;
+struct StreamView;
+
+// A block that waits for its markers, as seen from the streams that may get it.
+struct Deferred {
+  struct Candidate {
+    StreamView* view;
+    size_t missing;
+  };
+  Block* block = nullptr;
+  std::vector<Node> markers;
+  std::vector<Candidate> candidates;
+  bool needs_all = false;  // of the candidates, the first of which then gets it
+  bool done = false;
+};
+
+struct Ready {
+  Block* block;
+  StreamView* view;
+  Tag tag;  // of the view when this was found: if it is another by now, the proof holds no more
+  uint64_t point;
+  const std::vector<Node>* markers;  // of its Deferred, which outlives this
+};
+
+struct StreamView {
+  Stream stream = nullptr;
+  Capture* capture = nullptr;
+  std::vector<Node> terminals;
+  uint64_t point = 0;       // how many different terminals were seen
+  uint64_t broken_at = 0;   // the capture's clock when replaced dependencies were last noticed; 0: never
+  uint64_t partial_at = 0;  // the same for programmatic edges
+  Tag order_tag = settled;  // condition of what was freed on this stream and used on no other
+  Tag proof_tag = settled;  // condition of what was freed here by proof
+
+  bool completed(Node node) const {
+    auto found = past.find(node);
+    return found != past.end() && found->second && !proofless;
+  }
+
+  std::unordered_map<Node, bool> past;  // node -> completed, or only begun
+  std::unordered_map<Node, std::vector<std::pair<Deferred*, size_t>>> watched;
+  std::vector<std::vector<Node>> history;           // terminals by point, kept for other streams to compare with
+  std::unordered_map<StreamView*, uint64_t> covers; // another stream -> the last of its points that is in our past
+  bool known = false;       // seen since it was made or lost
+  bool proofless = false;   // out of patience: no more proofs
+  bool orderless = false;   // out of patience: nor reuse
+  int restarts = 0;
+};
+
+struct Capture {
+  uint64_t serial = 0;  // ours, never used again
+  uint64_t id = 0;
+  Graph graph = nullptr;
+  uint64_t clock = 0;   // counts observations
+  Stream witness = nullptr;  // a stream that is in it until it ends
+  std::unordered_map<Stream, std::unique_ptr<StreamView>> views;
+  std::vector<StreamView*> in_order;  // the same, as they were first seen
+  std::list<Deferred> deferred;
+};
+
+struct Observation {
+  enum Status { outside, inside, unknown } status = outside;
+  StreamView* view = nullptr;  // when inside
+};
+
+class Captures {
+ public:
+  Captures(const Driver& driver, const Config& config) : driver_(driver), config_(config) {}
+
+  // Where `stream` stands now. Blocks that its past has come to contain are added to `ready`.
+  Observation observe(Stream stream, std::vector<Ready>& ready);
+
+  // The same for all streams of `capture` that were seen before.
+  void observe_all(Capture& capture, std::vector<Ready>& ready);
+
+  // Waits for `markers`, on behalf of `block`, until one candidate (or all) has them in its past, maybe at once.
+  void defer(Block* block, std::vector<Node> markers, const std::vector<StreamView*>& candidates, bool needs_all,
+             std::vector<Ready>& ready);
+
+  // Forgets captures that have ended; the blocks that they still deferred are added to `left`.
+  void poll(std::vector<Block*>& left);
+
+  // How far `view` contains the past of `other`: the last of its points.
+  uint64_t cover(StreamView& view, StreamView& other);
+
+  // One empty node behind the terminals of `view`, as its only terminal; false: nothing has changed.
+  bool mark_by_empty_node(StreamView& view, std::vector<Ready>& ready);
+
+  // By a search of its own from the stream's present terminals: `full` asks for completion.
+  bool proves(Stream stream, Node marker, bool full);
+
+  bool any() const { return !captures_.empty(); }
+  size_t count() const { return captures_.size(); }
+  bool under_way(uint64_t serial) const;
+
+  uint64_t nodes_walked = 0;
+  uint64_t restarts = 0;
+
+ private:
+  struct Terminals;
+  bool advance(StreamView& view, const Terminals& now, std::vector<Ready>& ready);
+  bool walk(StreamView& view, const Terminals& now, std::vector<Node>& met, std::vector<Node>& fresh, bool& partial);
+  void begin_again(StreamView& view);
+  void watch_again(StreamView& view, std::vector<Ready>& ready);
+  void lose(StreamView& view);
+  void completed(StreamView& view, Node node, std::vector<Ready>& ready);
+  void satisfied(Deferred& deferred, size_t candidate, std::vector<Ready>& ready);
+  bool dependencies(Node node, std::vector<Node>& nodes, std::vector<EdgeData>& edges);
+  bool is_full(const EdgeData& edge) const { return edge.full() || mutated(config_, Mutant::partial_as_full); }
+  void new_period(StreamView& view) {
+    view.order_tag = last_tag_ += 2;
+    view.proof_tag = view.order_tag + 1;
+  }
+
+  const Driver& driver_;
+  const Config& config_;
+  std::vector<std::unique_ptr<Capture>> captures_;
+  uint64_t last_serial_ = 0;
+  Tag last_tag_ = settled;
+};
+
+}  // namespace mg

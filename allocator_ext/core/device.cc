@@ -1,0 +1,288 @@
+#include "core/device.h"
+
+#include <algorithm>
+
+#include "core/relaxed_capture.h"
+
+namespace mg {
+
+namespace {
+
+Outcome unknown_address() { return {Status::invalid, "this address was not handed out, or has been freed"}; }
+Outcome unknown_pool() { return {Status::invalid, "there is no such pool"}; }
+
+}  // namespace
+
+InContext::InContext(const Device& device) : driver_(device.driver_) {
+  if (device.context_ == nullptr) return;
+  if (driver_.context_current(&previous_) != result::success || previous_ == device.context_) return;
+  changed_ = driver_.context_set(device.context_) == result::success;
+}
+
+InContext::~InContext() {
+  if (changed_) driver_.context_set(previous_);
+}
+
+Device::Device(const Driver& driver, int index, Config config, Context context)
+    : driver_(driver), index_(index), config_(config), context_(context), lifetimes_(driver_, config_, stats_) {
+  default_pool_ = &pool_of(PoolId{});
+  default_pool_->users = 1;
+}
+
+Device::~Device() {
+  InContext in(*this);
+  RelaxedCapture relaxed(driver_);
+  for (Pool* pool : pool_list_) {
+    for (auto& [address, segment] : pool->segments()) driver_.memory_free(address);
+  }
+}
+
+Pool& Device::pool_of(PoolId id) {
+  auto& pool = pools_[id];
+  if (pool == nullptr) {
+    pool = std::make_unique<Pool>(id);
+    pool_list_.push_back(pool.get());
+  }
+  return *pool;
+}
+
+Pool* Device::known(PoolId id) {
+  auto found = pools_.find(id);
+  return found == pools_.end() ? nullptr : found->second.get();
+}
+
+// The lock, and the pool that is right while it is held.
+Device::Lock Device::route(Stream stream, PoolId& pool) {
+  Lock lock(mutex_);
+  pool = PoolId{};
+  while (scopes_.any()) {
+    auto list = scopes_.current();
+    lock.unlock();
+    auto matched = Scopes::match(*list, stream);
+    lock.lock();
+    if (scopes_.current() != list) continue;
+    if (matched) pool = *matched;
+    break;
+  }
+  return lock;
+}
+
+Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
+  out = 0;
+  if (asked == 0) return {};
+  if (asked > size_class::largest) {
+    return {Status::out_of_memory, "tried to allocate " + std::to_string(asked) + " bytes, more than there can be"};
+  }
+  PoolId where;
+  Lock lock = route(stream, where);
+  requests_++;
+  Request request{asked, size_class::rounded(asked), stream, &pool_of(where), {}};
+  if (watched() || !lifetimes_.idle()) {
+    InContext in(*this);
+    request.seen = lifetimes_.tend(stream, watched(), pool_list_);
+  }
+  std::string reason;
+  Block* block = climb(request, lock, reason);
+  if (block == nullptr) {
+    stats_.ooms++;
+    remember(HistoryEntry::oom, 0, asked, stream);
+    return {Status::out_of_memory, account(asked, reason)};
+  }
+  hand_out(block, request, out);
+  return {};
+}
+
+// `block` is free and listed; it fits.
+void Device::hand_out(Block* block, const Request& request, Address& out) {
+  Pool& pool = *block->segment->pool;
+  bool moved = block->stream != request.stream;
+  bool by_proof = moved || block->tag % 2 == 1;
+  auto place = live_.emplace(block->address, block).first;
+  try {
+    pool.take(block, request.size);
+  } catch (...) {
+    live_.erase(place);
+    throw;
+  }
+  block->stream = request.stream;
+  block->by_proof = by_proof;
+  block->requested = request.asked;
+  block->segment->last_use = requests_;
+  if (request.seen.view != nullptr) {
+    block->capture = request.seen.view->capture->serial;
+    block->born = request.seen.view->capture->clock;
+    if (moved) stats_.moved++;
+  }
+  stats_.allocated_bytes.add(static_cast<int64_t>(block->size));
+  stats_.active_bytes.add(static_cast<int64_t>(block->size));
+  stats_.requested_bytes.add(static_cast<int64_t>(request.asked));
+  stats_.allocations.add(1);
+  remember(HistoryEntry::allocate, block->address, block->size, request.stream);
+  out = block->address;
+}
+
+Outcome Device::release(Address address) {
+  if (address == 0) return {};
+  Lock lock(mutex_);
+  auto found = live_.find(address);
+  if (found == live_.end()) return unknown_address();
+  Block* block = found->second;
+  live_.erase(found);
+  stats_.allocated_bytes.add(-static_cast<int64_t>(block->size));
+  stats_.requested_bytes.add(-static_cast<int64_t>(block->requested));
+  stats_.allocations.add(-1);
+  remember(HistoryEntry::free, address, block->size, block->stream);
+  if (watched() || !block->users.empty()) {
+    InContext in(*this);
+    lifetimes_.dispose(block, watched());
+  } else {
+    lifetimes_.dispose(block, false);
+  }
+  return {};
+}
+
+Outcome Device::record_stream(Address address, Stream stream) {
+  if (address == 0) return {};
+  Lock lock(mutex_);
+  auto found = live_.find(address);
+  if (found == live_.end()) return unknown_address();
+  auto& users = found->second->users;
+  if (stream != found->second->stream && std::find(users.begin(), users.end(), stream) == users.end()) {
+    users.push_back(stream);
+  }
+  return {};
+}
+
+Outcome Device::base(Address address, Address& start, size_t& size) {
+  Lock lock(mutex_);
+  for (Pool* pool : pool_list_) {
+    auto above = pool->segments().upper_bound(address);
+    if (above == pool->segments().begin()) continue;
+    const Segment& segment = *std::prev(above)->second;
+    if (address >= segment.address + segment.size) continue;
+    start = segment.address;
+    size = segment.size;
+    return {};
+  }
+  return unknown_address();
+}
+
+void Device::begin_pool(PoolId id, Filter filter) {
+  Lock lock(mutex_);
+  pool_of(id).users++;
+  scopes_.begin(id, std::move(filter));
+}
+
+Outcome Device::end_pool(PoolId id) {
+  std::shared_ptr<const Scopes::List> old;  // dropped without the lock: a filter's end is other people's code
+  Lock lock(mutex_);
+  old = scopes_.end(id);
+  lock.unlock();
+  return old != nullptr ? Outcome{} : unknown_pool();
+}
+
+Outcome Device::release_pool(PoolId id) {
+  Lock lock(mutex_);
+  Pool* pool = known(id);
+  if (pool == nullptr || pool == default_pool_ || pool->users == 0) return unknown_pool();
+  pool->users--;
+  return {};
+}
+
+Outcome Device::set_use_on_oom(PoolId id, bool on) {
+  Lock lock(mutex_);
+  pool_of(id).use_on_oom = on;
+  return {};
+}
+
+Outcome Device::set_pool_limit(PoolId id, size_t bytes) {
+  Lock lock(mutex_);
+  pool_of(id).limit = bytes;
+  return {};
+}
+
+Outcome Device::set_limit(size_t bytes) {
+  Lock lock(mutex_);
+  limit_ = bytes;
+  return {};
+}
+
+Outcome Device::set_fraction(double fraction) {
+  if (!(fraction >= 0 && fraction <= 1)) return {Status::invalid, "a memory fraction lies between 0 and 1"};
+  Lock lock(mutex_);
+  InContext in(*this);
+  size_t free = 0, total = 0;
+  if (driver_.memory_info(&free, &total) != result::success) {
+    return {Status::driver_failed, "the driver does not tell how much memory the device has"};
+  }
+  limit_ = fraction == 1 ? 0 : std::max<size_t>(1, static_cast<size_t>(fraction * static_cast<double>(total)));
+  return {};
+}
+
+Outcome Device::set_reuse(Reuse reuse) {
+  Lock lock(mutex_);
+  lifetimes_.tend(nullptr, watched(), pool_list_);
+  if (!lifetimes_.quiet()) return {Status::invalid, "the rule of reuse does not change while a capture is under way"};
+  config_.reuse = reuse;
+  return {};
+}
+
+void Device::set_oom_callback(std::function<bool(size_t)> callback) {
+  Lock lock(mutex_);
+  oom_callback_.swap(callback);
+  lock.unlock();
+}
+
+size_t Device::empty_cache() {
+  Lock lock(mutex_);
+  InContext in(*this);
+  lifetimes_.tend(nullptr, watched(), pool_list_);
+  if (!quiet()) return 0;
+  lifetimes_.await();
+  return give_back_all();
+}
+
+Stats Device::stats() {
+  Lock lock(mutex_);
+  return stats_;
+}
+
+void Device::reset_peaks() {
+  Lock lock(mutex_);
+  for (Level* level : {&stats_.allocated_bytes, &stats_.requested_bytes, &stats_.reserved_bytes, &stats_.active_bytes,
+                       &stats_.allocations, &stats_.segments}) {
+    level->peak = level->current;
+  }
+}
+
+void Device::remember(HistoryEntry::Action action, Address address, size_t size, Stream stream) {
+  if (config_.history_entries == 0) return;
+  if (history_.size() == config_.history_entries) history_.pop_front();
+  history_.push_back({action, address, size, stream});
+}
+
+std::string Device::verify() {
+  Lock lock(mutex_);
+  size_t live = 0, waiting = 0, reserved = 0;
+  for (Pool* pool : pool_list_) {
+    std::string wrong = pool->verify();
+    if (!wrong.empty()) return wrong;
+    reserved += pool->reserved;
+    for (auto& [address, segment] : pool->segments()) {
+      if (segment->pool != pool) return "a segment is in another's pool";
+      for (Block* block = segment->first; block != nullptr; block = block->next) {
+        if (block->state == BlockState::waiting) waiting++;
+        if (block->state != BlockState::live) continue;
+        live++;
+        auto found = live_.find(block->address);
+        if (found == live_.end() || found->second != block) return "a live block cannot be found";
+      }
+    }
+  }
+  if (live != live_.size()) return "an address is handed out without a live block";
+  if (waiting != lifetimes_.waiting()) return "a waiting block is lost";
+  if (static_cast<int64_t>(reserved) != stats_.reserved_bytes.current) return "reserved bytes are miscounted";
+  return "";
+}
+
+}  // namespace mg

@@ -1,0 +1,137 @@
+// The allocator of one device: what torch calls ends here, under one lock.
+//
+// In: requests of streams, frees, scopes, limits. Out: addresses, or a status and a readable reason. It ties the parts:
+// scopes say which pool, the pool finds a block, lifetimes bring freed blocks back, and the ladder (ladder.cc) is climbed
+// when nothing fits.
+// The lock is never held while code of others runs: filters of scopes, the callback at out-of-memory.
+// Invariant: each address handed out lies in exactly one live block, found in `live_`.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/lifetimes.h"
+#include "core/pool.h"
+#include "core/scopes.h"
+#include "core/stats.h"
+
+namespace mg {
+
+enum class Status : int { ok = 0, out_of_memory = 1, invalid = 2, driver_failed = 3, no_host_memory = 4 };
+
+struct Outcome {
+  Status status = Status::ok;
+  std::string message;
+};
+
+struct HistoryEntry {
+  enum Action : int { allocate, free, segment_alloc, segment_free, oom } action;
+  Address address;
+  size_t size;
+  Stream stream;
+};
+
+class Device {
+ public:
+  // `context`: the one in which the driver is called, null where the caller's own is right.
+  Device(const Driver& driver, int index, Config config, Context context = nullptr);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  Outcome allocate(size_t asked, Stream stream, Address& out);
+  Outcome release(Address address);
+  Outcome record_stream(Address address, Stream stream);
+  Outcome base(Address address, Address& start, size_t& size);
+
+  void begin_pool(PoolId pool, Filter filter);
+  Outcome end_pool(PoolId pool);
+  Outcome release_pool(PoolId pool);
+  Outcome set_use_on_oom(PoolId pool, bool on);
+  Outcome set_pool_limit(PoolId pool, size_t bytes);  // 0: none
+  Outcome set_limit(size_t bytes);                    // of all pools; 0: none
+  Outcome set_fraction(double fraction);              // the same, of the device's memory
+  Outcome set_reuse(Reuse reuse);
+  // Asked when all else failed; true: try again.
+  void set_oom_callback(std::function<bool(size_t)> callback);
+
+  // Gives cached segments back to the driver; bytes. Does nothing while a capture is under way.
+  size_t empty_cache();
+
+  Stats stats();
+  void reset_peaks();
+  std::string snapshot();  // JSON, see account.cc
+  std::string verify();    // what is wrong with the books, or nothing
+
+ private:
+  struct Request {
+    size_t asked;
+    size_t size;
+    Stream stream;
+    Pool* pool;
+    Observation seen;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  Lock route(Stream stream, PoolId& pool);
+  Pool& pool_of(PoolId id);
+  Pool* known(PoolId id);
+  // No capture is under way that is known, and none may have begun unseen.
+  bool quiet() const { return lifetimes_.quiet() && !scopes_.any(); }
+  bool watched() const { return scopes_.any() || lifetimes_.captures.any(); }
+  void hand_out(Block* block, const Request& request, Address& out);
+  void remember(HistoryEntry::Action action, Address address, size_t size, Stream stream);
+
+  // ladder.cc
+  Block* climb(Request& request, Lock& lock, std::string& reason);
+  Block* find(Request& request);
+  Block* find_covered(const Request& request);
+  bool proven_again(const Request& request, const Block* block);
+  Block* grow(Request& request, std::string& reason);
+  Block* last_resort(Request& request);
+  bool room_for(const Pool& pool, size_t bytes, std::string& reason) const;
+  void collect_garbage();
+  size_t give_back(Pool& pool, uint64_t not_used_since = UINT64_MAX);
+  size_t give_back_all();
+  std::string account(size_t asked, const std::string& reason);
+
+  const Driver& driver_;
+  const int index_;
+  Config config_;
+  const Context context_;
+  std::mutex mutex_;
+  Scopes scopes_;
+  Stats stats_;
+  std::map<PoolId, std::unique_ptr<Pool>> pools_;
+  std::vector<Pool*> pool_list_;
+  Pool* default_pool_ = nullptr;
+  std::unordered_map<Address, Block*> live_;
+  Lifetimes lifetimes_;
+  size_t limit_ = 0;
+  uint64_t requests_ = 0;
+  std::function<bool(size_t)> oom_callback_;
+  std::deque<HistoryEntry> history_;
+
+  friend class InContext;
+};
+
+// The driver's calls between its making and its end see the device's context.
+class InContext {
+ public:
+  explicit InContext(const Device& device);
+  ~InContext();
+
+ private:
+  const Driver& driver_;
+  Context previous_ = nullptr;
+  bool changed_ = false;
+};
+
+}  // namespace mg

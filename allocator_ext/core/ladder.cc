@@ -1,0 +1,218 @@
+// Where memory for a request comes from, in the order in which the places are tried.
+//
+// cached block -> (garbage goes) -> new segment -> blocks that wait for events -> new segment after cached segments were
+// given back -> pools that are open to others at out-of-memory -> the user's callback, then all of it again -> failure
+// with an account. During captures nothing is waited for and nothing is given back to the driver.
+
+#include <algorithm>
+
+#include "core/device.h"
+#include "core/relaxed_capture.h"
+
+namespace mg {
+
+namespace {
+
+constexpr int callback_rounds = 8;
+
+std::string readable(size_t bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double amount = static_cast<double>(bytes);
+  int unit = 0;
+  for (; amount >= 1024 && unit < 4; unit++) amount /= 1024;
+  char text[48];
+  snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", amount, units[unit]);
+  return text;
+}
+
+}  // namespace
+
+Block* Device::climb(Request& request, Lock& lock, std::string& reason) {
+  for (int round = 0;; round++) {
+    if (Block* block = find(request)) return block;
+    {
+      InContext in(*this);
+      collect_garbage();
+      if (Block* block = grow(request, reason)) return block;
+      stats_.retries++;
+      if (quiet() && request.seen.status == Observation::outside) {
+        if (lifetimes_.await()) {
+          if (Block* block = find(request)) return block;
+        }
+        if (give_back_all() != 0) {
+          if (Block* block = grow(request, reason)) return block;
+        }
+      }
+      if (Block* block = last_resort(request)) return block;
+    }
+    if (!oom_callback_ || round == callback_rounds) return nullptr;
+    auto callback = oom_callback_;
+    lock.unlock();
+    bool again = callback(request.asked);
+    lock.lock();
+    if (!again) return nullptr;
+    InContext in(*this);
+    request.seen = lifetimes_.tend(request.stream, watched(), pool_list_);
+  }
+}
+
+Block* Device::find(Request& request) {
+  for (;;) {
+    Block* block = nullptr;
+    StreamView* view = request.seen.view;
+    if (view == nullptr) {
+      block = request.pool->best(request.size, request.stream, &settled, 1);
+    } else {
+      Tag tags[] = {settled, view->order_tag, view->proof_tag};
+      block = request.pool->best(request.size, request.stream, tags, 3);
+      if (block == nullptr && config_.reuse == Reuse::any_stream) block = find_covered(request);
+      if (block == nullptr && mutated(config_, Mutant::one_tag_for_all)) {
+        for (Tag tag = 2; tag < view->order_tag + 64 && block == nullptr; tag++) {
+          block = request.pool->best(request.size, request.stream, &tag, 1);
+        }
+      }
+    }
+    if (block == nullptr || !config_.verify || block->markers.empty() || proven_again(request, block)) return block;
+    stats_.verify_failures++;
+    request.pool->withhold(block);
+  }
+}
+
+// Another stream of the same capture has what fits, freed before this one last waited for it.
+Block* Device::find_covered(const Request& request) {
+  StreamView& view = *request.seen.view;
+  for (StreamView* other : view.capture->in_order) {
+    if (other == &view || other->partial_at != 0 || !other->known) continue;
+    uint64_t cover = lifetimes_.captures.cover(view, *other);
+    for (Tag tag : {other->order_tag, other->proof_tag}) {
+      if (Block* block = request.pool->best_covered(request.size, other->stream, tag, cover)) return block;
+    }
+  }
+  return nullptr;
+}
+
+bool Device::proven_again(const Request& request, const Block* block) {
+  stats_.verified++;
+  bool full = block->tag % 2 == 1;
+  return std::all_of(block->markers.begin(), block->markers.end(),
+                     [&](Node marker) { return lifetimes_.captures.proves(request.stream, marker, full); });
+}
+
+bool Device::room_for(const Pool& pool, size_t bytes, std::string& reason) const {
+  size_t reserved = static_cast<size_t>(stats_.reserved_bytes.current);
+  if (limit_ != 0 && reserved + bytes > limit_) {
+    reason = "this process may use " + readable(limit_);
+    return false;
+  }
+  if (pool.limit != 0 && pool.reserved + bytes > pool.limit) {
+    reason = "this pool may use " + readable(pool.limit);
+    return false;
+  }
+  return true;
+}
+
+Block* Device::grow(Request& request, std::string& reason) {
+  size_t bytes = size_class::segment(request.size);
+  if (!room_for(*request.pool, bytes, reason)) return nullptr;
+  Address address = 0;
+  {
+    RelaxedCapture relaxed(driver_);
+    if (!relaxed.ok || driver_.memory_alloc(&address, bytes) != result::success) {
+      reason = "the driver has no segment of " + readable(bytes);
+      return nullptr;
+    }
+  }
+  try {
+    Block* block = request.pool->add_segment(address, bytes, request.stream, size_class::is_small(request.size));
+    stats_.reserved_bytes.add(static_cast<int64_t>(bytes));
+    stats_.segments.add(1);
+    remember(HistoryEntry::segment_alloc, address, bytes, request.stream);
+    return block;
+  } catch (...) {
+    driver_.memory_free(address);
+    throw;
+  }
+}
+
+// What is settled in a pool that is open at out-of-memory serves any stream: its own is waited for on the host.
+Block* Device::last_resort(Request& request) {
+  for (Pool* pool : pool_list_) {
+    if (!pool->use_on_oom || pool == request.pool) continue;
+    if (Block* block = pool->best(request.size, request.stream, &settled, 1)) return block;
+    if (!quiet() || request.seen.status != Observation::outside) continue;
+    Block* block = pool->best_settled(request.size);
+    if (block == nullptr) continue;
+    Event event = nullptr;
+    if (driver_.event_create(&event, event_without_timing) != result::success) continue;
+    RelaxedCapture relaxed(driver_);
+    bool passed = relaxed.ok && driver_.event_record(event, block->stream) == result::success &&
+                  driver_.event_synchronize(event) == result::success;
+    driver_.event_destroy(event);
+    if (passed) return block;
+  }
+  return nullptr;
+}
+
+// Above the threshold, cached segments that were not used for longer than the average of them go.
+void Device::collect_garbage() {
+  if (config_.garbage_threshold <= 0 || limit_ == 0 || !quiet()) return;
+  if (static_cast<double>(stats_.reserved_bytes.current) < config_.garbage_threshold * static_cast<double>(limit_)) {
+    return;
+  }
+  uint64_t sum = 0, count = 0;
+  for (auto& [address, segment] : default_pool_->segments()) {
+    if (!segment->cached()) continue;
+    sum += segment->last_use;
+    count++;
+  }
+  if (count != 0) give_back(*default_pool_, sum / count + 1);
+}
+
+size_t Device::give_back(Pool& pool, uint64_t not_used_since) {
+  size_t bytes = 0;
+  RelaxedCapture relaxed(driver_);
+  if (!relaxed.ok) return 0;
+  for (auto& segment : pool.cut_cached(not_used_since)) {
+    if (driver_.memory_free(segment->address) != result::success) {
+      pool.put_back(std::move(segment));
+      continue;
+    }
+    bytes += segment->size;
+    stats_.reserved_bytes.add(-static_cast<int64_t>(segment->size));
+    stats_.segments.add(-1);
+    remember(HistoryEntry::segment_free, segment->address, segment->size, segment->home);
+  }
+  return bytes;
+}
+
+// A pool that somebody still holds keeps its segments: recordings know their addresses.
+size_t Device::give_back_all() {
+  size_t bytes = 0;
+  for (Pool* pool : pool_list_) {
+    if (pool == default_pool_ || pool->users == 0) bytes += give_back(*pool);
+  }
+  return bytes;
+}
+
+std::string Device::account(size_t asked, const std::string& reason) {
+  size_t free = 0, total = 0;
+  std::string text = "out of memory: tried to allocate " + readable(asked) + " on device " + std::to_string(index_) +
+                     "; " + reason + ".";
+  if (driver_.memory_info(&free, &total) == result::success) {
+    text += " The device has " + readable(free) + " free of " + readable(total) + ".";
+  }
+  size_t live = static_cast<size_t>(stats_.allocated_bytes.current);
+  size_t active = static_cast<size_t>(stats_.active_bytes.current);
+  size_t reserved = static_cast<size_t>(stats_.reserved_bytes.current);
+  text += " Of " + readable(reserved) + " reserved here, " + readable(live) + " are allocated, " +
+          readable(active - live) + " are freed and wait for other streams or the end of a capture, " +
+          readable(reserved - active) + " are cached.";
+  for (Pool* pool : pool_list_) {
+    if (pool == default_pool_ || pool->reserved == 0) continue;
+    text += " Pool (" + std::to_string(pool->id.first) + ", " + std::to_string(pool->id.second) + ") holds " +
+            readable(pool->reserved) + ".";
+  }
+  return text;
+}
+
+}  // namespace mg

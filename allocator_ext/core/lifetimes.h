@@ -1,0 +1,64 @@
+// What happens to a block between its free and its next life.
+//
+// In: a block that is no longer used by the program. Out: the same block in its pool's lists, under the weakest condition
+// that is sure: at once, inside the capture by proof (capture_graph), after events of other streams, or when captures
+// have ended. Nothing is queried or recorded by event while a capture is under way: a stream in capture would take it
+// into the graph, and in torch's mode other threads' calls would break the capture.
+// Invariant: each block that came in is in exactly one place: its pool, a capture's deferred list, the events, `parked`.
+#pragma once
+
+#include <deque>
+#include <unordered_map>
+#include <vector>
+
+#include "core/capture_graph.h"
+#include "core/pool.h"
+#include "core/stats.h"
+
+namespace mg {
+
+class Lifetimes {
+ public:
+  Lifetimes(const Driver& driver, const Config& config, Stats& stats)
+      : captures(driver, config), driver_(driver), config_(config), stats_(stats) {}
+  ~Lifetimes();
+
+  Captures captures;
+
+  // Where `stream` stands, after everything that could be given back has been. `watched`: a capture may be under way.
+  Observation tend(Stream stream, bool watched, const std::vector<Pool*>& pools);
+
+  // The end of a block's life.
+  void dispose(Block* block, bool watched);
+
+  // Outside of captures: waits for all events; true when a block came back.
+  bool await();
+
+  bool quiet() const { return !captures.any(); }
+  bool idle() const { return parked_.empty() && pending_.empty() && !captures.any(); }
+  size_t waiting() const { return waiting_; }
+
+ private:
+  struct Pending {
+    Event event;
+    Block* block;
+  };
+  void release(std::vector<Ready>& ready);
+  void give(Block* block, Stream stream, Tag tag, uint64_t point, const std::vector<Node>& markers);
+  void park(Block* block);
+  bool prove(Block* block, StreamView* own, std::vector<Ready>& ready);
+  bool by_events(Block* block);
+  void query();
+  void passed(Block* block);
+  bool event(Event& out);
+
+  const Driver& driver_;
+  const Config& config_;
+  Stats& stats_;
+  std::vector<Block*> parked_;
+  std::unordered_map<Stream, std::deque<Pending>> pending_;
+  std::vector<Event> spare_;
+  size_t waiting_ = 0;
+};
+
+}  // namespace mg

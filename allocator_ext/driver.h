@@ -1,0 +1,78 @@
+// Every function of the CUDA driver that the allocator calls, listed once.
+//
+// Why: the extension is built without CUDA and runs where a driver may be missing, so it links to none of these. What
+// comes in is a place that fills the table (cuda/ from libcuda, sim/ from the simulation); what goes out is a table of
+// typed function pointers. Types repeat the driver's own layout; no header of CUDA is read.
+// Invariant: a table is complete or it is not handed out.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct CUstream_st;
+struct CUevent_st;
+struct CUgraph_st;
+struct CUgraphNode_st;
+struct CUctx_st;
+
+namespace mg {
+
+using Stream = CUstream_st*;
+using Event = CUevent_st*;
+using Graph = CUgraph_st*;
+using Node = CUgraphNode_st*;
+using Context = CUctx_st*;
+using Address = unsigned long long;
+using Result = int;
+
+namespace result {
+constexpr Result success = 0;
+constexpr Result out_of_memory = 2;
+constexpr Result not_ready = 600;
+constexpr Result capture_unsupported = 900;
+constexpr Result capture_implicit = 906;
+}  // namespace result
+
+// What is left of an edge when its driver says nothing special: full completion of the node that it comes from.
+struct EdgeData {
+  unsigned char from_port;
+  unsigned char to_port;
+  unsigned char type;
+  unsigned char reserved[5];
+
+  bool full() const noexcept { return from_port == 0 && to_port == 0 && type == 0; }
+};
+
+enum CaptureStatus : int { not_capturing = 0, capturing = 1, capture_invalidated = 2 };
+enum CaptureMode : int { capture_mode_global = 0, capture_mode_relaxed = 2 };
+constexpr unsigned set_capture_dependencies = 1;
+constexpr unsigned event_without_timing = 2;
+
+// X(name in the table, symbol in libcuda, parameters)
+#define MG_DRIVER_FUNCTIONS(X)                                                                                         \
+  X(context_current, "cuCtxGetCurrent", (Context*))                                                                    \
+  X(context_set, "cuCtxSetCurrent", (Context))                                                                         \
+  X(device_get, "cuDeviceGet", (int*, int))                                                                            \
+  X(primary_context, "cuDevicePrimaryCtxRetain", (Context*, int))                                                      \
+  X(memory_info, "cuMemGetInfo_v2", (size_t*, size_t*))                                                                \
+  X(memory_alloc, "cuMemAlloc_v2", (Address*, size_t))                                                                 \
+  X(memory_free, "cuMemFree_v2", (Address))                                                                            \
+  X(event_create, "cuEventCreate", (Event*, unsigned))                                                                 \
+  X(event_destroy, "cuEventDestroy_v2", (Event))                                                                       \
+  X(event_record, "cuEventRecord", (Event, Stream))                                                                    \
+  X(event_query, "cuEventQuery", (Event))                                                                              \
+  X(event_synchronize, "cuEventSynchronize", (Event))                                                                  \
+  X(capture_info, "cuStreamGetCaptureInfo_v3",                                                                         \
+    (Stream, CaptureStatus*, uint64_t*, Graph*, const Node**, const EdgeData**, size_t*))                              \
+  X(capture_dependencies, "cuStreamUpdateCaptureDependencies_v2", (Stream, Node*, const EdgeData*, size_t, unsigned))  \
+  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (CaptureMode*))                                        \
+  X(node_dependencies, "cuGraphNodeGetDependencies_v2", (Node, Node*, EdgeData*, size_t*))                             \
+  X(add_empty_node, "cuGraphAddEmptyNode", (Node*, Graph, const Node*, size_t))
+
+struct Driver {
+#define MG_DECLARE(name, symbol, parameters) Result(*name) parameters = nullptr;
+  MG_DRIVER_FUNCTIONS(MG_DECLARE)
+#undef MG_DECLARE
+};
+
+}  // namespace mg

@@ -1,0 +1,49 @@
+// The simulated driver for tests in Python: a simulator, its streams, and an allocator over it.
+//
+// Everything here is for one thread at a time; `sim_enter` says which simulator the thread's calls mean.
+
+#include "abi.h"
+#include "core/device.h"
+#include "sim/oracle.h"
+
+using mg::sim::Simulator;
+
+MG_EXPORT Simulator* sim_new(size_t capacity) noexcept { return new Simulator(capacity); }
+MG_EXPORT void sim_delete(Simulator* sim) noexcept { delete sim; }
+MG_EXPORT void sim_enter(Simulator* sim) noexcept { Simulator::enter(sim); }
+MG_EXPORT void* sim_stream(Simulator* sim) noexcept { return sim->stream(); }
+MG_EXPORT int sim_kernel(Simulator* sim, void* stream) noexcept {
+  return sim->kernel(static_cast<mg::Stream>(stream))->number;
+}
+MG_EXPORT int sim_begin_capture(Simulator* sim, void* stream) noexcept {
+  return sim->begin_capture(static_cast<mg::Stream>(stream)) ? 0 : 1;
+}
+MG_EXPORT int sim_end_capture(Simulator* sim, void* stream) noexcept {
+  return sim->end_capture(static_cast<mg::Stream>(stream)) ? 0 : 1;
+}
+MG_EXPORT void sim_invalidate_capture(Simulator* sim, void* stream) noexcept {
+  sim->invalidate_capture(static_cast<mg::Stream>(stream));
+}
+MG_EXPORT int sim_is_capturing(Simulator* sim, void* stream) noexcept {
+  return sim->is_capturing(static_cast<mg::Stream>(stream)) ? 1 : 0;
+}
+MG_EXPORT int sim_record(Simulator* sim, void* stream) noexcept { return sim->record(static_cast<mg::Stream>(stream)); }
+MG_EXPORT int sim_wait(Simulator* sim, void* stream, int event) noexcept {
+  return sim->wait(static_cast<mg::Stream>(stream), event) ? 0 : 1;
+}
+MG_EXPORT void sim_run_all(Simulator* sim) noexcept { sim->run_all(); }
+MG_EXPORT void sim_fail_at(Simulator* sim, uint64_t call) noexcept { sim->fail_at(call); }
+MG_EXPORT uint64_t sim_calls(Simulator* sim) noexcept { return sim->calls; }
+MG_EXPORT size_t sim_used(Simulator* sim) noexcept { return sim->used; }
+
+MG_EXPORT mg_device* sim_device(int reuse, int empty_nodes, int verify, double garbage_threshold,
+                                size_t history) noexcept {
+  mg::Config config;
+  config.reuse = static_cast<mg::Reuse>(reuse);
+  config.empty_nodes = empty_nodes != 0;
+  config.verify = verify != 0;
+  config.garbage_threshold = garbage_threshold;
+  config.history_entries = history;
+  return new mg::Device(Simulator::table(), 0, config);
+}
+MG_EXPORT void sim_device_delete(mg_device* device) noexcept { delete device; }

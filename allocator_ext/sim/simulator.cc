@@ -1,0 +1,371 @@
+#include "sim/simulator.h"
+
+#include <algorithm>
+
+namespace mg::sim {
+
+namespace {
+
+thread_local Simulator* current = nullptr;
+
+constexpr Result invalid = 1;
+constexpr EdgeData programmatic_edge{1, 0, 1, {}};
+
+SimStream* as_stream(Stream handle) { return reinterpret_cast<SimStream*>(handle); }
+SimNode* as_node(Node handle) { return reinterpret_cast<SimNode*>(handle); }
+Node handle(SimNode* node) { return reinterpret_cast<Node>(node); }
+
+template <class T>
+bool contains(const std::vector<T>& list, const T& item) {
+  return std::find(list.begin(), list.end(), item) != list.end();
+}
+
+}  // namespace
+
+Simulator::Simulator(size_t capacity_) : capacity(capacity_) {}
+Simulator::~Simulator() = default;
+
+void Simulator::enter(Simulator* simulator) { current = simulator; }
+
+Stream Simulator::stream() {
+  streams.push_back(std::make_unique<SimStream>());
+  streams.back()->number = static_cast<int>(streams.size()) - 1;
+  return reinterpret_cast<Stream>(streams.back().get());
+}
+
+SimNode* Simulator::append(SimStream& stream, int tag, bool programmatic) {
+  nodes.push_back(std::make_unique<SimNode>());
+  SimNode* node = nodes.back().get();
+  node->number = static_cast<int>(nodes.size()) - 1;
+  node->graph = stream.capture != nullptr ? stream.capture->graph : nullptr;
+  node->dependencies = stream.terminals;
+  node->edges = stream.edges;
+  node->tag = tag;
+  if (programmatic && !node->edges.empty()) node->edges.back() = programmatic_edge;
+  stream.terminals.assign(1, node);
+  stream.edges.assign(1, EdgeData{});
+  if (node->graph == nullptr) pending_.push_back(node);
+  return node;
+}
+
+SimNode* Simulator::kernel(Stream stream, int tag, bool programmatic) {
+  std::lock_guard lock(mutex_);
+  return append(*as_stream(stream), tag, programmatic);
+}
+
+bool Simulator::begin_capture(Stream handle_, SimGraph* body) {
+  std::lock_guard lock(mutex_);
+  SimStream& stream = *as_stream(handle_);
+  if (stream.capture != nullptr) return false;
+  if (body == nullptr) {
+    graphs_.push_back(std::make_unique<SimGraph>());
+    body = graphs_.back().get();
+  }
+  captures_.push_back(std::make_unique<SimCapture>());
+  stream.capture = captures_.back().get();
+  stream.capture->id = ++last_capture_;
+  stream.capture->graph = body;
+  stream.before_capture = std::move(stream.terminals);
+  stream.terminals.clear();
+  stream.edges.clear();
+  return true;
+}
+
+bool Simulator::end_capture(Stream handle_) {
+  std::lock_guard lock(mutex_);
+  SimCapture* capture = as_stream(handle_)->capture;
+  if (capture == nullptr) return false;
+  for (auto& stream : streams) {
+    if (stream->capture != capture) continue;
+    stream->capture = nullptr;
+    stream->terminals = std::move(stream->before_capture);
+    stream->edges.assign(stream->terminals.size(), EdgeData{});
+  }
+  return true;
+}
+
+void Simulator::invalidate_capture(Stream handle_) {
+  std::lock_guard lock(mutex_);
+  if (as_stream(handle_)->capture != nullptr) as_stream(handle_)->capture->invalid = true;
+}
+
+int Simulator::record(Stream handle_) {
+  std::lock_guard lock(mutex_);
+  SimStream& stream = *as_stream(handle_);
+  events.push_back({stream.capture, stream.terminals});
+  return static_cast<int>(events.size()) - 1;
+}
+
+bool Simulator::can_wait(Stream handle_, int number) const {
+  const SimStream& stream = *as_stream(handle_);
+  const SimEvent& event = events[static_cast<size_t>(number)];
+  if (event.capture == nullptr) return stream.capture == nullptr;
+  if (stream.capture != nullptr) return stream.capture == event.capture;
+  return std::any_of(streams.begin(), streams.end(), [&](const auto& s) { return s->capture == event.capture; });
+}
+
+bool Simulator::wait(Stream handle_, int number) {
+  std::lock_guard lock(mutex_);
+  if (!can_wait(handle_, number)) return false;
+  SimStream& stream = *as_stream(handle_);
+  const SimEvent& event = events[static_cast<size_t>(number)];
+  if (stream.capture == nullptr && event.capture != nullptr) {
+    stream.capture = event.capture;
+    stream.before_capture = std::move(stream.terminals);
+    stream.terminals.clear();
+    stream.edges.clear();
+  }
+  for (SimNode* node : event.nodes) {
+    if (contains(stream.terminals, node)) continue;
+    stream.terminals.push_back(node);
+    stream.edges.push_back(EdgeData{});
+  }
+  return true;
+}
+
+bool Simulator::set_terminals(Stream handle_, const std::vector<SimNode*>& nodes_) {
+  std::lock_guard lock(mutex_);
+  SimStream& stream = *as_stream(handle_);
+  if (stream.capture == nullptr) return false;
+  stream.terminals = nodes_;
+  stream.edges.assign(nodes_.size(), EdgeData{});
+  return true;
+}
+
+SimGraph* Simulator::conditional(Stream stream) {
+  std::lock_guard lock(mutex_);
+  if (as_stream(stream)->capture == nullptr) return nullptr;
+  graphs_.push_back(std::make_unique<SimGraph>());
+  graphs_.back()->parent = append(*as_stream(stream), -1, false);
+  return graphs_.back().get();
+}
+
+bool Simulator::is_capturing(Stream stream) const { return as_stream(stream)->capture != nullptr; }
+
+bool Simulator::runnable(const SimNode* node) const {
+  return std::all_of(node->dependencies.begin(), node->dependencies.end(), [](const SimNode* d) { return d->done; });
+}
+
+void Simulator::run(SimNode* node) {
+  for (SimNode* dependency : node->dependencies) {
+    if (!dependency->done) run(dependency);
+  }
+  node->done = true;
+  ran.push_back(node->tag);
+  pending_.erase(std::find(pending_.begin(), pending_.end(), node));
+}
+
+bool Simulator::run_one(uint64_t random) {
+  std::lock_guard lock(mutex_);
+  std::vector<SimNode*> ready;
+  for (SimNode* node : pending_) {
+    if (runnable(node)) ready.push_back(node);
+  }
+  if (ready.empty()) return false;
+  run(ready[random % ready.size()]);
+  return true;
+}
+
+void Simulator::run_all() {
+  std::lock_guard lock(mutex_);
+  while (!pending_.empty()) run(pending_.front());
+}
+
+bool Simulator::refuse() {
+  calls++;
+  if (fail_in_ == 0 || --fail_in_ != 0) return false;
+  failed++;
+  return true;
+}
+
+// The driver's functions.
+struct Calls {
+  // The simulator of this thread, locked; null when this call is to fail.
+  struct In {
+    Simulator* sim = current;
+    std::unique_lock<std::recursive_mutex> lock{sim->mutex_};
+    bool refused = sim->refuse();
+
+    static CaptureMode& mode() {
+      thread_local CaptureMode mode = capture_mode_global;
+      return mode;
+    }
+
+    // A call that breaks captures of others, unless this thread has said otherwise.
+    void unsafe() {
+      for (auto& stream : sim->streams) {
+        if (stream->capture != nullptr && mode() != capture_mode_relaxed) sim->broke_a_capture = true;
+      }
+    }
+  };
+
+  static Result context_current(Context* out) {
+    *out = nullptr;
+    return result::success;
+  }
+  static Result context_set(Context) { return result::success; }
+  static Result device_get(int* out, int ordinal) {
+    *out = ordinal;
+    return result::success;
+  }
+  static Result primary_context(Context* out, int) {
+    *out = nullptr;
+    return result::success;
+  }
+
+  static Result memory_info(size_t* free, size_t* total) {
+    In in;
+    if (in.refused) return invalid;
+    *free = in.sim->capacity - in.sim->used;
+    *total = in.sim->capacity;
+    return result::success;
+  }
+
+  static Result memory_alloc(Address* out, size_t size) {
+    In in;
+    in.unsafe();
+    if (in.refused || size == 0 || in.sim->used + size > in.sim->capacity) return result::out_of_memory;
+    *out = in.sim->next_address_;
+    in.sim->next_address_ += (size + (1 << 21)) >> 21 << 21;  // never two that touch, never the same again
+    in.sim->memory[*out] = size;
+    in.sim->used += size;
+    return result::success;
+  }
+
+  static Result memory_free(Address address) {
+    In in;
+    if (in.refused) return invalid;
+    auto found = in.sim->memory.find(address);
+    if (found == in.sim->memory.end()) {
+      in.sim->fault = true;
+      return invalid;
+    }
+    in.unsafe();
+    in.sim->run_all();
+    in.sim->used -= found->second;
+    in.sim->memory.erase(found);
+    return result::success;
+  }
+
+  static Result event_create(Event* out, unsigned) {
+    In in;
+    if (in.refused) return invalid;
+    auto event = std::make_unique<SimEvent>();
+    *out = reinterpret_cast<Event>(event.get());
+    in.sim->driver_events_[*out] = std::move(event);
+    return result::success;
+  }
+
+  static Result event_destroy(Event event) {
+    In in;
+    if (in.sim->driver_events_.erase(event) == 0) in.sim->fault = true;
+    return in.refused ? invalid : result::success;
+  }
+
+  static Result event_record(Event event, Stream stream) {
+    In in;
+    if (in.refused) return invalid;
+    SimStream& from = *as_stream(stream);
+    if (from.capture != nullptr) in.sim->fault = true;  // it would become part of the graph
+    *reinterpret_cast<SimEvent*>(event) = {from.capture, from.terminals};
+    return result::success;
+  }
+
+  static Result event_query(Event event) {
+    In in;
+    in.unsafe();
+    if (in.refused) return invalid;
+    for (SimNode* node : reinterpret_cast<SimEvent*>(event)->nodes) {
+      if (!node->done) return result::not_ready;
+    }
+    return result::success;
+  }
+
+  static Result event_synchronize(Event event) {
+    In in;
+    in.unsafe();
+    if (in.refused) return invalid;
+    for (SimNode* node : reinterpret_cast<SimEvent*>(event)->nodes) {
+      if (!node->done) in.sim->run(node);
+    }
+    return result::success;
+  }
+
+  static Result capture_info(Stream handle_, CaptureStatus* status, uint64_t* id, Graph* graph, const Node** nodes,
+                             const EdgeData** edges, size_t* count) {
+    In in;
+    if (in.refused) return invalid;
+    *status = not_capturing;
+    if (handle_ == nullptr) return result::success;
+    SimStream& stream = *as_stream(handle_);
+    if (stream.capture == nullptr) return result::success;
+    *status = stream.capture->invalid ? capture_invalidated : capturing;
+    *id = stream.capture->id;
+    *graph = reinterpret_cast<Graph>(stream.capture->graph);
+    *nodes = reinterpret_cast<Node*>(stream.terminals.data());
+    *edges = stream.edges.data();
+    *count = stream.terminals.size();
+    return result::success;
+  }
+
+  static Result capture_dependencies(Stream handle_, Node* nodes, const EdgeData* edges, size_t count, unsigned) {
+    In in;
+    SimStream& stream = *as_stream(handle_);
+    if (in.refused || stream.capture == nullptr) return invalid;
+    stream.terminals.clear();
+    stream.edges.clear();
+    for (size_t i = 0; i < count; i++) {
+      stream.terminals.push_back(as_node(nodes[i]));
+      stream.edges.push_back(edges != nullptr ? edges[i] : EdgeData{});
+    }
+    return result::success;
+  }
+
+  static Result exchange_capture_mode(CaptureMode* mode) {
+    In in;
+    if (in.refused) return invalid;
+    std::swap(*mode, in.mode());
+    return result::success;
+  }
+
+  static Result node_dependencies(Node handle_, Node* nodes, EdgeData* edges, size_t* count) {
+    In in;
+    if (in.refused) return invalid;
+    SimNode& node = *as_node(handle_);
+    size_t given = std::min(*count, node.dependencies.size());
+    for (size_t i = 0; i < given; i++) {
+      nodes[i] = handle(node.dependencies[i]);
+      edges[i] = node.edges[i];
+    }
+    *count = given;
+    return result::success;
+  }
+
+  static Result add_empty_node(Node* out, Graph graph, const Node* dependencies, size_t count) {
+    In in;
+    if (in.refused) return invalid;
+    SimStream ghost;
+    SimCapture capture;
+    capture.graph = reinterpret_cast<SimGraph*>(graph);
+    ghost.capture = &capture;
+    for (size_t i = 0; i < count; i++) {
+      ghost.terminals.push_back(as_node(dependencies[i]));
+      ghost.edges.push_back(EdgeData{});
+    }
+    *out = handle(in.sim->append(ghost, -1, false));
+    return result::success;
+  }
+};
+
+const Driver& Simulator::table() {
+  static const Driver driver = [] {
+    Driver made;
+#define MG_FILL(name, symbol, parameters) made.name = Calls::name;
+    MG_DRIVER_FUNCTIONS(MG_FILL)
+#undef MG_FILL
+    return made;
+  }();
+  return driver;
+}
+
+}  // namespace mg::sim

@@ -1,0 +1,116 @@
+// A driver without a device: memory that is only counted, streams, events, captures, and work that runs when told.
+//
+// In: the driver's functions (table()), and what a program does with streams: kernels, events, captures. Out: graphs with
+// their edges, for the oracle to judge, and an order in which work ran. Everything launched is a node; a node outside of
+// captures runs when `run_one` or a wait picks it, in any order that the streams and events allow.
+// It is one object; the driver's functions find it as the driver finds its context: by a pointer of the calling thread.
+// Invariant: nodes are numbered in the order of launching, so every edge leads to a higher number.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "driver.h"
+
+namespace mg::sim {
+
+struct SimGraph;
+
+struct SimNode {
+  int number = 0;
+  SimGraph* graph = nullptr;  // null: launched outside of captures
+  std::vector<SimNode*> dependencies;
+  std::vector<EdgeData> edges;
+  bool done = false;
+  int tag = -1;  // the caller's: which use this is
+};
+
+struct SimGraph {
+  SimNode* parent = nullptr;  // the conditional node whose body this is
+};
+
+struct SimCapture {
+  uint64_t id = 0;
+  SimGraph* graph = nullptr;
+  bool invalid = false;
+};
+
+struct SimStream {
+  int number = 0;
+  SimCapture* capture = nullptr;
+  std::vector<SimNode*> terminals;
+  std::vector<EdgeData> edges;
+  std::vector<SimNode*> before_capture;  // terminals outside of it, while it captures
+};
+
+struct SimEvent {
+  SimCapture* capture = nullptr;
+  std::vector<SimNode*> nodes;
+};
+
+class Simulator {
+ public:
+  explicit Simulator(size_t capacity = size_t{1} << 40);
+  ~Simulator();
+  Simulator(const Simulator&) = delete;
+  Simulator& operator=(const Simulator&) = delete;
+
+  static const Driver& table();
+  // The simulator of the calling thread; null: none.
+  static void enter(Simulator* simulator);
+
+  // What a program does. False: the driver would refuse it, and nothing has changed.
+  Stream stream();
+  SimNode* kernel(Stream stream, int tag = -1, bool programmatic = false);
+  bool begin_capture(Stream stream, SimGraph* body = nullptr);
+  bool end_capture(Stream stream);
+  void invalidate_capture(Stream stream);
+  int record(Stream stream);             // a new event each time
+  bool wait(Stream stream, int event);
+  bool can_wait(Stream stream, int event) const;
+  bool set_terminals(Stream stream, const std::vector<SimNode*>& nodes);
+  SimGraph* conditional(Stream stream);  // a conditional node; the graph of its body
+  bool is_capturing(Stream stream) const;
+
+  // Runs one node outside of captures that may run now, picked by `random`; false: none is left.
+  bool run_one(uint64_t random);
+  void run_all();
+  std::vector<int> ran;  // tags in the order in which they ran
+
+  // The n-th call from now fails once (1: the next); 0: none. `calls` counts them.
+  void fail_at(uint64_t n) { fail_in_ = n; }
+  uint64_t calls = 0;
+  uint64_t failed = 0;
+
+  std::vector<std::unique_ptr<SimNode>> nodes;
+  std::vector<std::unique_ptr<SimStream>> streams;
+  std::vector<SimEvent> events;
+  std::map<Address, size_t> memory;
+  size_t used = 0;
+  size_t capacity;
+  bool fault = false;           // the allocator called the driver wrongly
+  bool broke_a_capture = false; // it made a call that is not for captures of others
+
+ private:
+  friend struct Calls;
+  bool refuse();
+  void run(SimNode* node);
+  bool runnable(const SimNode* node) const;
+  SimNode* append(SimStream& stream, int tag, bool programmatic);
+
+  std::recursive_mutex mutex_;
+  std::vector<std::unique_ptr<SimGraph>> graphs_;
+  std::vector<std::unique_ptr<SimCapture>> captures_;
+  std::vector<SimNode*> pending_;
+  std::map<Event, std::unique_ptr<SimEvent>> driver_events_;
+  uint64_t fail_in_ = 0;
+  uint64_t last_capture_ = 0;
+  Address next_address_ = Address{1} << 32;
+};
+
+}  // namespace mg::sim

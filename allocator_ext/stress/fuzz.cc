@@ -1,0 +1,197 @@
+// Long random programs: several captures, bodies, work outside of captures, little memory, a driver that fails.
+//
+// Each program is run with a random rule of reuse, judged by the oracle and launched in random orders over shadow memory.
+// `--each-call` runs each program again and again, and in the n-th time the n-th call of the driver fails.
+//
+//   fuzz [--seed N] [--operations N] [--length N] [--each-call] [--mutant N] [--print]
+// Prints one line of JSON; exits with 1 when something was wrong.
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "stress/machine.h"
+#include "stress/shadow.h"
+
+using namespace mg;
+using namespace mg::stress;
+
+namespace {
+
+constexpr int streams = 4;
+constexpr size_t most_live = 24;
+constexpr int launches = 3;
+
+struct Totals {
+  uint64_t operations = 0, programs = 0, reused = 0, reused_crossed = 0, failed_calls = 0, out_of_memory = 0;
+  std::string wrong;
+} totals;
+
+struct Plan {
+  Config config;
+  size_t capacity;
+};
+
+Plan plan(std::mt19937_64& random, Mutant mutant) {
+  Plan made;
+  made.config.reuse = static_cast<Reuse>(random() % 4);
+  made.config.verify = random() % 4 == 0;
+  made.config.empty_nodes = random() % 8 == 0;
+  made.config.mutant = mutant;
+  made.capacity = random() % 4 == 0 ? 128 * size_class::mib : size_t{1} << 40;
+  return made;
+}
+
+bool surrounds_a_body(const Machine& machine, int stream) {
+  const sim::SimCapture* outer = machine.sim.streams[static_cast<size_t>(stream)]->capture;
+  for (auto& other : machine.sim.streams) {
+    if (other->capture == nullptr || outer == nullptr || other->capture == outer) continue;
+    for (auto* g = other->capture->graph; g->parent != nullptr; g = g->parent->graph) {
+      if (g->parent->graph == outer->graph) return true;
+    }
+  }
+  return false;
+}
+
+Step propose(Machine& machine, std::mt19937_64& random, bool& runs) {
+  auto any = [&](size_t below) { return static_cast<int>(random() % below); };
+  std::vector<int> live;
+  for (size_t i = 0; i < machine.held.size(); i++) {
+    if (machine.held[i].live) live.push_back(static_cast<int>(i));
+  }
+  int stream = any(streams);
+  int block = live.empty() ? -1 : live[random() % live.size()];
+  runs = false;
+  int kind = any(100);
+  if (kind < 22 && live.size() < most_live) {
+    static const int sizes[] = {700, 4096, 70000, 600000, 1 << 20, 3 << 20, 5 << 20, 9 << 20, 13 << 20};
+    return {Op::allocate, stream, sizes[random() % 9]};
+  }
+  if (kind < 50 && block >= 0) return {kind < 48 ? Op::use : Op::use_early, stream, block};
+  if (kind < 58 && block >= 0) return {Op::mark, stream, block};
+  if (kind < 78 && block >= 0) return {Op::release, 0, block};
+  if (kind < 84) return {Op::record, stream};
+  if (kind < 93 && !machine.sim.events.empty()) {
+    size_t recent = std::min<size_t>(machine.sim.events.size(), 6);
+    return {Op::wait, stream, static_cast<int>(machine.sim.events.size() - 1 - random() % recent)};
+  }
+  bool capturing = machine.sim.is_capturing(machine.streams[0]) || machine.sim.is_capturing(machine.streams[1]);
+  if (kind < 94) return {Op::begin, capturing && any(8) != 0 ? 0 : stream};
+  if (kind < 95) return {Op::begin_body, stream, any(streams)};
+  if (kind < 96 && !surrounds_a_body(machine, stream) && any(2) == 0) return {Op::end, stream};
+  if (kind < 97) return {any(3) != 0 ? Op::pool_begin : Op::pool_end};
+  if (kind < 98 && any(4) == 0) return {Op::replace, stream, any(2)};
+  runs = true;
+  return {Op::record, stream};
+}
+
+bool judge(Machine& machine, std::mt19937_64& random, const std::string& what) {
+  bool right = machine.wrong.empty() && machine.finish();
+  if (right) {
+    Shadow shadow(machine.sim, machine.allocations);
+    for (int i = 0; i < launches && machine.wrong.empty(); i++) machine.wrong = shadow.launch(random);
+    right = machine.wrong.empty();
+  }
+  totals.reused += machine.reused;
+  totals.reused_crossed += machine.reused_crossed;
+  totals.failed_calls += machine.sim.failed;
+  totals.out_of_memory += machine.out_of_memory;
+  totals.programs++;
+  if (!right) totals.wrong = what + ": " + machine.wrong;
+  return right;
+}
+
+// For `--print`: a program as it runs.
+void print(const Machine& machine, const Step& step, int block) {
+  std::string where;
+  for (Stream s : machine.streams) where += machine.sim.is_capturing(s) ? 'c' : '.';
+  fprintf(stderr, "%s %s", where.c_str(), printed(step).c_str());
+  if (step.op == Op::allocate) fprintf(stderr, " block %d", block);
+  fprintf(stderr, "\n");
+}
+
+bool one(uint64_t seed, int length, Mutant mutant, bool each_call, bool prints) {
+  std::mt19937_64 random(seed);
+  Plan planned = plan(random, mutant);
+  if (prints) fprintf(stderr, "reuse %d, capacity %zu\n", static_cast<int>(planned.config.reuse), planned.capacity);
+  bool failing = !each_call && random() % 3 == 0;
+  std::vector<Step> steps;
+  uint64_t calls = 0;
+  std::string name = "seed " + std::to_string(seed);
+  {
+    Machine machine(planned.config, streams, size_class::mib, planned.capacity);
+    machine.run({Op::pool_begin});
+    while (static_cast<int>(steps.size()) < length) {
+      bool runs = false;
+      Step step = propose(machine, random, runs);
+      if (runs) machine.sim.run_one(random());
+      if (runs || !machine.valid(step)) continue;
+      if (failing && random() % 16 == 0) machine.sim.fail_at(1 + random() % 8);
+      std::vector<Step> now{step};
+      if (step.op == Op::begin && random() % 4 != 0) {  // most captures are wide from the start
+        now.push_back({Op::record, step.a});
+        int event = static_cast<int>(machine.sim.events.size());
+        for (int s = 0; s < streams; s++) now.push_back({Op::wait, s, event});
+      }
+      bool right = true;
+      for (const Step& each : now) {
+        if (!right || (each.op == Op::wait && !machine.valid(each))) continue;
+        steps.push_back(each);
+        totals.operations++;
+        if (prints) print(machine, each, static_cast<int>(machine.held.size()));
+        right = machine.run(each);
+      }
+      if (!right) break;
+    }
+    calls = machine.sim.calls;
+    if (!judge(machine, random, name)) return false;
+  }
+  if (!each_call) return true;
+  for (uint64_t n = 1; n <= calls; n++) {
+    Machine machine(planned.config, streams, size_class::mib, planned.capacity);
+    machine.sim.fail_at(n);
+    machine.run({Op::pool_begin});
+    for (const Step& step : steps) {
+      if (!machine.valid(step)) continue;
+      totals.operations++;
+      if (!machine.run(step)) break;
+    }
+    if (!judge(machine, random, name + ", call " + std::to_string(n) + " fails")) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  uint64_t seed = 1, operations = 100000;
+  int length = 400;
+  bool each_call = false, prints = false;
+  Mutant mutant = Mutant::none;
+  for (int i = 1; i < count; i++) {
+    std::string word = words[i];
+    auto value = [&] { return i + 1 < count ? strtoull(words[++i], nullptr, 10) : 0; };
+    if (word == "--seed") seed = value();
+    else if (word == "--operations") operations = value();
+    else if (word == "--length") length = static_cast<int>(value());
+    else if (word == "--each-call") each_call = true;
+    else if (word == "--print") prints = true;
+    else if (word == "--mutant") mutant = static_cast<Mutant>(value());
+    else {
+      fprintf(stderr, "fuzz: unknown argument %s\n", word.c_str());
+      return 2;
+    }
+  }
+  auto began = std::chrono::steady_clock::now();
+  while (totals.operations < operations && one(seed, length, mutant, each_call, prints)) seed++;
+  double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  auto n = [](uint64_t value) { return static_cast<unsigned long long>(value); };
+  printf("{\"operations\": %llu, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"failed_calls\": %llu, "
+         "\"out_of_memory\": %llu, \"seconds\": %.2f, \"wrong\": \"%s\"}\n",
+         n(totals.operations), n(totals.programs), n(totals.reused), n(totals.reused_crossed), n(totals.failed_calls),
+         n(totals.out_of_memory), seconds, totals.wrong.c_str());
+  return totals.wrong.empty() ? 0 : 1;
+}

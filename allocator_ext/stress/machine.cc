@@ -1,0 +1,333 @@
+#include "stress/machine.h"
+
+#include <algorithm>
+
+namespace mg::stress {
+
+using sim::SimNode;
+
+namespace {
+const PoolId pool{0, 7};
+}
+
+std::string printed(const Step& step) {
+  const char* names[] = {"allocate", "use", "use_early", "record_stream", "free", "record", "wait",
+                         "pool_begin", "pool_end", "replace", "begin", "begin_body", "end"};
+  return std::string(names[static_cast<int>(step.op)]) + "(" + std::to_string(step.a) + "," + std::to_string(step.b) +
+         ")";
+}
+
+Machine::Machine(Config config, int count, size_t bytes, size_t capacity)
+    : sim(capacity), oracle(sim), bytes_(bytes) {
+  sim::Simulator::enter(&sim);
+  device = std::make_unique<Device>(sim::Simulator::table(), 0, config);
+  for (int i = 0; i < count; i++) streams.push_back(sim.stream());
+}
+
+Machine::~Machine() {
+  sim::Simulator::enter(&sim);
+  device.reset();
+  sim::Simulator::enter(nullptr);
+}
+
+bool Machine::fail(std::string text) {
+  if (wrong.empty()) wrong = std::move(text);
+  return false;
+}
+
+// Whether a use lies behind what one of `users` has at its end now, so that a free may name these streams alone.
+bool Machine::known_over(const sim::Use& use, const std::vector<int>& users) {
+  auto behind = [&](SimNode* node) {
+    return std::any_of(users.begin(), users.end(), [&](int u) { return oracle.behind(node, at(u).terminals, u != use.stream); });
+  };
+  if (use.node->graph == nullptr) {
+    return use.node->done || std::find(users.begin(), users.end(), use.stream) != users.end() || behind(use.node);
+  }
+  // A body that is captured whole stands where its conditional node stands; a graph that is captured whole is over.
+  for (SimNode* node = use.node; node != nullptr; node = node->graph->parent) {
+    bool under_way = std::any_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
+      return s->capture != nullptr && s->capture->graph == node->graph;
+    });
+    if (under_way) return behind(node);
+  }
+  return true;
+}
+
+bool Machine::capture_over(uint64_t id) const {
+  return std::none_of(sim.streams.begin(), sim.streams.end(),
+                      [&](auto& s) { return s->capture != nullptr && s->capture->id == id; });
+}
+
+bool Machine::valid(const Step& step) {
+  auto& stream = at(step.a);
+  switch (step.op) {
+    case Op::allocate:
+      return true;
+    case Op::use:
+    case Op::use_early: {
+      const Held& block = held[static_cast<size_t>(step.b)];
+      if (!block.live) return false;
+      uint64_t id = stream.capture != nullptr ? stream.capture->id : 0;
+      if (block.capture != id && block.capture != 0 && !capture_over(block.capture)) {
+        // A body may use what its conditional node comes after.
+        const SimNode* parent = stream.capture != nullptr ? stream.capture->graph->parent : nullptr;
+        return parent != nullptr && parent->graph == allocations[static_cast<size_t>(step.b)].graph &&
+               step.op == Op::use && std::all_of(block.birth.begin(), block.birth.end(), [&](SimNode* n) {
+                 return oracle.completes_before(n, parent);
+               });
+      }
+      if (step.op == Op::use_early && (stream.terminals.empty() || id == 0)) return false;
+      // What a body leaves behind is there once its conditional node has completed.
+      for (auto* g = allocations[static_cast<size_t>(step.b)].graph; block.capture != id && g != nullptr;) {
+        const SimNode* parent = g->parent;
+        g = parent != nullptr ? parent->graph : nullptr;
+        bool under_way = g != nullptr && std::any_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
+          return s->capture != nullptr && s->capture->graph == g;
+        });
+        if (!under_way) continue;
+        return stream.capture != nullptr && stream.capture->graph == g && oracle.behind(parent, stream.terminals, true);
+      }
+      if (block.capture != id) return true;  // what is older than the capture is there when the graph is launched
+      if (step.op == Op::use_early) {
+        // The early kernel finds what its last terminal waited for, and the other terminals themselves.
+        std::vector<SimNode*> others(stream.terminals.begin(), stream.terminals.end() - 1);
+        SimNode* last = stream.terminals.back();
+        return std::all_of(block.birth.begin(), block.birth.end(), [&](SimNode* n) {
+          return oracle.completes_before(n, last) || oracle.behind(n, others, true);
+        });
+      }
+      return std::all_of(block.birth.begin(), block.birth.end(),
+                         [&](SimNode* n) { return oracle.behind(n, stream.terminals, true) || (id == 0 && n->done); });
+    }
+    case Op::mark: {
+      const Held& block = held[static_cast<size_t>(step.b)];
+      return block.live && allocations[static_cast<size_t>(step.b)].stream != step.a;
+    }
+    case Op::release: {
+      const Held& block = held[static_cast<size_t>(step.b)];
+      if (!block.live) return false;
+      const auto& uses = allocations[static_cast<size_t>(step.b)].uses;
+      return std::all_of(uses.begin(), uses.end(), [&](const sim::Use& use) { return known_over(use, block.users); });
+    }
+    case Op::record:
+      return true;
+    case Op::wait:
+      return sim.can_wait(streams[static_cast<size_t>(step.a)], step.b);
+    case Op::pool_begin:
+      return scopes_ == 0;
+    case Op::pool_end:
+      return scopes_ > 0;
+    case Op::replace:
+      // Of a capture that began without a scope the allocator may not know, so it cannot notice that either.
+      return stream.capture != nullptr && !stream.terminals.empty() && seen_.count(stream.capture->id) != 0;
+    case Op::begin:
+      return stream.capture == nullptr;
+    case Op::begin_body:
+      return stream.capture == nullptr && at(step.b).capture != nullptr && seen_.count(at(step.b).capture->id) != 0;
+    case Op::end:
+      return stream.capture != nullptr;
+  }
+  return false;
+}
+
+bool Machine::idle(const Step& step) {
+  if (step.op == Op::wait) {
+    auto& stream = at(step.a);
+    auto& event = sim.events[static_cast<size_t>(step.b)];
+    if (event.capture != stream.capture) return false;
+    return std::all_of(event.nodes.begin(), event.nodes.end(),
+                       [&](SimNode* n) { return oracle.behind(n, stream.terminals); });
+  }
+  if (step.op == Op::record) {
+    auto& stream = at(step.a);
+    return std::any_of(sim.events.begin(), sim.events.end(), [&](auto& e) {
+      return e.capture == stream.capture && e.nodes == stream.terminals;
+    });
+  }
+  if (step.op == Op::mark) {
+    auto& users = held[static_cast<size_t>(step.b)].users;
+    return std::find(users.begin(), users.end(), step.a) != users.end();
+  }
+  return false;
+}
+
+// Whether memory of this size lies free that the rule "back to its own stream" gives to `stream` now.
+bool Machine::could_reuse(int stream) {
+  auto& now = at(stream);
+  if (now.capture == nullptr || odd_) return false;
+  for (size_t i = 0; i < held.size(); i++) {
+    const Held& block = held[i];
+    const sim::Allocation& old = allocations[i];
+    if (block.live || old.stream != stream || !block.markers_known || block.capture != now.capture->id || !block.in_scope) {
+      continue;
+    }
+    bool taken = false;
+    for (size_t j = i + 1; j < held.size(); j++) taken = taken || allocations[j].overlaps(old);
+    if (taken) continue;
+    if (std::all_of(block.markers.begin(), block.markers.end(),
+                    [&](SimNode* n) { return oracle.behind(n, now.terminals, true); })) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Machine::allocate(int stream, size_t bytes) {
+  auto& on = at(stream);
+  bool expected = check_completeness && scopes_ > 0 && could_reuse(stream);
+  size_t before = sim.memory.size();
+  Address address = 0;
+  Outcome outcome = device->allocate(bytes, streams[static_cast<size_t>(stream)], address);
+  if (outcome.status != Status::ok) {
+    out_of_memory++;
+    held.push_back({});  // so that later steps name the same blocks
+    allocations.push_back({});
+    return sim.failed != 0 || sim.capacity < (size_t{1} << 40) ? true : fail("no memory: " + outcome.message);
+  }
+  if (expected && sim.memory.size() != before) return fail("a block that is proven free was not used again");
+
+  sim::Allocation made;
+  made.number = static_cast<int>(allocations.size());
+  made.address = address;
+  made.size = bytes;
+  made.stream = stream;
+  made.graph = on.capture != nullptr ? on.capture->graph : nullptr;
+  Held block;
+  block.live = true;
+  block.birth = on.terminals;
+  block.users = {stream};
+  block.capture = on.capture != nullptr ? on.capture->id : 0;
+  block.in_scope = scopes_ > 0;
+  if (block.in_scope && began_in_scope_.count(block.capture) != 0) seen_.insert(block.capture);
+  bool again = false, crossed = false;
+  for (size_t i = 0; i < held.size(); i++) {
+    if (!allocations[i].overlaps(made)) continue;
+    if (held[i].live) return fail("two live blocks lie over each other");
+    if (held[i].capture == block.capture && block.capture != 0) {
+      again = true;
+      crossed = crossed || held[i].users.size() > 1;
+    }
+    // Outside of captures the order is that of the streams and of what has run; a graph is launched after what its
+    // streams had before.
+    for (const sim::Use& use : allocations[i].uses) {
+      if (use.node->graph != nullptr || use.node->done) continue;
+      if (!oracle.behind(use.node, on.capture != nullptr ? on.before_capture : on.terminals)) {
+        return fail("allocation " + std::to_string(made.number) + " has the memory of " + std::to_string(i) +
+                    " before its last use has run");
+      }
+    }
+  }
+  reused += again;
+  reused_crossed += crossed;
+  allocations.push_back(std::move(made));
+  held.push_back(std::move(block));
+  return true;
+}
+
+void Machine::use(int stream, int block, bool early) {
+  SimNode* node = sim.kernel(streams[static_cast<size_t>(stream)], block, early);
+  allocations[static_cast<size_t>(block)].uses.push_back({node, stream});
+}
+
+bool Machine::run(const Step& step) {
+  sim::Simulator::enter(&sim);
+  Stream stream = streams[static_cast<size_t>(step.a)];
+  switch (step.op) {
+    case Op::allocate:
+      return allocate(step.a, step.b != 0 ? static_cast<size_t>(step.b) : bytes_);
+    case Op::use:
+    case Op::use_early:
+      odd_ = odd_ || step.op == Op::use_early;
+      use(step.a, step.b, step.op == Op::use_early);
+      return true;
+    case Op::mark: {
+      auto& users = held[static_cast<size_t>(step.b)].users;
+      if (std::find(users.begin(), users.end(), step.a) == users.end()) users.push_back(step.a);
+      allocations[static_cast<size_t>(step.b)].recorded = true;
+      return device->record_stream(allocations[static_cast<size_t>(step.b)].address, stream).status == Status::ok ||
+             fail("record_stream refused");
+    }
+    case Op::release: {
+      Held& block = held[static_cast<size_t>(step.b)];
+      block.live = false;
+      block.markers_known = true;
+      for (int user : block.users) {
+        auto& on = at(user);
+        if (on.capture == nullptr || on.capture->id != block.capture) block.markers_known = false;
+        block.markers.insert(block.markers.end(), on.terminals.begin(), on.terminals.end());
+      }
+      return device->release(allocations[static_cast<size_t>(step.b)].address).status == Status::ok ||
+             fail("free refused");
+    }
+    case Op::record:
+      sim.record(stream);
+      return true;
+    case Op::wait:
+      return sim.wait(stream, step.b) || fail("invalid wait");
+    case Op::pool_begin: {
+      scopes_++;
+      device->begin_pool(pool, [this](Stream s) { return sim.is_capturing(s); });
+      return true;
+    }
+    case Op::pool_end:
+      scopes_--;
+      began_in_scope_.clear();
+      if (device->end_pool(pool).status != Status::ok || device->release_pool(pool).status != Status::ok) {
+        return fail("the end of a pool was refused");
+      }
+      return true;
+    case Op::replace: {
+      odd_ = true;
+      SimNode* last = at(step.a).terminals.back();
+      SimNode* node = last;
+      if (step.b == 0) {
+        while (!node->dependencies.empty()) node = node->dependencies.front();
+      } else if (!node->dependencies.empty()) {
+        node = node->dependencies.back();
+      }
+      return sim.set_terminals(stream, {node}) || fail("replace refused");
+    }
+    case Op::begin:
+      if (!sim.begin_capture(stream)) return fail("begin refused");
+      if (scopes_ > 0) began_in_scope_.insert(at(step.a).capture->id);
+      return true;
+    case Op::begin_body:
+      return sim.begin_capture(stream, sim.conditional(streams[static_cast<size_t>(step.b)])) || fail("begin refused");
+    case Op::end:
+      return sim.end_capture(stream) || fail("end refused");
+  }
+  return false;
+}
+
+bool Machine::finish() {
+  sim::Simulator::enter(&sim);
+  for (size_t i = 0; i < held.size(); i++) {
+    if (!held[i].live) continue;
+    Step last{Op::use, allocations[i].stream, static_cast<int>(i)};
+    if (valid(last)) run(last);
+  }
+  std::string broken = oracle.check(allocations);
+  if (!broken.empty()) return fail(broken);
+  std::string books = device->verify();
+  if (!books.empty()) return fail(books);
+  if (device->stats().verify_failures != 0 && sim.failed == 0) return fail("the verifier refused a reuse");
+
+  sim.fail_at(0);
+  for (size_t i = 0; i < held.size(); i++) {
+    if (held[i].live) run({Op::release, 0, static_cast<int>(i)});
+  }
+  for (size_t i = 0; i < streams.size(); i++) {
+    if (at(static_cast<int>(i)).capture != nullptr) sim.end_capture(streams[i]);
+  }
+  while (scopes_ > 0) run({Op::pool_end});
+  sim.run_all();
+  device->empty_cache();
+  books = device->verify();
+  if (!books.empty()) return fail(books + ", in the end");
+  if (!sim.memory.empty()) return fail("memory was not given back in the end: " + device->snapshot());
+  if (sim.fault) return fail("the driver was called wrongly");
+  if (sim.broke_a_capture) return fail("a capture was broken by a call of the driver");
+  return wrong.empty();
+}
+
+}  // namespace mg::stress

@@ -1,0 +1,97 @@
+// One program, run on the allocator over the simulated driver, with everything checked that can be.
+//
+// In: operations, only those that a right program makes (`valid`). Out: the first thing that was wrong, or nothing. What
+// a program must keep to, for any allocator to be right: a stream that uses a block is ordered behind its allocation, and
+// at the free each use is behind the present end of a stream that the block belongs to or was recorded on; "behind"
+// the allocation means that what the stream had then has completed: for kernels that overlap, they answer themselves.
+#pragma once
+
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/device.h"
+#include "sim/oracle.h"
+
+namespace mg::stress {
+
+enum class Op : unsigned char {
+  allocate,   // a: stream, b: bytes, 0: the machine's
+  use,        // a: stream, b: block
+  use_early,  // the same, launched by a programmatic edge
+  mark,       // record_stream: a: stream, b: block
+  release,    // b: block
+  record,     // a: stream
+  wait,       // a: stream, b: event
+  pool_begin,
+  pool_end,
+  replace,    // a: stream, b: 0 the capture's first node, 1 the node before the stream's last
+  begin,      // a: stream
+  begin_body, // a: stream, which captures the body of a conditional node launched on b
+  end,        // a: stream
+};
+
+struct Step {
+  Op op;
+  int a = 0;
+  int b = 0;
+  bool operator<(const Step& other) const {
+    return op != other.op ? op < other.op : a != other.a ? a < other.a : b < other.b;
+  }
+  bool operator==(const Step& other) const { return op == other.op && a == other.a && b == other.b; }
+};
+
+std::string printed(const Step& step);
+
+struct Held {  // an allocation of the program
+  bool live = false;
+  std::vector<sim::SimNode*> birth;  // the stream's terminals at its allocation
+  std::vector<sim::SimNode*> markers;
+  std::vector<int> users;
+  bool markers_known = false;        // all users were in the capture that it was allocated in
+  uint64_t capture = 0;
+  bool in_scope = false;             // its memory is the pool's
+};
+
+class Machine {
+ public:
+  Machine(Config config, int streams, size_t bytes, size_t capacity = size_t{1} << 40);
+  ~Machine();
+
+  bool valid(const Step& step);
+  // Whether `step` leaves everything as it is.
+  bool idle(const Step& step);
+  bool run(const Step& step);
+  // Uses what lives, frees everything, ends captures, gives memory back: all of it must come back.
+  bool finish();
+
+  std::string wrong;
+  std::vector<sim::Allocation> allocations;
+  std::vector<Held> held;
+  sim::Simulator sim;
+  sim::Oracle oracle;
+  std::unique_ptr<Device> device;
+  std::vector<Stream> streams;
+  bool check_completeness = false;
+  size_t reused = 0;        // allocations over memory that another had in the same capture
+  size_t reused_crossed = 0;
+  size_t out_of_memory = 0;
+
+ private:
+  sim::SimStream& at(int stream) { return *sim.streams[static_cast<size_t>(stream)]; }
+  bool allocate(int stream, size_t bytes);
+  bool fail(std::string text);
+  bool could_reuse(int stream);
+  void use(int stream, int block, bool early);
+  bool capture_over(uint64_t id) const;
+  bool known_over(const sim::Use& use, const std::vector<int>& users);
+
+  size_t bytes_;
+  int scopes_ = 0;
+  std::set<uint64_t> began_in_scope_;  // captures, while no scope has ended since
+  std::set<uint64_t> seen_;            // of these, the ones in which memory was allocated
+  bool odd_ = false;  // replaced dependencies or programmatic edges occurred
+};
+
+}  // namespace mg::stress
