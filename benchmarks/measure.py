@@ -170,28 +170,17 @@ def host_us(form: Call, inputs: Inputs, calls: int = 8) -> Pass:
     return timed
 
 
-def end_to_end_us(form: Call, inputs: Inputs, calls: int = 8) -> Pass:
-    """A pass that returns microseconds per call that is waited for."""
+def end_to_end_us(form: Call, inputs: Inputs, calls: int = 8, each: bool = True) -> Pass:
+    """A pass that returns microseconds per call, from its start until its work is done; without `each`, of calls that
+    follow one another, of which the last is waited for."""
 
     def timed() -> float:
         wait()
         started = time.perf_counter()
         for number in range(calls):
             form(*inputs[number % len(inputs)])
-            wait()
-        return (time.perf_counter() - started) * 1e6 / calls
-
-    return timed
-
-
-def in_a_row_us(form: Call, inputs: Inputs, calls: int = 40) -> Pass:
-    """A pass that returns microseconds per call of calls that follow one another, of which the last is waited for."""
-
-    def timed() -> float:
-        wait()
-        started = time.perf_counter()
-        for number in range(calls):
-            form(*inputs[number % len(inputs)])
+            if each:
+                wait()
         wait()
         return (time.perf_counter() - started) * 1e6 / calls
 

@@ -49,7 +49,6 @@ from measure import (
     goals_text,
     gpu_us,
     host_us,
-    in_a_row_us,
     input_sets,
     interleaved,
     own_code,
@@ -457,7 +456,8 @@ class Comparison:
         taken.end = interleaved(
             {name: end_to_end_us(form, self.inputs, calls) for name, form in self.forms.items()}, rounds
         )
-        taken.row = interleaved({name: in_a_row_us(form, self.inputs) for name, form in self.forms.items()}, rounds)
+        row = {name: end_to_end_us(form, self.inputs, 40, each=False) for name, form in self.forms.items()}
+        taken.row = interleaved(row, rounds)
         if self.program.gpu_time and self.device == "cuda":
             leads = {name: 200 + 2 * statistics.median(taken.host[name]) for name in self.forms}
             gpu = {name: gpu_us(form, self.inputs, leads[name]) for name, form in self.forms.items()}

@@ -407,53 +407,14 @@ def test_recordings_go_with_the_code_and_their_memory_with_them() -> None:
     assert torch.cuda.memory_reserved() <= before + (4 << 20)
 
 
-def test_another_process_takes_everything_from_the_caches_and_records_again(tmp_path: Any) -> None:
-    program = """
+# argument 1, if any: "save" or "load"; argument 2: the file of artifacts
+TRAINED_ELSEWHERE = """
 import torch, json, sys
 import multigraph_backend
-from multigraph_backend.backend import multigraph
 from torch._dynamo.utils import counters
 from multigraph_backend.cudagraphs import runtime
+mode, file = sys.argv[1:] or (None, None)
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).cuda()
-run = torch.compile(model, backend="multigraph", dynamic=True, options={"specialize": [{"input[0]": 4}]})
-for batch in (4, 6, 4, 6, 4, 6):
-    x = torch.randn(batch, 64, device="cuda")
-    y = run(x)
-    torch.testing.assert_close(y, model(x), rtol=1e-3, atol=1e-3)
-    y.sum().backward()
-print(json.dumps({
-    "recordings": sum(tree.counts["recordings"] for tree in runtime.trees()),
-    "hits": counters["aot_autograd"]["autograd_cache_hit"],
-    "misses": counters["aot_autograd"]["autograd_cache_miss"],
-    "codegen": counters["inductor"]["fxgraph_cache_miss"],
-    "failures": multigraph_backend.stats()["failures"],
-}))
-"""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    results = []
-    for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
-        results.append(json.loads(run.stdout.splitlines()[-1]))
-    first, second = results
-    assert first["recordings"] >= 4
-    assert second["recordings"] == first["recordings"]
-    assert (second["misses"], second["codegen"], second["failures"]) == (0, 0, 0)
-    assert second["hits"] >= 2
-
-
-def test_artifacts_carry_the_compiled_code_to_a_machine_without_caches(tmp_path: Any) -> None:
-    program = """
-import torch, json, sys
-import multigraph_backend
-from multigraph_backend.backend import multigraph
-from torch._dynamo.utils import counters
-from multigraph_backend.cudagraphs import runtime
-torch.manual_seed(0)
-file, mode = sys.argv[1:]
 if mode == "load":
     torch.compiler.load_cache_artifacts(open(file, "rb").read())
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).cuda()
@@ -464,24 +425,42 @@ for batch in (4, 6, 4, 6, 4, 6):
     torch.testing.assert_close(y, model(x), rtol=1e-3, atol=1e-3)
     y.sum().backward()
 if mode == "save":
-    data, _ = torch.compiler.save_cache_artifacts()
-    open(file, "wb").write(data)
+    open(file, "wb").write(torch.compiler.save_cache_artifacts()[0])
 print(json.dumps({
     "recordings": sum(tree.counts["recordings"] for tree in runtime.trees()),
+    "hits": counters["aot_autograd"]["autograd_cache_hit"],
     "misses": counters["aot_autograd"]["autograd_cache_miss"],
     "codegen": counters["inductor"]["fxgraph_cache_miss"],
+    "failures": multigraph_backend.stats()["failures"],
 }))
 """
-    results = []
-    for mode in ("save", "load"):
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / mode)}
-        words = [sys.executable, "-c", program, str(tmp_path / "artifacts"), mode]
-        run = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr[-3000:]
-        results.append(json.loads(run.stdout.splitlines()[-1]))
-    saved, loaded = results
+
+
+def trained_elsewhere(cache: Any, *arguments: str) -> dict[str, int]:
+    """What a process with this folder of caches counted."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    words = [sys.executable, "-c", TRAINED_ELSEWHERE, *arguments]
+    run = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    counted: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
+    return counted
+
+
+def test_another_process_takes_everything_from_the_caches_and_records_again(tmp_path: Any) -> None:
+    first, second = trained_elsewhere(tmp_path), trained_elsewhere(tmp_path)
+    assert first["recordings"] >= 4
+    assert second["recordings"] == first["recordings"]
+    assert (second["misses"], second["codegen"], second["failures"]) == (0, 0, 0)
+    assert second["hits"] >= 2
+
+
+def test_artifacts_carry_the_compiled_code_to_a_machine_without_caches(tmp_path: Any) -> None:
+    file = str(tmp_path / "artifacts")
+    saved = trained_elsewhere(tmp_path / "here", "save", file)
+    loaded = trained_elsewhere(tmp_path / "there", "load", file)
     assert saved["misses"] > 0
-    assert loaded == {"recordings": saved["recordings"], "misses": 0, "codegen": 0}
+    assert (loaded["misses"], loaded["codegen"], loaded["failures"]) == (0, 0, 0)
+    assert loaded["recordings"] == saved["recordings"]
 
 
 # ---------------------------------------------------------------- what a recording costs
