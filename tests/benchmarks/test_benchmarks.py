@@ -6,6 +6,7 @@ How fast anything is, is not asked. What records runs on a GPU alone: here its f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -120,6 +121,19 @@ def test_models(tmp_path: Path) -> None:
         assert (row["stock_steps"], row["stock_raised"], row["stock_wrong"], row["stock_said"]) == (3, 0, 0, None)
         assert float(row["worst"]) < 1e-4
         assert row["counts"]["generic_calls"] > 0
+
+
+def test_saved_tensors(tmp_path: Path) -> None:
+    rows = run("saved_tensors", tmp_path)
+    by_form = {row["form"]: row for row in rows}
+    inductor, stock, ours = (by_form[form] for form in ("inductor", "inductor, int8", "multigraph, int8"))
+    assert list(by_form) == ["eager", "eager, save_on_cpu", "inductor", "inductor, int8", "multigraph, int8"]
+    assert positive(rows, "step_ms", "over_inductor", "forward_mib", "saved_mib", "backward_mib")
+    assert positive([ours], "packed", "forward_over_stock", "backward_over_stock")
+    assert set(stock["hook_calls"]) == {"traced"}
+    for row in (stock, ours):
+        assert row["saved_mib"] < inductor["saved_mib"] / 2
+        assert inductor["gradient_error"] < 1e-4 < row["gradient_error"] < 0.05
 
 
 # ---------------------------------------------------------------- what they are made of
@@ -282,6 +296,75 @@ def test_a_replayed_form_that_is_wrong_is_found(load: Callable[[str], Any]) -> N
     assert comparison.errors["stock"].startswith("WrongNumbers: differs from eager")
 
 
+def test_bytes_are_those_that_are_allocated(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+
+    class Twice(torch.autograd.Function):
+        """Saves two tensors of the size of its input, and frees both before it makes the gradient."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(torch.cat((x, x, x))[: 2 * len(x)].clone())
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            size = len(ctx.saved_tensors[0]) // 2
+            ctx.maybe_clear_saved_tensors()
+            return torch.ones(3 * size)[:size].clone()
+
+    x = torch.nn.Parameter(torch.ones(1 << 12))
+    step = saved.Step(lambda x: Twice.apply(x), contextlib.nullcontext, (x,))
+    step(x)
+    found = saved.bytes_of(step, (x,), "cpu")
+    one, scalar = 4 << 12, 4
+    assert (found.forward, found.saved, found.backward) == (5 * one, 2 * one + scalar, 4 * one + 2 * scalar)
+
+
+@pytest.mark.parametrize("wrong", ["gradients", "not packed", "not inlined"])
+def test_a_form_that_does_not_do_what_its_row_says_is_found(load: Callable[[str], Any], wrong: str) -> None:
+    saved = load("saved_tensors")
+    stack = saved.Stack("cpu", 1, quick=True)
+
+    def form(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = stack.program()(x)
+        return loss * 1.2 - loss.detach() * 0.2 if wrong == "gradients" else loss
+
+    hooks = saved.inlined("int8", stack) if wrong == "not inlined" else contextlib.nullcontext
+    name = "multigraph, int8" if wrong == "not packed" else "inductor, int8"
+    comparison = saved.Comparison(
+        stack, [saved.Form(name, lambda: form, "int8", hooks), saved.Form("eager", stack.program)]
+    )
+    comparison.make(lambda form: False)
+    assert list(comparison.steps) == ["eager"]
+    said = {"gradients": "differs from eager", "not packed": "0 tensors are packed", "not inlined": "the hooks are not"}
+    assert said[wrong] in comparison.errors.pop(name)
+    assert not comparison.errors
+
+
+def test_peaks_are_compared_with_stock_that_packs_alike(load: Callable[[str], Any]) -> None:
+    saved, measure = load("saved_tensors"), load("measure")
+    rows: dict[str, dict[str, Any]] = {
+        "inductor": {"forward_mib": 100.0, "backward_mib": 110.0, "over_inductor": 1.0},
+        "inductor, fp8": {"forward_mib": 50.0, "backward_mib": 60.0, "over_inductor": 1.1},
+        "multigraph, fp8": {"forward_mib": 40.0, "backward_mib": 61.2, "over_inductor": 1.04},
+        "multigraph, int8": {"forward_mib": 40.0, "backward_mib": 60.0, "over_inductor": 1.04},  # stock's failed
+    }
+    saved.compare(rows)
+
+    def said(name: str, layers: int, reordering: bool = True) -> str:
+        form = saved.Form(name, lambda: None, name.partition(", ")[2])
+        return str(measure.goals_text(saved.goals_of(form, layers, reordering), rows[name]))
+
+    assert said("multigraph, fp8", 12) == (
+        "forward/stock <= 1.01 met, backward/stock <= 1.01 MISSED, step/Inductor <= 1.05 met"
+    )
+    assert said("multigraph, fp8", 12, False).startswith("forward/stock <= 0.5 MISSED, backward/stock <= 1.01 MISSED")
+    assert said("multigraph, int8", 12) == "forward/stock <= 1.01 ?, backward/stock <= 0.8 ?"
+    assert said("multigraph, int8", 4) == "forward/stock <= 1.01 ?, backward/stock <= 1.01 ?"
+    assert said("inductor", 12) == ""
+
+
 def test_sizes_come_in_the_order_asked_for(load: Callable[[str], Any]) -> None:
     sizes = load("capture_sizes")
     assert len(set(sizes.sizes_of(False))) == 32
@@ -408,6 +491,10 @@ def test_warnings_are_counted_once_each_without_the_deserved(load: Callable[[str
     [
         ("replay", ["--only", "decoder", "--rounds", "5", "--cudagraphs", "require", "--json", "a.json"]),
         ("capture_sizes", ["--order", "ascending", "largest", "--sizes", "2", "4", "--only", "multigraph"]),
+        (
+            "saved_tensors",
+            ["--layers", "4", "--only", "int8", "--cudagraphs", "auto", "--no-reordering", "--rounds", "3"],
+        ),
         ("models", ["--models", "llama", "vit", "--modes", "training", "--dtype", "bfloat16", "--no-stock"]),
     ],
 )

@@ -1,0 +1,468 @@
+"""What packed saved tensors cost and save in training: steps of a decoder stack, run in forms that take turns.
+
+eager                     the program as it is
+eager, save_on_cpu        under torch.autograd.graph.save_on_cpu, pinned on a GPU
+inductor                  torch.compile: the form that nothing is packed in
+inductor, fp8             under torch.autograd.graph.saved_tensors_hooks of graph modules, which stock inlines: to e4m3
+inductor, int8            the same: int8 with a float32 scale per row
+inductor, budget 0.5      torch._functorch.config.activation_memory_budget = 0.5: stock recomputes the rest
+inductor, checkpointing   each block under torch.utils.checkpoint
+multigraph                torch.compile(backend="multigraph"), no rules
+multigraph, fp8           options={"saved_tensors": [Rule(Match(...), Cast("float8_e4m3fn"))]}
+multigraph, int8          the same with Scaled("int8", per="row")
+
+Stock's hooks and the rules pack the same kind of tensor: of the type of the activations, and no smaller than one.
+
+step ms            of one step of some in a row: forward and backward, no optimizer, which would be the same for all
+step/Inductor      over that of unpacked Inductor, the median over passes of one round
+forward MiB        the most that is allocated while the forward runs
+saved MiB          what is allocated when it is over
+backward MiB       the most that is allocated while the backward runs
+forward/stock      the peak over that of the form of stock that packs alike
+backward/stock     the same of the backward
+gradient error     the largest relative error of a parameter's gradient against eager's, of all checks
+packed             how many tensors are
+
+Bytes are those above what is there before the step: parameters, inputs, and an optimizer's state are not in them.
+Gradients are released before each step, and are counted from when the backward makes them. On a GPU bytes are
+torch.cuda.max_memory_allocated's, reset between the phases; on the CPU they are summed over the profiler's record of
+every allocation. What lies in the memory of recordings is in neither: with `--cudagraphs auto` multigraph's rows have
+no bytes. By default no form records.
+
+Each form's gradients are compared with eager's on new inputs, before it is timed and afterwards, and a form that packs
+must have packed. The goals are those of the specification: a step within half of what stock's packing costs, no peak
+above stock's by more than 1 %, and of 10 layers on a backward peak of int8 that is 20 % lower. With `--no-reordering`
+Inductor keeps the order of operations, in all forms; there the forward peak is to be half of stock's. The exit status
+is about multigraph's rows alone.
+
+    python benchmarks/saved_tensors.py --json saved_tensors.json
+    python benchmarks/saved_tensors.py --layers 4 --only int8 --no-reordering
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import workloads
+from measure import (
+    Call,
+    Column,
+    Goal,
+    Results,
+    arguments,
+    attempt,
+    goals_text,
+    in_a_row_us,
+    interleaved,
+    own_code,
+    paired_ratio,
+    wait,
+    worst_difference,
+)
+from torch.utils.checkpoint import checkpoint
+
+import multigraph_backend
+from multigraph_backend import Cast, Match, Rule, Scaled
+from multigraph_backend.backend import multigraph
+
+COLUMNS = (
+    Column("form", "form"),
+    Column("step_ms", "step ms", 2),
+    Column("over_inductor", "step/Inductor", 3),
+    Column("forward_mib", "forward MiB", 1),
+    Column("saved_mib", "saved MiB", 1),
+    Column("backward_mib", "backward MiB", 1),
+    Column("forward_over_stock", "forward/stock", 3),
+    Column("backward_over_stock", "backward/stock", 3),
+    Column("gradient_error", "gradient error", 4),
+    Column("packed", "packed"),
+    Column("goals", "goals"),
+)
+
+QUICK = ("eager", "eager, save_on_cpu", "inductor", "inductor, int8", "multigraph, int8")
+STOCK = {"multigraph": "inductor", "multigraph, fp8": "inductor, fp8", "multigraph, int8": "inductor, int8"}
+DEEP = 10  # layers, from which on the specification asks for more than "not above stock"
+
+# how far from eager's a gradient may be, by what is packed: a mistake is off by about 1
+BOUNDS = {
+    torch.float32: {"": 1e-3, "fp8": 0.1, "int8": 0.05},
+    torch.bfloat16: {"": 0.1, "fp8": 0.2, "int8": 0.15},
+}
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+# ---------------------------------------------------------------- the program
+
+
+class Stack:
+    """The decoder blocks and their inputs: what one block gives has `least` bytes."""
+
+    def __init__(self, device: str, layers: int | None, quick: bool) -> None:
+        torch.manual_seed(0)
+        large = device == "cuda" and not quick
+        default, width, self.batch, self.length = (12, 1024, 8, 1024) if large else (1, 64, 2, 64)
+        if device == "cpu" and not quick:
+            default, width, self.batch, self.length = 4, 256, 4, 256
+        self.layers, self.device, self.dtype = layers or default, device, workloads.dtype_on(device)
+        self.model = workloads.Decoder(self.layers, width, width // 64).to(device, self.dtype)
+        self.parameters = tuple(self.model.parameters())
+        self.least = self.batch * self.length * width * self.dtype.itemsize
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        shape = (self.batch, self.length, self.model.width)
+        return (torch.randn(shape, device=self.device, dtype=self.dtype),)
+
+    def program(self, checkpointed: bool = False) -> Call:
+        """The loss of a batch."""
+        model = self.model
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            y = model(x)
+            assert isinstance(y, torch.Tensor)
+            return y.pow(2).mean()
+
+        def by_block(x: torch.Tensor) -> torch.Tensor:
+            for block in model.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x.pow(2).mean()
+
+        return own_code(by_block if checkpointed else program)
+
+
+# ---------------------------------------------------------------- stock's hooks
+
+_hook_calls: Counter[str] = Counter()  # while traced, and while a step runs
+
+
+def _as_fp8(x: torch.Tensor, dtype: torch.dtype, least: int) -> Any:
+    _hook_calls["run" if type(x) in (torch.Tensor, torch.nn.Parameter) else "traced"] += 1
+    if x.dtype != dtype or x.numel() * x.element_size() < least:
+        return x
+    return x.to(torch.float8_e4m3fn)
+
+
+def _from_fp8(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return packed.to(dtype) if packed.dtype == torch.float8_e4m3fn else packed
+
+
+def _as_int8(x: torch.Tensor, dtype: torch.dtype, least: int) -> Any:
+    _hook_calls["run" if type(x) in (torch.Tensor, torch.nn.Parameter) else "traced"] += 1
+    if x.dtype != dtype or x.numel() * x.element_size() < least:
+        return x
+    wide = x.to(torch.float32)
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return torch.round(wide / scale).to(torch.int8), scale
+
+
+def _from_int8(packed: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    restored = (packed[0].to(torch.float32) * packed[1]).to(dtype)
+    assert isinstance(restored, torch.Tensor)
+    return restored
+
+
+for _name in ("_as_fp8", "_from_fp8", "_as_int8", "_from_int8"):
+    torch.fx.wrap(_name)  # control flow is not for the tracer of graph modules: what is in these is traced later
+
+
+def inlined(pack: str, stack: Stack) -> Around:
+    """Hooks that stock inlines, one pair for all calls."""
+    dtype, least = stack.dtype, stack.least
+    pairs: dict[str, tuple[Call, Call]] = {
+        "fp8": (lambda x: _as_fp8(x, dtype, least), lambda packed: _from_fp8(packed, dtype)),
+        "int8": (lambda x: _as_int8(x, dtype, least), lambda packed: _from_int8(packed, dtype)),
+    }
+    hooks = [torch.fx.symbolic_trace(function) for function in pairs[pack]]
+    return lambda: torch.autograd.graph.saved_tensors_hooks(*hooks)
+
+
+# ---------------------------------------------------------------- forms
+
+
+@dataclass(frozen=True)
+class Form:
+    """`make` gives what computes the loss; each forward runs inside `around`, what compiles inside `making`."""
+
+    name: str
+    make: Callable[[], Call]
+    pack: str = ""
+    around: Around = contextlib.nullcontext
+    making: Around = contextlib.nullcontext
+
+    @property
+    def ours(self) -> bool:
+        return self.name in STOCK
+
+
+class Step:
+    """A form's training step, as its user writes it."""
+
+    def __init__(self, call: Call, around: Around, parameters: tuple[torch.nn.Parameter, ...]) -> None:
+        self.call, self.around, self.parameters = call, around, parameters
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        with self.around():
+            loss = self.call(*inputs)
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+    def release(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self.release()
+        loss = self.forward(*inputs)
+        loss.backward()
+        return loss.detach()
+
+
+def forms_of(stack: Stack, options: Mapping[str, Any]) -> list[Form]:
+    match = Match(dtype=str(stack.dtype).removeprefix("torch."), min_bytes=stack.least)
+    program, blocks = stack.program, partial(stack.program, checkpointed=True)
+
+    def inductor(of: Callable[[], Call] = program) -> Call:
+        return torch.compile(of(), fullgraph=True)
+
+    def ours(*rules: Rule) -> Call:
+        given = {"on_failure": "raise", "saved_tensors": list(rules), **options}
+        return torch.compile(program(), backend=multigraph, fullgraph=True, options=given)
+
+    pinned = partial(torch.autograd.graph.save_on_cpu, pin_memory=stack.device == "cuda")
+    half = partial(torch._functorch.config.patch, activation_memory_budget=0.5)
+    return [
+        Form("eager", program),
+        Form("eager, save_on_cpu", program, around=pinned),
+        Form("inductor", inductor),
+        Form("inductor, fp8", inductor, "fp8", inlined("fp8", stack)),
+        Form("inductor, int8", inductor, "int8", inlined("int8", stack)),
+        Form("inductor, budget 0.5", inductor, making=half),
+        Form("inductor, checkpointing", partial(inductor, blocks)),
+        Form("multigraph", ours),
+        Form("multigraph, fp8", partial(ours, Rule(match, Cast("float8_e4m3fn"))), "fp8"),
+        Form("multigraph, int8", partial(ours, Rule(match, Scaled("int8", per="row"))), "int8"),
+    ]
+
+
+# ---------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of a step, above what was there before: the peak of its forward, what that left, the peak of its backward."""
+
+    forward: int
+    saved: int
+    backward: int
+
+
+def bytes_of(step: Step, inputs: tuple[torch.Tensor, ...], device: str) -> Bytes:
+    step.release()
+    gc.collect()
+    return (_on_gpu if device == "cuda" else _on_cpu)(step, inputs)
+
+
+def _on_gpu(step: Step, inputs: tuple[torch.Tensor, ...]) -> Bytes:
+    wait()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = step.forward(*inputs)
+    wait()
+    forward, saved = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss.backward()
+    wait()
+    return Bytes(forward - before, saved - before, torch.cuda.max_memory_allocated() - before)
+
+
+def _on_cpu(step: Step, inputs: tuple[torch.Tensor, ...]) -> Bytes:
+    """One record for both phases: memory from before a record leaves no trace when it is freed."""
+    kinds, mark = [torch.profiler.ProfilerActivity.CPU], "the backward begins"
+    with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as profile:
+        loss = step.forward(*inputs)
+        with torch.profiler.record_function(mark):
+            pass
+        loss.backward()
+    raw: Any = profile.profiler
+    events = sorted(raw.kineto_results.events(), key=lambda event: int(event.start_ns()))
+    curve, border = [0], None
+    for event in events:
+        if event.name() == mark:
+            border = len(curve)
+        elif event.name() == "[memory]":
+            curve.append(curve[-1] + int(event.nbytes()))
+    assert border is not None
+    return Bytes(max(curve[:border]), curve[border - 1], max(curve[border - 1 :]))
+
+
+# ---------------------------------------------------------------- one run
+
+
+class WrongNumbers(RuntimeError):
+    """A form does not give what eager gives, or does not do what its row says."""
+
+
+class Comparison:
+    """The forms: made, checked, their memory measured, timed; one that fails is left out, with its error."""
+
+    def __init__(self, stack: Stack, forms: list[Form]) -> None:
+        self.stack, self.forms = stack, forms
+        self.eager = Step(stack.program(), contextlib.nullcontext, stack.parameters)
+        self.steps: dict[str, Step] = {}
+        self.rows: dict[str, dict[str, Any]] = {form.name: {} for form in forms}
+        self.errors: dict[str, str] = {}
+
+    def make(self, with_bytes: Callable[[Form], bool]) -> None:
+        for form in self.forms:
+            step, error = attempt(partial(self._checked, form, with_bytes(form)))
+            if step is not None:
+                self.steps[form.name] = step
+            if error is not None:
+                self.errors[form.name] = error
+
+    def _checked(self, form: Form, with_bytes: bool) -> Step:
+        """A form that gives what eager gives, packed what it should, and is warm."""
+        row, before = self.rows[form.name], multigraph_backend.stats()
+        _hook_calls.clear()
+        step = Step(form.make(), form.around, self.stack.parameters)
+        with form.making():
+            self.check(form, step)
+        for _ in range(4):
+            self.check(form, step)
+        if form.ours:
+            now = multigraph_backend.stats()
+            row["counts"] = {key: now[key] - before[key] for key in now if now[key] != before[key]}
+            row["packed"] = now["packed_tensors"] - before["packed_tensors"]
+            if (row["packed"] > 0) != bool(form.pack):
+                raise WrongNumbers(f"{row['packed']} tensors are packed\n{multigraph_backend.explain()}")
+        elif form.pack:
+            row["hook_calls"] = dict(_hook_calls)
+            if not _hook_calls["traced"] or _hook_calls["run"]:
+                raise WrongNumbers(f"the hooks are not inlined: {row['hook_calls']}")
+        if with_bytes:
+            inputs = self.stack.inputs()
+            bytes_of(step, inputs, self.stack.device)
+            measured = bytes_of(step, inputs, self.stack.device)
+            for key in ("forward", "saved", "backward"):
+                row[f"{key}_mib"] = getattr(measured, key) / 2**20
+        return step
+
+    def check(self, form: Form, step: Step) -> None:
+        """Compare loss and gradients of a step with eager's, on a new input."""
+        inputs = self.stack.inputs()
+        wanted, given = self._results(self.eager, inputs), self._results(step, inputs)
+        row, bounds = self.rows[form.name], BOUNDS[self.stack.dtype]
+        loss = worst_difference(given[:1], wanted[:1])
+        off = worst_difference(given[1:], wanted[1:])
+        if not loss < bounds[""] or not off < bounds[form.pack]:  # NaN is wrong too
+            raise WrongNumbers(f"differs from eager by {loss:.2e} in the loss, {off:.2e} in gradients")
+        row["gradient_error"] = max(off, row.get("gradient_error", 0.0))
+
+    def _results(self, step: Step, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        results = [step(*inputs)]
+        for parameter in step.parameters:
+            if parameter.grad is None:
+                raise WrongNumbers("a parameter has no gradient")
+            results.append(parameter.grad)
+        step.release()
+        return results
+
+    def measure(self, rounds: int, calls: int) -> None:
+        inputs = [self.stack.inputs() for _ in range(2)]
+        taken = interleaved({name: in_a_row_us(step, inputs, calls) for name, step in self.steps.items()}, rounds)
+        for form in self.forms:
+            if form.name in taken:
+                row = self.rows[form.name]
+                row["step_ms"] = statistics.median(taken[form.name]) / 1e3
+                if "inductor" in taken:
+                    row["over_inductor"] = paired_ratio(taken[form.name], taken["inductor"])
+                _, error = attempt(partial(self.check, form, self.steps[form.name]))
+                if error is not None:
+                    self.errors[form.name] = f"after it was timed: {error}"
+
+
+# ---------------------------------------------------------------- rows
+
+
+def compare(rows: Mapping[str, dict[str, Any]]) -> None:
+    """Ratios of multigraph's rows to those of stock that pack alike; what was not measured is left out."""
+    for name, other in STOCK.items():
+        row, stock = rows.get(name, {}), rows.get(other, {})
+        for key in ("forward", "backward"):
+            if f"{key}_mib" in row and f"{key}_mib" in stock:
+                row[f"{key}_over_stock"] = row[f"{key}_mib"] / stock[f"{key}_mib"]
+        if "over_inductor" in stock:
+            row["half_of_stock"] = 1 + max(0.0, stock["over_inductor"] - 1) / 2
+
+
+def goals_of(form: Form, layers: int, reordering: bool) -> tuple[Goal, ...]:
+    if not form.ours:
+        return ()
+    forward = 0.5 if form.pack and layers >= DEEP and not reordering else 1.01
+    backward = 0.8 if form.pack == "int8" and layers >= DEEP else 1.01
+    peaks = (
+        Goal("forward/stock", "forward_over_stock", forward),
+        Goal("backward/stock", "backward_over_stock", backward),
+    )
+    return (*peaks, Goal("step/Inductor", "over_inductor", "half_of_stock")) if form.pack == "fp8" else peaks
+
+
+def add_rows(args: argparse.Namespace, results: Results) -> None:
+    stack = Stack(results.device, args.layers, args.quick)
+    recording = results.device == "cuda" and args.cudagraphs == "auto"
+    options = {"cudagraphs": "auto" if recording else False} if results.device == "cuda" else {}
+    forms = forms_of(stack, options)
+    if args.only is not None:
+        forms = [form for form in forms if args.only in form.name]
+    elif args.quick:
+        forms = [form for form in forms if form.name in QUICK]
+    torch._dynamo.reset()
+    comparison = Comparison(stack, forms)
+    comparison.make(lambda form: not (recording and form.ours))
+    rounds = args.rounds or (3 if args.quick else 31 if results.device == "cuda" else 11)
+    _, error = attempt(partial(comparison.measure, rounds, 3 if results.device == "cuda" else 1))
+    compare(comparison.rows)
+    for form in forms:
+        row = comparison.rows[form.name]
+        row |= {"layers": stack.layers, "reordering": not args.no_reordering, "cudagraphs": recording and form.ours}
+        if results.device == "cuda" and form.ours:
+            row["goals"] = goals_text(goals_of(form, stack.layers, not args.no_reordering), row)
+        results.add({"form": form.name}, row, comparison.errors.get(form.name, error), headline=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = arguments(__doc__)
+    made.add_argument("--only", metavar="TEXT", help="forms whose name has this in it, of all; quick: some")
+    made.add_argument("--layers", type=int, help="of the stack (12 on a GPU, 4 on a CPU)")
+    made.add_argument("--rounds", type=int, help="passes of each form")
+    made.add_argument("--cudagraphs", choices=("auto", "off"), default="off", help="multigraph's option")
+    made.add_argument(
+        "--no-reordering", action="store_true", help="Inductor's reorder_for_peak_memory off, in all forms"
+    )
+    return made
+
+
+def main() -> int:
+    args = parser().parse_args()
+    results = Results("saved_tensors", "Saved tensors: memory and time of training steps, packed or not", COLUMNS, args)
+    with torch._inductor.config.patch(reorder_for_peak_memory=not args.no_reordering):
+        _, error = attempt(partial(add_rows, args, results))
+    if error is not None:
+        results.add({"form": "multigraph"}, {}, error)
+    return results.finish(lambda row: row["form"] in STOCK)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
