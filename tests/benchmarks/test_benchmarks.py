@@ -128,7 +128,7 @@ def test_saved_tensors(tmp_path: Path) -> None:
     by_form = {row["form"]: row for row in rows}
     inductor, stock, ours = (by_form[form] for form in ("inductor", "inductor, int8", "multigraph, int8"))
     assert list(by_form) == ["eager", "eager, save_on_cpu", "inductor", "inductor, int8", "multigraph, int8"]
-    assert positive(rows, "step_ms", "over_inductor", "forward_mib", "saved_mib", "backward_mib")
+    assert positive(rows, "step_ms", "first_step_s", "over_inductor", "forward_mib", "saved_mib", "backward_mib")
     assert positive([ours], "packed", "forward_over_stock", "backward_over_stock")
     assert set(stock["hook_calls"]) == {"traced"}
     for row in (stock, ours):
