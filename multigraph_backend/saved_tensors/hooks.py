@@ -13,7 +13,8 @@ In: a pack function of one tensor and an unpack function of what it returns.  Ou
 ready pack may stand in a rule.
 
 Invariant: two hooks are equal exactly if they do the same: their code, what they close over and what they refer to.
-One whose content cannot be read equals itself alone, and nothing that it is traced into comes from a cache.
+One whose content cannot be read equals itself alone, and nothing that it is traced into comes from a cache.  One whose
+content changed since it was first used equals itself alone too: code that was compiled of it has the old content.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class SavedHook:
     def __init__(self, pack: Pack, unpack: Unpack | None = None, stock: bool = False) -> None:
         self._pack, self._unpack, self._stock = pack, unpack, stock
         self._own = uuid.uuid4().hex
+        self._keys: set[str] = set()  # all that it has been
         self.__doc__ = getattr(pack, "__doc__", None)
 
     @property
@@ -66,14 +68,18 @@ class SavedHook:
 
     @property
     def key(self) -> str:
-        """What the hook does, as text; its own where that cannot be read."""
+        """What the hook does now, as text; its own where that cannot be read.  Read when code is compiled of it."""
         try:
-            return content.digest(self._pack, self._unpack, self._stock)
+            key = content.digest(self._pack, self._unpack, self._stock)
         except content.CannotHash:
-            return f"unreadable {self._own}"
+            key = f"unreadable {self._own}"
+        self._keys.add(key)
+        return key
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, SavedHook) and self.key == other.key)
+        if self is other:
+            return True
+        return isinstance(other, SavedHook) and self.key == other.key and len(self._keys | other._keys) == 1
 
     def __hash__(self) -> int:
         return hash(self.key)
