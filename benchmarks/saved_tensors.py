@@ -62,8 +62,8 @@ from measure import (
     Results,
     arguments,
     attempt,
+    end_to_end_us,
     goals_text,
-    in_a_row_us,
     interleaved,
     own_code,
     paired_ratio,
@@ -385,7 +385,9 @@ class Comparison:
 
     def measure(self, rounds: int, calls: int) -> None:
         inputs = [self.stack.inputs() for _ in range(2)]
-        taken = interleaved({name: in_a_row_us(step, inputs, calls) for name, step in self.steps.items()}, rounds)
+        taken = interleaved(
+            {name: end_to_end_us(step, inputs, calls, each=False) for name, step in self.steps.items()}, rounds
+        )
         for form in self.forms:
             if form.name in taken:
                 row = self.rows[form.name]
