@@ -41,7 +41,7 @@ from multigraph_backend import Match, Rule, Scaled
 
 RULES = [Rule(Match(dtype="float32"), Scaled("int8", per=64))]
 MIB = 2**20
-LIMIT = 0.7  # of the plain run's peak, where no limit is given
+LIMIT = 0.8  # of the plain run's peak, where no limit is given
 ALLOWED = 0.1  # how far the last losses may be apart, relatively
 
 
