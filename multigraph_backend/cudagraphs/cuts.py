@@ -101,14 +101,6 @@ def cuts_of(gm: GraphModule, rules: CutRules) -> tuple[Cut, ...]:
     )
 
 
-def cut_ops_for_inductor(gm: GraphModule, rules: CutRules) -> list[str]:
-    """Names for Inductor's `custom_should_partition_ops`: operators of this graph that it would record by itself.
-
-    Inductor heeds them only for operators that it calls as they are, not for those that it generates code for.
-    """
-    return sorted({op.name() for op in operators_never_recorded(gm, rules)})
-
-
 def operators_never_recorded(gm: GraphModule, rules: CutRules) -> dict[Any, str]:
     """Operators of the graph and its subgraphs that no recording can hold on whatever inputs, with the reason."""
     found: dict[Any, str] = {}

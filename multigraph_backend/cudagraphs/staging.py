@@ -32,7 +32,7 @@ WORD = torch.int32
 ALIGNED = 16  # bytes
 BLOCK = 1024  # words that one program copies
 MOST_SOURCES = 64  # of one launch
-MOST_BYTES = 16 << 20  # above, the GPU's time decides and torch's copy is as good
+MOST_BYTES = 16 << 20  # above, the table, a row for each 4 KiB, would not be small any more
 ROW = 4  # of the table, per program: number of the source, first word, word behind the last, address of the buffer
 
 _lock = threading.Lock()
