@@ -194,6 +194,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("free_block", "torch._C", "_cuda_cudaCachingAllocator_raw_delete", feature="cudagraphs on CUDA"),
         _S("stop_allocating_to_pool", "torch._C", "_cuda_endAllocateToPool", feature="cudagraphs on CUDA"),
         _S("release_pool", "torch._C", "_cuda_releasePool", feature="cudagraphs on CUDA"),
+        _S("memory_snapshot", "torch._C", "_cuda_memorySnapshot", feature="cudagraphs on CUDA"),
         _S("clear_cublas_workspaces", "torch._C", "_cuda_clearCublasWorkspaces", feature="cudagraphs on CUDA"),
         # torch's own instruments
         _S("counters", "torch._dynamo.utils", "counters", feature="instruments"),

@@ -140,8 +140,11 @@ class TorchPool:
             _compat.release_pool(self.index, self.id)
 
     def segments(self) -> list[tuple[int, int]]:
-        found = torch.cuda.memory_snapshot(cast(Any, self.id))
-        return [(segment["address"], segment["total_size"]) for segment in found]
+        # of everything: asked for one pool by its id, torch 2.11 drops references that it does not hold, and the numbers
+        # of that id are freed while they are in use
+        found = _compat.memory_snapshot(None)["segments"]
+        own = [segment for segment in found if tuple(segment["segment_pool_id"]) == self.id]
+        return [(segment["address"], segment["total_size"]) for segment in own]
 
     def leave(self) -> None:
         for address in self.owned:

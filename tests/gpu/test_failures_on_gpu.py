@@ -6,6 +6,7 @@ work, by putting a function that raises in its place.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs import runtime
+from multigraph_backend.memory_pool import TorchPool
 from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
 
 DRIVER: list[tuple[Any, str]] = [
@@ -131,3 +133,17 @@ def test_a_thousand_failed_captures_leak_nothing() -> None:
     assert tree.counts["failed"] >= 998
     assert reserved[-1] <= reserved[1] + (4 << 20)
     healthy()
+
+
+def test_to_ask_for_the_memory_of_a_pool_does_not_harm_its_id() -> None:
+    while torch.cuda.graph_pool_handle()[1] <= 256:  # smaller numbers are never freed
+        pass
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    pool = TorchPool(0, graph, stream)
+    with torch.cuda.use_mem_pool(pool._pool):
+        block = torch.ones(1 << 20, device=CUDA)
+    held = [sys.getrefcount(number) for number in pool.id]
+    for _ in range(3):
+        [(address, nbytes)] = pool.segments()
+        assert address == block.data_ptr() and nbytes >= block.nbytes
+    assert [sys.getrefcount(number) for number in pool.id] == held
