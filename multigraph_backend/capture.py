@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -227,14 +227,43 @@ def write_known_items(module: torch.fx.GraphModule, inputs: Sequence[Input], tra
             if not name.endswith("storage_offset()")
             and (not isinstance(value := translate(expr), sympy.Basic) or value.is_number)
         ]
-        items = [user for user in node.users if user.op == "call_method" and user.target == "item"]
-        if len(values) != 1 or not items:
-            continue
-        (value,) = values
-        for item in items:
-            replace_with_number(item, int(value) if getattr(value, "is_Integer", False) else float(value))
-            module.graph.erase_node(item)
+        if len(values) == 1:
+            (value,) = values
+            _write_item(module, node, int(value) if getattr(value, "is_Integer", False) else float(value))
     module.recompile()
+
+
+def _write_item(module: torch.fx.GraphModule, node: torch.fx.Node, number: int | float) -> None:
+    """Put `number` for the item of the 0-dim tensor `node`, also in the bodies of higher-order operators that take it."""
+    for user in list(node.users):
+        if user.op == "call_method" and user.target == "item":
+            replace_with_number(user, number)
+            user.graph.erase_node(user)
+        elif isinstance(user.target, _compat.HigherOrderOperator):
+            for body, placeholder in _inside(module, user, node):
+                _write_item(body, placeholder, number)
+                body.recompile()
+
+
+def _inside(
+    module: torch.fx.GraphModule, call: torch.fx.Node, operand: torch.fx.Node
+) -> Iterator[tuple[torch.fx.GraphModule, torch.fx.Node]]:
+    """The body of a higher-order operator, and what `operand` is called there.
+
+    Understood are operators with one body, whose operands come last.  A body that several calls share may get different
+    operands from them, and is left alone.
+    """
+    named = [arg for arg in call.args if isinstance(arg, torch.fx.Node) and arg.op == "get_attr"]
+    if len(named) != 1:
+        return
+    target = str(named[0].target)
+    body = getattr(module, target, None)
+    calls = [user for entry in module.graph.find_nodes(op="get_attr", target=target) for user in entry.users]
+    if not isinstance(body, torch.fx.GraphModule) or calls != [call]:
+        return
+    placeholders = body.graph.find_nodes(op="placeholder")
+    operands = call.args[len(call.args) - len(placeholders) :]
+    yield from ((body, placeholder) for given, placeholder in zip(operands, placeholders, strict=True) if given is operand)
 
 
 def replace_with_number(node: torch.fx.Node, number: int | float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
 from multigraph_backend.backend import multigraph
@@ -55,6 +56,38 @@ def test_a_float_that_a_module_holds_and_torch_found_constant_is_a_number_in_the
         torch.testing.assert_close(compiled(x), model(x))
     ran = multigraph_backend.stats()
     assert (ran["variant_calls"], ran["generic_calls"], ran["failures"]) == (1, 1, 0)
+
+
+def test_floats_inside_a_checkpointed_block_are_numbers_there_or_part_of_the_condition() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self, shift: float) -> None:
+            super().__init__()
+            self.norm, self.shift = torch.nn.RMSNorm(8, eps=10 * shift), shift
+
+        def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+            return (self.norm(x) + self.shift).sin() * scale
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(1e-3), Block(1e-2)
+
+        def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+            inner = checkpoint(self.first, x, scale, use_reentrant=False)
+            return checkpoint(self.second, inner, 0.25, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model = Model()
+    options = {"compiler": "aot_eager", "specialize": [{"x[0]": 5}]}
+    compiled = torch.compile(model, backend=multigraph, dynamic=True, options=options)
+    for rows, scale in ((5, 2.5), (6, 2.5), (6, 3.25), (5, 3.25)):
+        x, y = (torch.randn(rows, 8, requires_grad=True) for _ in range(2))
+        with torch.no_grad():
+            y.copy_(x)
+        actual, expected = compiled(x, scale), model(y, scale)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(*torch.autograd.grad(actual.sum(), x), *torch.autograd.grad(expected.sum(), y))
+    ran = multigraph_backend.stats()
+    assert (ran["variant_calls"], ran["generic_calls"], ran["eager_calls"], ran["failures"]) == (2, 2, 0, 0)
 
 
 def test_floats_of_one_model_do_not_leak_into_the_compile_of_another() -> None:
