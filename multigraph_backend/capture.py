@@ -234,7 +234,7 @@ def write_known_items(module: torch.fx.GraphModule, inputs: Sequence[Input], tra
 
 
 def _write_item(module: torch.fx.GraphModule, node: torch.fx.Node, number: int | float) -> None:
-    """Put `number` for the item of the 0-dim tensor `node`, also in the bodies of higher-order operators that take it."""
+    """Put `number` for the item of the 0-dim tensor `node`, also in bodies of higher-order operators that take it."""
     for user in list(node.users):
         if user.op == "call_method" and user.target == "item":
             replace_with_number(user, number)
@@ -263,7 +263,9 @@ def _inside(
         return
     placeholders = body.graph.find_nodes(op="placeholder")
     operands = call.args[len(call.args) - len(placeholders) :]
-    yield from ((body, placeholder) for given, placeholder in zip(operands, placeholders, strict=True) if given is operand)
+    for given, placeholder in zip(operands, placeholders, strict=True):
+        if given is operand:
+            yield body, placeholder
 
 
 def replace_with_number(node: torch.fx.Node, number: int | float) -> None:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PieceReport:
     """One piece of compiled code: how often it was recorded and replayed, which inputs it copies at each call (of its
-    newest recording), outputs that are handed out as copies, and why calls after the first ran unrecorded."""
+    newest recording), outputs that are handed out as copies, and why calls after the first ran unrecorded.
+
+    `again`: how often each input lay elsewhere when it was recorded again.  `moved`: outputs that were held when their
+    memory was needed.  `stacks`: per reason of `unrecorded`, where the user's code first uses the input that it names.
+    """
 
     label: str
     recordings: int
@@ -28,6 +32,9 @@ class PieceReport:
     copied_outputs: int
     unrecorded: dict[str, int]
     refused: str | None
+    again: dict[str, int]
+    moved: int
+    stacks: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,14 @@ class DeviceReport:
                 text += f", copies {', '.join(piece.copied_inputs)}"
             if piece.copied_outputs:
                 text += f", hands out {piece.copied_outputs} copies"
+            if piece.moved:
+                text += f", {piece.moved} outputs moved"
             lines.append(text)
-            if piece.refused is not None:
-                lines.append(f"    not recorded, {piece.unrecorded.get(piece.refused, 0)} calls: {piece.refused}")
-            others = {why: count for why, count in piece.unrecorded.items() if why != piece.refused}
-            lines += [f"    {count} calls unrecorded: {why}" for why, count in others.items()]
+            lines += [f"    recorded again {count} times, for {why}" for why, count in piece.again.items()]
+            for why in sorted(piece.unrecorded, key=lambda why: why != piece.refused):
+                count = piece.unrecorded[why]
+                said = f"not recorded, {count} calls" if why == piece.refused else f"{count} calls unrecorded"
+                lines += [f"    {said}: {why}", *_stack(piece.stacks.get(why), "      ")]
         return "\n".join([*lines, *(f"  {line}" for line in self.tree)])
 
 
@@ -91,9 +101,13 @@ class GraphReport:
             return f"{self.label}: nothing is recorded: {self.refused}"
         lines = [f"{self.label}: {self.pieces} {'piece' if self.pieces == 1 else 'pieces'}"]
         for cut in self.cuts:
-            lines.append(f"  cut by {cut.reason}: {', '.join(cut.ops)}")
-            lines += [f"    {line.strip()}" for line in (cut.stack_trace or "").strip().splitlines()[-2:]]
+            lines += [f"  cut by {cut.reason}: {', '.join(cut.ops)}", *_stack(cut.stack_trace, "    ")]
         return "\n".join(lines)
+
+
+def _stack(trace: str | None, indent: str) -> list[str]:
+    """The user's line at the end of a stack trace."""
+    return [indent + line.strip() for line in (trace or "").strip().splitlines()[-2:]]
 
 
 def graphs(codes: Iterable[RecordedCode]) -> tuple[GraphReport, ...]:
@@ -142,4 +156,7 @@ def _piece(piece: Piece, nodes: list[Node]) -> PieceReport:
         copied_outputs=0 if newest is None else sum(slot.copied for slot in newest.slots),
         unrecorded=dict(reasons),
         refused=next((function.refused for function in piece.functions.values() if function.refused), None),
+        again={f"{name} at another address" if name in piece.names else name: n for name, n in piece.again.items()},
+        moved=piece.moved,
+        stacks={why: stack for why, stack in piece.stacks.items() if why in reasons},
     )

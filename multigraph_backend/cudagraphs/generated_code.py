@@ -48,12 +48,14 @@ class Parameters:
 @dataclass(frozen=True)
 class PieceCall:
     """inputs: names of the arguments.  of_graph: which inputs of the graph they are.  outputs: per output, the graph's
-    outputs that are it, or a view of it.  memory: per output, the graph's outputs that may share its memory."""
+    outputs that are it, or a view of it.  memory: per output, the graph's outputs that may share its memory.  results:
+    per input, how many results of an operator it is a tuple of; 0 where it is no tuple."""
 
     inputs: tuple[str, ...]
     of_graph: tuple[int | None, ...]
     outputs: tuple[tuple[int, ...], ...]
     memory: tuple[frozenset[int], ...]
+    results: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,16 @@ class GeneratedCode:
 
 @dataclass(frozen=True)
 class _Value:
-    """same: which tensors a name stands for.  memory: those that it may share memory with.
+    """same: which tensors a name stands for.  memory: those that it may share memory with.  results: of how many it is
+    a tuple, 0 for none.
 
-    Both are inputs of a piece's function, inside of it, or outputs of pieces (piece, output), in `call`.
+    The first two are inputs of a piece's function, inside of it, or outputs of pieces (piece, output), in `call`.
     """
 
     graph_input: int | None = None
     same: frozenset[Any] = frozenset()
     memory: frozenset[Any] = frozenset()
+    results: int = 0
 
 
 def _output(number: int, at: int, piece: Parameters, given: Sequence[_Value]) -> _Value:
@@ -214,6 +218,7 @@ def _piece_call(
         tuple(value.graph_input for value in given),
         tuple(tuple(at for at, value in enumerate(results) if place in value.same) for place in places),
         tuple(frozenset(at for at, value in enumerate(results) if place in value.memory) for place in places),
+        tuple(value.results for value in given),
     )
 
 
@@ -226,21 +231,31 @@ def _value_of(expression: ast.expr, values: Mapping[str, _Value], views: bool) -
         if called == "reinterpret_tensor" and views and isinstance(expression.args[0], ast.Name):
             value = values.get(expression.args[0].id, _Value())
             return _Value(None, value.same, value.memory)
-        if called.startswith("empty_strided") or _is_functional(called):
+        if called.startswith("empty_strided"):
             return _Value()
-    return _Value(memory=frozenset().union(*(values[name].memory for name in _names(expression) if name in values)))
+        if (returned := _returned(called)) is not None:
+            functional, results = returned
+            memory = frozenset[Any]() if functional else _memory_of(expression, values)
+            return _Value(memory=memory, results=results if results > 1 else 0)
+    return _Value(memory=_memory_of(expression, values))
+
+
+def _memory_of(expression: ast.expr, values: Mapping[str, _Value]) -> frozenset[Any]:
+    return frozenset().union(*(values[name].memory for name in _names(expression) if name in values))
 
 
 @functools.cache
-def _is_functional(name: str) -> bool:
-    """Whether `name` is an operator (`torch.ops...`) whose results share no memory with its arguments."""
+def _returned(name: str) -> tuple[bool, int] | None:
+    """Of an operator (`torch.ops...`): whether its results share no memory with its arguments, and how many they are."""
     if not name.startswith("torch.ops."):
-        return False
+        return None
     op: Any = torch.ops
     for part in name.split(".")[2:]:
         op = getattr(op, part, None)
     schema = getattr(op, "_schema", None)
-    return schema is not None and all(result.alias_info is None for result in schema.returns)
+    if schema is None:
+        return None
+    return all(result.alias_info is None for result in schema.returns), len(schema.returns)
 
 
 # ---------------------------------------------------------------- forms of statements

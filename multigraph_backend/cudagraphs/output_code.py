@@ -23,6 +23,7 @@ import torch
 from multigraph_backend import _compat, trace
 from multigraph_backend.cudagraphs import partition, runtime
 from multigraph_backend.cudagraphs.cuts import CPU_OP, CutRules
+from multigraph_backend.cudagraphs.opened import Opened
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec
@@ -140,10 +141,10 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         spec = self.spec
         pieces: list[Piece] = []
 
-        def piece(function: Any, number: int | None) -> Piece:
-            made = self._piece(tree, function, number)
+        def piece(function: Any, number: int | None) -> Callable[..., Any]:
+            made, called = self._piece(tree, function, number)
             pieces.append(made)
-            return made
+            return called
 
         if spec.whole:
             self.run = piece(self.inner, None)
@@ -160,29 +161,55 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         self.pieces = tuple(pieces)
         weakref.finalize(self, tree.drop, self.pieces).atexit = False
 
-    def _piece(self, tree: Tree, function: Any, number: int | None) -> Piece:
-        """Inductor's piece `number`, or all of its code (None), as it is called and recorded."""
+    def _piece(self, tree: Tree, function: Any, number: int | None) -> tuple[Piece, Callable[..., Any]]:
+        """Inductor's piece `number`, or all of its code (None), as it is recorded, and as it is called."""
         spec = self.spec
         if number is None:
-            facts: GraphSpec | PartitionSpec = spec
-            of_graph: Sequence[int | None]
             names, of_graph = tuple(entry.name for entry in spec.inputs), tuple(range(len(spec.inputs)))
-        else:
-            facts = part = spec.pieces[number]
-            names, of_graph = part.names, part.inputs
-        tree.device.prepare(len(names) - len(facts.static))
+            piece = self._make(tree, function, spec, names, of_graph, spec.static, spec.mutated, self.label)
+            return piece, piece
+        part, label = spec.pieces[number], f"{self.label}, piece {number}"
+        if not part.results:
+            piece = self._make(tree, function, part, part.names, part.inputs, part.static, part.mutated, label)
+            return piece, piece
+        opened = Opened(part.results)
+        piece = self._make(
+            tree,
+            opened.function(function),
+            part,
+            opened.names(part.names),
+            opened.each(part.inputs),
+            opened.positions(part.static),
+            opened.positions(part.mutated),
+            label,
+        )
+        return piece, opened.caller(piece)
+
+    def _make(
+        self,
+        tree: Tree,
+        function: Any,
+        facts: GraphSpec | PartitionSpec,
+        names: Sequence[str],
+        of_graph: Sequence[int | None],
+        static: Sequence[int],
+        mutated: Sequence[int],
+        label: str,
+    ) -> Piece:
+        spec = self.spec
+        tree.device.prepare(len(names) - len(static))
         return Piece(
             tree,
             function,
             names=names,
             visible=facts.visible,
-            static=facts.static,
-            mutated=facts.mutated,
+            static=static,
+            mutated=mutated,
             traces=[None if index is None else spec.inputs[index].stack_trace for index in of_graph],
             reused=[at for at, index in enumerate(of_graph) if index is None or spec.is_backward],
             constants=[value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)],
             is_backward=spec.is_backward,
-            label=self.label if number is None else f"{self.label}, piece {number}",
+            label=label,
             random=spec.random,
             required=self.wanted.required,
             must_pay=self.wanted.must_pay,

@@ -128,7 +128,8 @@ def _put_together(code: Any, taken: Taken, graph: GraphSpec) -> GraphSpec:
 def _piece_of_call(number: int, made: PieceCall, entry: Any, graph: GraphSpec) -> PartitionSpec:
     seen = [any(graph.visible[index] for index in indices) for indices in made.memory]
     outputs = [indices[0] if indices else None for indices in made.outputs]
-    return _piece(number, made.inputs, made.of_graph, outputs, seen, entry, graph)
+    piece = _piece(number, made.inputs, made.of_graph, outputs, seen, entry, graph)
+    return dataclasses.replace(piece, results=made.results) if any(made.results) else piece
 
 
 def _piece_of_map(number: int, entry: Any, parameters: Parameters, graph: GraphSpec) -> PartitionSpec:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OTHERS_ALIVE = "something else is alive than before"
+
 
 def look(device: Device, function: Function, inputs: Sequence[Any]) -> None:
     """Note where the inputs lie: some may turn out to stay there."""
@@ -60,13 +62,13 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
             continue
         if not isinstance(inputs[index], torch.Tensor):
             if inputs[index] is not None and kind not in (int, float, bool):
-                raise NotRecorded(f"input {piece.names[index]} is a {kind.__name__}", always=True)
+                raise NotRecorded(f"input {piece.names[index]} is a {kind.__name__}", always=True, index=index)
             continue
         address = function.addresses.get(index)
         if address is None:
             function.failures += 1
             reason = f"input {piece.names[index]} is a {kind.__name__} on {inputs[index].device}"
-            raise NotRecorded(reason, always=function.failures >= tree.limits.failures)
+            raise NotRecorded(reason, always=function.failures >= tree.limits.failures, index=index)
         slot = slots.get(inputs[index].untyped_storage()._cdata) if slots else None
         stays = before.get(index) == address or address in tree.lasting
         if slot is not None:
@@ -78,10 +80,12 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
                     raise NotRecorded(FIRST_CALL)
                 raise NotRecorded(
                     f"it changes input {piece.names[index]}, which is no parameter, buffer or output of a recording "
-                    "and came at another address than before"
+                    "and came at another address than before",
+                    index=index,
                 )
             if tried >= limit:
-                raise NotRecorded(f"it changes input {piece.names[index]}, which came at more than {limit} addresses")
+                reason = f"it changes input {piece.names[index]}, which came at more than {limit} addresses"
+                raise NotRecorded(reason, index=index)
             fixed.append(index)
         elif _may_be_fixed(function, index, stays, tried, limit):
             fixed.append(index)
@@ -89,7 +93,8 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
             if index in piece.static and tried >= limit and index not in function.copied:
                 _copy_from_now_on(function, index, limit)
             if overlaps_otherwise(Layout.of(inputs[index])):
-                raise NotRecorded(f"elements of input {piece.names[index]} overlap in memory", always=True)
+                reason = f"elements of input {piece.names[index]} overlap in memory"
+                raise NotRecorded(reason, always=True, index=index)
             copied.append(index)
     if tried >= 4 * limit:
         raise NotRecorded(f"{tried} recordings after the same one, and none fits this call")
@@ -136,8 +141,8 @@ def _dies_here(device: Device, slot: Slot, inputs: Sequence[Any]) -> bool:
     return device.use_count(slot.handle) == slot.base + over
 
 
-def log_again(function: Function, siblings: Sequence[Node], made: InputPlan) -> None:
-    """Say why a function is recorded again: which inputs lie elsewhere than in the last recording."""
+def note_again(function: Function, siblings: Sequence[Node], made: InputPlan) -> None:
+    """Say, and keep for reports, why a function is recorded again: which inputs lie elsewhere than in the last one."""
     piece, last = function.piece, siblings[-1].recording
     assert last is not None
     moved = [
@@ -145,7 +150,8 @@ def log_again(function: Function, siblings: Sequence[Node], made: InputPlan) -> 
         for index, (old, new) in enumerate(zip(last.plan.addresses, made.addresses, strict=True))
         if old is not None and new is not None and old != new
     ]
-    said = ", ".join(text for _, text in moved) or "something else is alive than before"
+    said = ", ".join(text for _, text in moved) or OTHERS_ALIVE
+    piece.again.update([piece.names[index] for index, _ in moved] or [OTHERS_ALIVE])
     log.info("%s is recorded again: %s", piece.label, said)
     for index, _ in moved:
         if piece.traces[index] is not None:

@@ -32,11 +32,14 @@ FIRST_CALL = "first call"
 
 
 class NotRecorded(Exception):
-    """This call cannot be recorded or replayed; its text says why.  `always`: no later call can either."""
+    """This call cannot be recorded or replayed; its text says why.
 
-    def __init__(self, reason: str, always: bool = False) -> None:
+    always: no later call can either.  index: the input that is the reason.
+    """
+
+    def __init__(self, reason: str, always: bool = False, index: int | None = None) -> None:
         super().__init__(reason)
-        self.always = always
+        self.always, self.index = always, index
 
 
 class NotAllRecorded(RuntimeError):

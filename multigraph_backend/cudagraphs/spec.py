@@ -46,6 +46,7 @@ class PartitionSpec:
     visible: per output, whether a user may hold its memory; not so for what stays inside or is saved for a backward
     names: of the inputs
     constants: tensors that the piece's code holds itself, by name
+    results: per input, how many results of one operator it is a tuple of, 0 for none; empty where no input is a tuple
     """
 
     number: int
@@ -56,9 +57,12 @@ class PartitionSpec:
     visible: tuple[bool, ...]
     names: tuple[str, ...]
     constants: tuple[str, ...] = ()
+    results: tuple[int, ...] = ()
 
     def describe(self, whole: GraphSpec) -> str:
-        inputs = _inputs(self.names, self.static, self.mutated)
+        counts = self.results or (0,) * len(self.names)
+        names = [f"{count} of {name}" if count else name for name, count in zip(self.names, counts, strict=True)]
+        inputs = _inputs(names, self.static, self.mutated)
         outputs = []
         for index, seen in zip(self.outputs, self.visible, strict=True):
             if index is None:
@@ -73,6 +77,11 @@ class PartitionSpec:
         found += _positions("static", self.static, len(self.inputs)) + _positions(
             "mutated", self.mutated, len(self.inputs)
         )
+        if self.results:
+            found += _lengths(inputs=self.inputs, results=self.results)
+            for position, (count, index) in enumerate(zip(self.results, self.inputs, strict=False)):
+                if count and index is not None:
+                    found.append(f"input {position} is a tuple of results, and an input of the graph")
         for what, taken, count in (
             ("inputs", self.inputs, len(whole.inputs)),
             ("outputs", self.outputs, whole.outputs),

@@ -226,6 +226,8 @@ class Tree:
                 if isinstance(error, NotRecorded) and error.always:
                     function.refused = reason
                 self._count_unrecorded(function, reason)
+                if (index := getattr(error, "index", None)) is not None and (trace_of := function.piece.traces[index]):
+                    function.piece.stacks[reason] = trace_of
                 if function.piece.required and reason != FIRST_CALL:
                     message = f"{function.piece.label}: cudagraphs='require', but this call runs unrecorded: {reason}"
                     raise NotAllRecorded(message) from error
@@ -315,6 +317,8 @@ class Tree:
             slot.settle(use_count)
             slot.movable = False
             slot.copied = slot.visible
+            assert node.function is not None
+            node.function.piece.moved += 1
             self.counts["clones"] += 1
             trace.count("moved_outputs")
         self.path.clear()
@@ -369,7 +373,7 @@ class Tree:
             raise
         function.piece.warms_up = function.piece.each_warms_up
         if again:
-            planning.log_again(function, parent.children[function], plan)
+            planning.note_again(function, parent.children[function], plan)
             self.counts["recorded again"] += 1
         for slot in made.slots:
             slot.copied = self.shared and slot.visible

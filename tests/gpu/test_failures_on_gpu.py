@@ -145,5 +145,6 @@ def test_to_ask_for_the_memory_of_a_pool_does_not_harm_its_id() -> None:
     held = [sys.getrefcount(number) for number in pool.id]
     for _ in range(3):
         [(address, nbytes)] = pool.segments()
-        assert address == block.data_ptr() and nbytes >= block.nbytes
+        assert address == block.data_ptr()
+        assert nbytes >= block.nbytes
     assert [sys.getrefcount(number) for number in pool.id] == held

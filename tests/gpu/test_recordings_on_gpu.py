@@ -187,6 +187,27 @@ def test_a_custom_op_that_reads_a_global_is_not_recorded_unless_declared_safe() 
     assert seen.recordings >= 1
 
 
+def test_an_operator_with_two_results_costs_one_cut() -> None:
+    @torch.library.custom_op("multigraph_test::both", mutates_args=())
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sin(), x.cos()
+
+    both.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a, b = both(x @ w)
+        return a @ w + b
+
+    run, seen = compiled(function), Recorded()
+    w = torch.randn(64, 64, device=CUDA)
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(8, 64, device=CUDA)
+            close(run(x, w), function(x, w))
+    assert seen.recordings == 2
+    assert unrecorded() == {}
+
+
 def test_require_names_each_op_that_cannot_be_recorded() -> None:
     def fetches(x: torch.Tensor) -> torch.Tensor:
         return x * (x.mean().cpu() + 1).to(CUDA)

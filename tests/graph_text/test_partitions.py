@@ -3,6 +3,7 @@ here, where pieces are forced upon it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -415,7 +416,10 @@ def test_pieces_around_an_operator_with_two_results() -> None:
     run = compiled(f, specs)
     x, w = torch.randn(8, 8), torch.randn(8, 8)
     torch.testing.assert_close(run(x, w), f(x, w))
-    assert len(specs[0].pieces) == 2
+    (spec,) = specs
+    assert [piece.results for piece in spec.pieces] == [(), (2, 0)]
+    assert spec.pieces[1].describe(spec) == "piece 1: (2 of buf1, arg1_1) -> (1, 0)"
+    assert GraphSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
 # ---------------------------------------------------------------- what speaks against recording a graph at all

@@ -76,6 +76,8 @@ def test_a_graph_that_contradicts_itself_is_not_accepted(changes: dict[str, Any]
         ({"inputs": (2, None, 0), "static": ()}, "piece 0: inputs: 2 is not below 2"),
         ({"outputs": (1, 2)}, "piece 0: outputs: 2 is not below 2"),
         ({"mutated": (3,)}, "piece 0: mutated: 3 is not below 3"),
+        ({"results": (2,)}, "piece 0: lengths differ: 3 inputs, 1 results"),
+        ({"results": (2, 0, 0)}, "piece 0: input 0 is a tuple of results, and an input of the graph"),
         ({"outputs": (0, None)}, "piece 0: output 0 of the graph is visible and not as output of the piece"),
     ],
 )

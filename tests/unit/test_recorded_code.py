@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import multigraph_backend
 from multigraph_backend import trace
@@ -17,6 +18,7 @@ from multigraph_backend.cudagraphs import account, output_code, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, PartitionSpec, Placeholder
+from tests.simulated.pieces import Bench, boxed
 
 PIECE = PartitionSpec(0, (0,), (0,), (), (), (True,), ("x",))
 SPEC = GraphSpec(
@@ -80,8 +82,6 @@ def test_a_device_that_cannot_be_set_up_costs_the_recordings_alone(monkeypatch: 
 
 
 def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.simulated.pieces import Bench
-
     bench = Bench()
     monkeypatch.setattr(runtime, "unavailable", lambda: None)
     monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
@@ -91,6 +91,48 @@ def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatc
     assert codes == [made]
     assert (piece.names, piece.traces, piece.must_pay, piece.most) == (("x",), ("the user's line",), True, 5)
     assert made.run is piece
+
+
+class Parted:
+    """Two pieces around an operator with two results, as Inductor's code calls them."""
+
+    constants: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        self.partitions = [boxed(lambda x: (x * 2,)), boxed(lambda both, x: (both[0] - both[1] * x,))]
+
+    def recursively_apply_fns(self, wrappers: list[Any]) -> None:
+        self.partitions = [wrap(piece) for wrap, piece in zip(wrappers, self.partitions, strict=True)]
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        (x,) = inputs
+        inputs.clear()
+        (doubled,) = self.partitions[0]([x])
+        given = [(doubled.sin(), doubled.cos()), x]
+        result = self.partitions[1](given)
+        assert given == []  # as from Inductor's own function
+        return result
+
+
+def test_results_that_come_as_one_tuple_are_inputs_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
+    first = dataclasses.replace(PIECE, outputs=(None,), visible=(False,))
+    second = PartitionSpec(1, (None, 0), (0,), (1,), (), (True,), ("buf1", "x"), results=(2, 0))
+    cut = Cut("a Python custom operator", ("my::two",))
+    spec = dataclasses.replace(SPEC, static=(0,), pieces=(first, second), whole=False, cuts=(cut,))
+    spec.verify()
+    made = RecordedCode(Parted(), spec, "parted", WANTED, inference=True)
+    _, piece = made.pieces
+    assert (piece.names, piece.static, piece.reused) == (("buf1[0]", "buf1[1]", "x"), {2}, {0, 1})
+    x = torch.empty(8)
+    for _ in range(5):
+        x.normal_()
+        torch.testing.assert_close(made([x]), ((2 * x).sin() - (2 * x).cos() * x,))
+    assert bench.recorded() == 2
+    assert bench.replays() == 2 * 4
+    assert bench.unrecorded(*made.pieces) == {}
 
 
 def test_the_account_has_cuts_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
