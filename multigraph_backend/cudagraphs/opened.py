@@ -1,5 +1,5 @@
-"""Tuples among a piece's inputs, opened: an operator with several results that runs between two pieces hands all of them
-to the next one as one value, and a recording knows tensors and numbers only.
+"""Tuples among a piece's inputs, opened: an operator with several results that runs between two pieces hands all of
+them to the next one as one value, and a recording knows tensors and numbers only.
 
 In:  per input of Inductor's function, of how many results it is a tuple.
 Out: positions, names and values of the inputs as they are when each result is an input of its own.

@@ -74,8 +74,8 @@ class Piece:
         self.static, self.mutated, self.reused = frozenset(static), frozenset(mutated), frozenset(reused)
         self.visible, self.constants, self.is_backward = tuple(visible), tuple(constants), is_backward
         self.functions: dict[tuple[Any, ...], Function] = {}
-        #: for reports: how often an input at another address was why it was recorded again; outputs moved out; where the
-        #: user's code first uses the input that a reason for an unrecorded call names
+        #: for reports: how often an input at another address was why it was recorded again; outputs moved out; where
+        #: the user's code first uses the input that a reason for an unrecorded call names
         self.again: Counter[str] = Counter()
         self.moved = 0
         self.stacks: dict[str, str] = {}

@@ -112,6 +112,12 @@ def test_capture_sizes(tmp_path: Path) -> None:
     assert [list(row["each_size_ms"]) for row in rows] == [["4", "3", "2"]] * 2
 
 
+def test_staging(tmp_path: Path) -> None:
+    rows = run("staging", tmp_path)
+    assert [(row["inputs"], row["kib"], row["kernel"]) for row in rows] == [(2, 16, "no"), (4, 16, "no")]
+    assert positive(rows, "ours_host", "stock_host", "host_ratio")
+
+
 def test_models(tmp_path: Path) -> None:
     rows = run("models", tmp_path)
     assert [(row["model"], row["mode"]) for row in rows] == [("decoder", "inference"), ("decoder", "checkpointed")]

@@ -58,7 +58,9 @@ def test_the_account_names_inputs_and_the_users_lines() -> None:
 
     bench = Bench()
     first = bench.piece(weighted, 2, 1, static=[1])
-    second = bench.piece(appended, 1, 1, mutated=[0], traces=('File "model.py", line 7, in forward\n    cache.add_(1)',))
+    second = bench.piece(
+        appended, 1, 1, mutated=[0], traces=('File "model.py", line 7, in forward\n    cache.add_(1)',)
+    )
     for w in (torch.eye(8), torch.eye(8) * 2, torch.eye(8) * 3):
         for _ in range(2):
             call_right(first, weighted, torch.randn(3, 8), w)
@@ -66,7 +68,9 @@ def test_the_account_names_inputs_and_the_users_lines() -> None:
         call_right(second, appended, values())
     report = account.of(bench.tree)
     assert json.loads(json.dumps(asdict(report)))["pieces"][1]["again"] == {"x1 at another address": 2}
-    assert_expected_inline(str(report), """\
+    assert_expected_inline(
+        str(report),
+        """\
 recordings on device 0: 3 in 0.0 MiB; 2 recorded again
   appended: 0 recorded, 0 replays
     2 calls unrecorded: it changes input x0, which is no parameter, buffer or output of a recording and came at another address than before
@@ -76,4 +80,5 @@ recordings on device 0: 3 in 0.0 MiB; 2 recorded again
     recorded again 2 times, for x1 at another address
   weighted: 2 replays
   weighted: 2 replays
-  weighted: 1 replays""")
+  weighted: 1 replays""",
+    )
