@@ -246,7 +246,7 @@ def _memory_of(expression: ast.expr, values: Mapping[str, _Value]) -> frozenset[
 
 @functools.cache
 def _returned(name: str) -> tuple[bool, int] | None:
-    """Of an operator (`torch.ops...`): whether its results share no memory with its arguments, and how many they are."""
+    """Of an operator (`torch.ops...`): whether its results share no memory with its arguments, and their number."""
     if not name.startswith("torch.ops."):
         return None
     op: Any = torch.ops
