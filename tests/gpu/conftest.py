@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device; without one nothing here is collected, so that no run is full of skips.
+"""Tests that need a CUDA device, some of them two; without them they are not collected, so that no run is full of skips.
 
 Recordings are made under poison: what nobody may read of their memory holds NaN.
 """
@@ -15,6 +15,8 @@ os.environ.setdefault("MULTIGRAPH_DEBUG", "poison")
 
 if not torch.cuda.is_available():
     collect_ignore_glob = ["*"]
+elif torch.cuda.device_count() < 2:
+    collect_ignore = ["test_two_devices_on_gpu.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
