@@ -1,4 +1,5 @@
-"""Tests that need a CUDA device, some of them two; without them they are not collected, so that no run is full of skips.
+"""Tests that need a CUDA device, some of them two; where these are not there they are not collected, so that no run is
+full of skips.
 
 Recordings are made under poison: what nobody may read of their memory holds NaN.
 """
