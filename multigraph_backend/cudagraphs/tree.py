@@ -408,7 +408,7 @@ class Tree:
             self._unlink(min(leaves, key=lambda node: node.used))
             self.counts["evicted"] += 1
             trace.count("evicted_recordings")
-        self._leave_pools()
+        self._leave_pools()  # the path stays: what is recorded next is recorded behind its last node
 
     def give_up(self, node: Node, why: str) -> None:
         """Record no more what `node` recorded, which is still on the path."""
@@ -451,6 +451,7 @@ class Tree:
         for node in list(self.root.below()):
             if node.function is not None and node.function.piece in gone and self._linked(node):
                 self._unlink(node)
+        self._shorten()
         self._leave_pools()
 
     def _linked(self, node: Node) -> bool:
@@ -470,12 +471,16 @@ class Tree:
                     self._unlink(node)
             self.lasting.clear()
             self.shared, self.thread, self._caller = False, None, None
+            self._shorten()
             self._leave_pools()
 
-    def _leave_pools(self) -> None:
-        """Give back the memory of pools in which nothing is recorded and nothing is alive."""
+    def _shorten(self) -> None:
+        """Take off the path what is dead at its end."""
         while self.path and not self.path[-1].alive():
             self.path.pop()
+
+    def _leave_pools(self) -> None:
+        """Give back the memory of pools in which nothing is recorded and nothing is on the path."""
         if not self.size and self._pool_used:
             self.device.new_pool()
             self._pool_used = False

@@ -187,6 +187,37 @@ def test_recordings_are_forgotten_on_another_stream_after_the_last_work_on_them(
     assert bench.device.calls("wait_for") == [(5, 0)]
 
 
+def test_an_output_that_dies_just_before_what_follows_is_recorded_must_be_dead_whenever_that_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def several(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (((x * 3 + 1) * 5 - 2) * 7,)
+
+    bench = Bench()
+    first, second = bench.piece(double, 1, 1), bench.piece(several, 1, 1)
+    for _ in range(2):
+        held: list[torch.Tensor] = list(call_right(first, double, values()))
+    held.clear()
+    call_right(second, several, values())
+    held[:] = call_right(first, double, values())
+    wait_for = bench.device.wait_for
+
+    def drops(stream: int) -> None:  # as another thread may meanwhile
+        held.clear()
+        wait_for(stream)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.device, "wait_for", drops)
+        bench.device.set_stream(5)
+        call_right(second, several, values())
+    assert bench.recorded() == 2
+    for _ in range(3):
+        x = values()
+        (output,) = call_right(first, double, x)
+        call_right(second, several, values())
+        assert_equal((output,), double(x))
+
+
 # ---------------------------------------------------------------- recordings that were given up
 
 
