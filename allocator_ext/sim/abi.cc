@@ -4,9 +4,16 @@
 
 #include "abi.h"
 #include "core/device.h"
+#include "cuda/libcuda.h"
 #include "sim/oracle.h"
 
 using mg::sim::Simulator;
+
+// torch's side of the library is here as it is delivered, but for the driver.
+const mg::Driver* mg::cuda::driver(std::string& reason) {
+  reason.clear();
+  return &Simulator::table();
+}
 
 MG_EXPORT Simulator* sim_new(size_t capacity) noexcept { return new Simulator(capacity); }
 MG_EXPORT void sim_delete(Simulator* sim) noexcept { delete sim; }

@@ -1,76 +1,47 @@
 // What torch calls when this is the process's allocator, one function for each setter of its pluggable allocator.
 //
 // In: torch's types without its headers: a pair of two integers comes in two registers and a filter by reference, as
-// libstdc++ passes them. Out: calls on the allocator of the device, which is made when it is first named.
+// libstdc++ passes them. Out: calls on the allocator of the device.
 // torch does not look at a null address, so the one that allocates has to throw; it is the only function that does, and
-// it is C++ to C++: `std::bad_alloc` with the account as its text, which torch turns into a RuntimeError.
+// it is C++ to C++ (torch_error.h). What is not out-of-memory is a std::runtime_error, torch's RuntimeError.
 
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <memory>
-#include <mutex>
 #include <new>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "abi.h"
-#include "core/device.h"
 #include "cuda/libcuda.h"
+#include "torch/devices.h"
+#include "torch/torch_error.h"
+
+using mg::torch_side::device_of;
+using mg::torch_side::made_device;
+using mg::torch_side::on_any_device;
 
 namespace {
 
-constexpr int most_devices = 64;
-
-class OutOfMemory : public std::bad_alloc {
- public:
-  explicit OutOfMemory(std::string text) : text_(std::move(text)) {}
-  const char* what() const noexcept override { return text_.c_str(); }
-
- private:
-  std::string text_;
-};
-
-std::mutex making;
-// Never taken down: torch frees tensors until the very end of the process.
-std::atomic<mg::Device*> devices[most_devices];
-
-mg::Device* device_of(int index, std::string& reason) {
-  if (index < 0 || index >= most_devices) {
-    reason = "there is no device " + std::to_string(index);
-    return nullptr;
-  }
-  if (mg::Device* made = devices[index].load(std::memory_order_acquire)) return made;
-  std::lock_guard lock(making);
-  if (mg::Device* made = devices[index].load(std::memory_order_acquire)) return made;
-  const mg::Driver* driver = mg::cuda::driver(reason);
-  if (driver == nullptr) return nullptr;
-  int ordinal = 0;
-  mg::Context context = nullptr;
-  if (driver->device_get(&ordinal, index) != mg::result::success ||
-      driver->primary_context(&context, ordinal) != mg::result::success) {
-    reason = "the driver has no context for device " + std::to_string(index);
-    return nullptr;
-  }
-  auto* made = new mg::Device(*driver, index, mg::Config{}, context);
-  devices[index].store(made, std::memory_order_release);
-  return made;
-}
-
-mg::Device* made_device(int index) noexcept {
-  return index >= 0 && index < most_devices ? devices[index].load(std::memory_order_acquire) : nullptr;
-}
-
-// The device whose memory `address` is in: some of torch's calls do not say.
-template <class Try>
-void on_any_device(Try attempt) noexcept {
-  for (auto& slot : devices) {
-    mg::Device* device = slot.load(std::memory_order_acquire);
-    if (device != nullptr && attempt(device)) return;
-  }
-}
-
 mg::Address number(void* address) { return reinterpret_cast<mg::Address>(address); }
+
+// As torch begins such a text, which programs look for: "CUDA out of memory. Tried to allocate".
+std::string out_of_memory_text(const std::string& account) {
+  const std::string begins = "out of memory: t";
+  if (account.compare(0, begins.size(), begins) != 0) return "CUDA out of memory. " + account;
+  return "CUDA out of memory. T" + account.substr(begins.size());
+}
+
+template <class Body>
+int with_status(Body body) noexcept {
+  try {
+    return mg::told(body());
+  } catch (...) {
+    return static_cast<int>(mg::Status::no_host_memory);
+  }
+}
 
 }  // namespace
 
@@ -81,13 +52,34 @@ using torch_filter = std::function<bool(mg::Stream)>;
 
 // Whether the driver is there with all that is needed; if not, the reason is in mg_message().
 MG_EXPORT int mg_torch_ready() noexcept {
-  try {
+  return with_status([] {
     std::string reason;
-    if (mg::cuda::driver(reason) != nullptr) return 0;
-    return mg::told({mg::Status::driver_failed, reason});
-  } catch (...) {
-    return static_cast<int>(mg::Status::no_host_memory);
-  }
+    if (mg::cuda::driver(reason) != nullptr) return mg::Outcome{};
+    return mg::Outcome{mg::Status::driver_failed, reason};
+  });
+}
+
+// From now on out-of-memory is torch's own error. To be called with a version of torch that is known (torch_error.h);
+// not 0: it stays a RuntimeError, and mg_message() says why.
+MG_EXPORT int mg_torch_errors() noexcept {
+  return with_status([] {
+    std::string lacking = mg::torch_errors();
+    return lacking.empty() ? mg::Outcome{} : mg::Outcome{mg::Status::invalid, lacking};
+  });
+}
+
+// What the allocators of devices are like that torch has not named yet: the rule of reuse (core/types.h), how many
+// entries of history are kept, above which part of the limit old cached segments go (0: never).
+MG_EXPORT int mg_torch_configure(int reuse, size_t history_entries, double garbage_threshold) noexcept {
+  return with_status([&] {
+    if (reuse < 0 || reuse > 3) return mg::Outcome{mg::Status::invalid, "a rule of reuse is 0, 1, 2 or 3"};
+    mg::Config config;
+    config.reuse = static_cast<mg::Reuse>(reuse);
+    config.history_entries = history_entries;
+    config.garbage_threshold = garbage_threshold;
+    mg::torch_side::configure(config);
+    return mg::Outcome{};
+  });
 }
 
 // The allocator of a device, for the functions of abi.h; null before torch has allocated there.
@@ -96,10 +88,13 @@ MG_EXPORT mg_device* mg_torch_device(int index) noexcept { return made_device(in
 extern "C" MG_TORCH_EXPORT void* mg_torch_alloc(size_t bytes, int index, mg::Stream stream) {
   std::string reason;
   mg::Device* device = device_of(index, reason);
-  if (device == nullptr) throw OutOfMemory("multigraph's allocator cannot serve this: " + reason);
+  if (device == nullptr) {
+    throw std::runtime_error(mg::torch_side::forked() ? reason : "multigraph's allocator cannot serve this: " + reason);
+  }
   mg::Address address = 0;
   mg::Outcome outcome = device->allocate(bytes, stream, address);
-  if (outcome.status != mg::Status::ok) throw OutOfMemory("CUDA out of memory (multigraph): " + outcome.message);
+  if (outcome.status == mg::Status::out_of_memory) mg::throw_out_of_memory(out_of_memory_text(outcome.message));
+  if (outcome.status != mg::Status::ok) throw std::runtime_error("multigraph's allocator: " + outcome.message);
   return reinterpret_cast<void*>(address);
 }
 
@@ -118,15 +113,17 @@ MG_EXPORT void mg_torch_reset() noexcept {
 }
 
 MG_EXPORT void mg_torch_memory_fraction(double fraction, int index) noexcept {
-  try {
+  with_status([&] {
     std::string reason;
-    if (mg::Device* device = device_of(index, reason)) mg_fraction(device, fraction);
-  } catch (...) {
-  }
+    mg::Device* device = device_of(index, reason);
+    return device == nullptr ? mg::Outcome{mg::Status::driver_failed, reason} : device->set_fraction(fraction);
+  });
 }
 
 MG_EXPORT void* mg_torch_base_alloc(void* address, size_t* bytes) noexcept {
   uint64_t start = 0;
+  size_t unasked = 0;  // torch may ask without a place for the size
+  if (bytes == nullptr) bytes = &unasked;
   on_any_device([&](mg::Device* device) { return mg_base(device, number(address), &start, bytes) == 0; });
   return reinterpret_cast<void*>(start);
 }
@@ -136,11 +133,13 @@ MG_EXPORT void mg_torch_record_stream(void* address, mg::Stream stream) noexcept
 }
 
 MG_EXPORT void mg_torch_begin_pool(int index, torch_pool pool, torch_filter filter) noexcept {
-  try {
+  with_status([&] {
     std::string reason;
-    if (mg::Device* device = device_of(index, reason)) device->begin_pool({pool.first, pool.second}, std::move(filter));
-  } catch (...) {
-  }
+    mg::Device* device = device_of(index, reason);
+    if (device == nullptr) return mg::Outcome{mg::Status::driver_failed, reason};
+    device->begin_pool({pool.first, pool.second}, std::move(filter));
+    return mg::Outcome{};
+  });
 }
 
 MG_EXPORT void mg_torch_end_pool(int index, torch_pool pool) noexcept {
@@ -149,4 +148,28 @@ MG_EXPORT void mg_torch_end_pool(int index, torch_pool pool) noexcept {
 
 MG_EXPORT void mg_torch_release_pool(int index, torch_pool pool) noexcept {
   if (mg::Device* device = made_device(index)) mg_release_pool(device, pool.first, pool.second);
+}
+
+// A pool for what the calling thread allocates on a device from now on, until mg_end_pool; torch's own MemPool asks for
+// an allocator that can make pools by itself, which a pluggable one cannot.
+MG_EXPORT int mg_torch_begin_pool_on_thread(int index, uint64_t first, uint64_t second) noexcept {
+  return with_status([&] {
+    std::string reason;
+    mg::Device* device = device_of(index, reason);
+    if (device == nullptr) return mg::Outcome{mg::Status::driver_failed, reason};
+    auto thread = std::this_thread::get_id();
+    device->begin_pool({first, second}, [thread](mg::Stream) { return std::this_thread::get_id() == thread; });
+    return mg::Outcome{};
+  });
+}
+
+// As for torch: the allocator of a device, made where it was not there yet; null: mg_message() says why.
+MG_EXPORT mg_device* mg_torch_make_device(int index) noexcept {
+  mg::Device* device = nullptr;
+  with_status([&] {
+    std::string reason;
+    device = device_of(index, reason);
+    return device == nullptr ? mg::Outcome{mg::Status::driver_failed, reason} : mg::Outcome{};
+  });
+  return device;
 }

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.allocator.extension import Allocator, build
+
+
+if torch.version.cuda is None:
+    collect_ignore = ["test_through_torch.py"]
 
 
 @pytest.fixture(scope="session")

@@ -217,7 +217,7 @@ class Allocator:
 def declared_exports() -> frozenset[str]:
     """The functions that the headers and hooks mark for export."""
     names = set()
-    for path in (SOURCE / "abi.h", SOURCE / "torch" / "hooks.cc"):
+    for path in (SOURCE / "abi.h", *(SOURCE / "torch").glob("*.cc")):
         for line in path.read_text().splitlines():
             if line.startswith(("MG_EXPORT", 'extern "C" MG_TORCH_EXPORT')):
                 names.add(line.split("(")[0].split()[-1].lstrip("*"))

@@ -1,0 +1,69 @@
+#include "torch/devices.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "cuda/libcuda.h"
+
+namespace mg::torch_side {
+
+namespace {
+
+std::mutex making;
+Config wanted;  // under `making`
+std::atomic<Device*> devices[most_devices];
+std::atomic<bool> is_child{false};
+
+// Only a flag: the child may have been forked while another thread held any of the locks.
+[[maybe_unused]] const int watching_forks =
+    pthread_atfork(nullptr, nullptr, [] { is_child.store(true, std::memory_order_relaxed); });
+
+}  // namespace
+
+bool forked() noexcept { return is_child.load(std::memory_order_relaxed); }
+
+const Driver* driver_for(int index, Context& context, std::string& reason) {
+  if (forked()) {
+    reason = forked_text;
+    return nullptr;
+  }
+  if (index < 0 || index >= most_devices) {
+    reason = "there is no device " + std::to_string(index);
+    return nullptr;
+  }
+  const Driver* driver = cuda::driver(reason);
+  if (driver == nullptr) return nullptr;
+  int ordinal = 0;
+  if (driver->device_get(&ordinal, index) != result::success ||
+      driver->primary_context(&context, ordinal) != result::success) {
+    reason = "the driver has no context for device " + std::to_string(index);
+    return nullptr;
+  }
+  return driver;
+}
+
+Device* made_device(int index) noexcept {
+  if (forked() || index < 0 || index >= most_devices) return nullptr;
+  return devices[index].load(std::memory_order_acquire);
+}
+
+Device* device_of(int index, std::string& reason) {
+  if (Device* made = made_device(index)) return made;
+  Context context = nullptr;
+  const Driver* driver = driver_for(index, context, reason);
+  if (driver == nullptr) return nullptr;
+  std::lock_guard lock(making);
+  if (Device* made = made_device(index)) return made;
+  auto* made = new Device(*driver, index, wanted, context);
+  devices[index].store(made, std::memory_order_release);
+  return made;
+}
+
+void configure(const Config& config) {
+  std::lock_guard lock(making);
+  wanted = config;
+}
+
+}  // namespace mg::torch_side

@@ -1,0 +1,39 @@
+// The allocators of this process, one for each device that torch names, and the driver that they stand on.
+//
+// Invariant: an allocator is never taken down, for torch frees tensors until the very end of the process. In a child of a
+// fork there is none: the driver does not survive a fork.
+#pragma once
+
+#include <string>
+
+#include "core/device.h"
+
+namespace mg::torch_side {
+
+constexpr int most_devices = 64;
+
+// The driver's table and the context of a device; null table: `reason` says why.
+const Driver* driver_for(int index, Context& context, std::string& reason);
+
+// The allocator of a device, made when first asked for; null: `reason` says why.
+Device* device_of(int index, std::string& reason);
+Device* made_device(int index) noexcept;
+
+// What allocators that are made from now on are like.
+void configure(const Config& config);
+
+// This process is the child of a fork that happened after the library was loaded.
+bool forked() noexcept;
+constexpr const char* forked_text =
+    "CUDA memory cannot be used in a forked process (multigraph's allocator): use multiprocessing's start method 'spawn'";
+
+// Calls `attempt` with each allocator until it answers true: some of torch's calls do not say which device they mean.
+template <class Try>
+void on_any_device(Try attempt) noexcept {
+  for (int index = 0; index < most_devices; index++) {
+    Device* device = made_device(index);
+    if (device != nullptr && attempt(device)) return;
+  }
+}
+
+}  // namespace mg::torch_side
