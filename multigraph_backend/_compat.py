@@ -196,6 +196,10 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("release_pool", "torch._C", "_cuda_releasePool", feature="cudagraphs on CUDA"),
         _S("memory_snapshot", "torch._C", "_cuda_memorySnapshot", feature="cudagraphs on CUDA"),
         _S("clear_cublas_workspaces", "torch._C", "_cuda_clearCublasWorkspaces", feature="cudagraphs on CUDA"),
+        # the allocator extension
+        _S("set_allocator_settings", "torch._C", "_accelerator_setAllocatorSettings", feature="allocator"),
+        _S("memory_snapshot", "torch.cuda.memory", "_snapshot", feature="allocator", shape=("device",)),
+        _S("custom_allocator", "torch._C", "_cuda_customAllocator", feature="allocator on CUDA"),
         # torch's own instruments
         _S("counters", "torch._dynamo.utils", "counters", feature="instruments"),
         _S("dynamo_timed", "torch._dynamo.utils", "dynamo_timed", feature="instruments",

@@ -22,9 +22,12 @@ _limits = Limits()
 def unavailable() -> str | None:
     """Why nothing can be recorded with this torch, said once in the log too; None if it can."""
     lacking = _compat.missing("cudagraphs") + _compat.missing("cudagraphs on CUDA")
-    if not lacking:
+    if lacking:
+        reason = f"this torch differs: {lacking[0]}"
+    elif torch.cuda.get_allocator_backend() == "pluggable":
+        reason = "the process's allocator is a pluggable one, whose pools torch cannot save and restore"
+    else:
         return None
-    reason = f"this torch differs: {lacking[0]}"
     trace.warn_once("recordings", "nothing is recorded in CUDA graphs: %s", reason)
     return reason
 

@@ -7,6 +7,7 @@ order in which a compile would meet them.
     findings.py       Finding, Diagnosis
     installation.py   versions, the backend's name, private symbols of torch
     machine.py        the C++ compiler, GPUs
+    allocator.py      the allocator extension
     settings.py       caches, variables of the environment
     self_test.py      a small compile, in a process of its own
 
@@ -20,6 +21,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 
+from multigraph_backend.doctor.allocator import allocator, allocator_facts
 from multigraph_backend.doctor.findings import Diagnosis, Finding, Level, one_line
 from multigraph_backend.doctor.installation import (
     INSTALL_TORCH,
@@ -62,6 +64,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, self_test: bool = True
         lambda: cpp_compiler(_compat.inductor_config.cpp.cxx, release(version), environ, has_gpu=has_gpu),
     )
     findings += [*compiler, *gpus]
+    findings += _contained("allocator", lambda: allocator(allocator_facts(environ)))
     findings += _contained("caches", lambda: caches(environ, cache_switches(), user_name()))
     findings += _contained("environment", lambda: environment(environ, torch.compiler.list_backends(())))
     if not self_test:

@@ -108,6 +108,8 @@ LOST: dict[str, tuple[Level, str]] = {
     "names": ("warning", "sizes have no names, so options that name them do not apply"),
     "cudagraphs": ("warning", "nothing is recorded in CUDA graphs"),
     "cudagraphs on CUDA": ("warning", "nothing is recorded in CUDA graphs"),
+    "allocator": ("warning", "the allocator extension does not switch on torch's own reuse in captures"),
+    "allocator on CUDA": ("warning", "pools draw no memory from the allocator extension"),
     "stances": ("warning", "late compiles do not heed torch.compiler.set_stance"),
     "modes": ("warning", "the option 'mode' cannot be used"),
     "marks": ("warning", "multigraph_backend.mark cannot be used"),

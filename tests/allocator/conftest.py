@@ -11,7 +11,6 @@ import torch
 
 from tests.allocator.extension import Allocator, build
 
-
 if torch.version.cuda is None:
     collect_ignore = ["test_through_torch.py"]
 

@@ -1,0 +1,191 @@
+"""The extension as the allocator of the whole process: put in before CUDA starts, or not at all.
+
+In: the library, and a torch whose CUDA has not started.  Out: torch's pluggable allocator with every function that the
+library has for it, made the current one.  It cannot be taken out again: torch allows no second change.
+Invariant: what fails leaves torch's own allocator in its place, and its reason in `status()`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from multigraph_backend import trace
+from multigraph_backend.allocator import library
+from multigraph_backend.allocator.library import Library, Refused
+from multigraph_backend.predicates import did_you_mean
+
+Rule = Literal["strict", "own_stream", "graph_wide", "any_stream"]
+REUSE_RULES: tuple[Rule, ...] = get_args(Rule)
+
+SUGGESTION = "PYTORCH_CUDA_ALLOC_CONF=graph_capture_record_stream_reuse:True lets torch's own reuse memory in captures"
+NOT_ASKED = "nobody asked for it: call multigraph_backend.allocator.install() or set MULTIGRAPH_ALLOCATOR=1"
+
+# torch releases in which the way to a torch.OutOfMemoryError was seen to be the same: from the first, before the second
+_KNOWN_ERRORS = ((2, 11), (2, 16))
+
+# what torch calls of its current allocator and a pluggable one refuses
+LOST = (
+    "torch.cuda.memory_stats, memory_allocated, memory_snapshot (use those of multigraph_backend.allocator)",
+    "torch.cuda.MemPool (use multigraph_backend.allocator.pool)",
+    'mode="reduce-overhead" and multigraph\'s recordings; torch.cuda.graph works',
+    "torch.backends.cudnn.benchmark",
+    "sharing CUDA tensors between processes (IPC)",
+)
+
+_SETTERS = {
+    "set_init_fn": "mg_torch_init",
+    "set_reset_fn": "mg_torch_reset",
+    "set_memory_fraction_fn": "mg_torch_memory_fraction",
+    "set_base_alloc_fn": "mg_torch_base_alloc",
+    "set_record_stream_fn": "mg_torch_record_stream",
+    "set_begin_allocate_to_pool": "mg_torch_begin_pool",
+    "set_end_allocate_to_pool_fn": "mg_torch_end_pool",
+    "set_release_pool": "mg_torch_release_pool",
+}
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether the extension serves this process; true where it is installed.
+
+    installed: it is the process's allocator.  usable: its library is there and can be used, so `pool()` draws on it.
+    reason: why it is not installed.  reuse: the rule of reuse in captures.  out_of_memory: the type of error that is
+    raised.  lost: what torch cannot do while it is installed.
+    """
+
+    installed: bool
+    usable: bool
+    reason: str | None = None
+    library: Path | None = None
+    abi: int | None = None
+    reuse: Rule | None = None
+    out_of_memory: str = "torch.OutOfMemoryError"
+    lost: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.installed
+
+    def __str__(self) -> str:
+        if self.installed:
+            said = f"installed: reuse in captures is {self.reuse!r}, out of memory is a {self.out_of_memory}"
+            return f"{said}; torch cannot do meanwhile: {'; '.join(self.lost)}"
+        return f"not installed: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What must live as long as the process."""
+
+    library: Library
+    allocator: Any
+    reuse: Rule
+    out_of_memory: str
+
+
+_lock = threading.Lock()
+_installed: Installed | None = None
+_failure: str | None = None
+
+
+def installed() -> Installed | None:
+    """The installed extension, if it is."""
+    return _installed
+
+
+def status() -> Status:
+    """What is installed, and why not where nothing is.  Raises nothing, and starts nothing of CUDA."""
+    found = library.load()
+    if _installed is not None:
+        return Status(
+            True, True, None, found.path, found.abi, _installed.reuse, _installed.out_of_memory, lost=LOST
+        )  # fmt: skip
+    reason = found.reason or unusable(found.library)
+    return Status(False, reason is None, _failure or reason or NOT_ASKED, found.path, found.abi)
+
+
+def unusable(loaded: Library | None) -> str | None:
+    """Why not even a pool can draw on the library, or None."""
+    if torch.version.cuda is None:
+        return f"torch {torch.version.__version__} is built without CUDA"
+    try:
+        if loaded is not None:
+            loaded.call("mg_torch_ready")
+    except Refused as error:
+        return str(error)
+    return "there is no GPU that torch may use" if _gpus() == 0 else None
+
+
+def _gpus() -> int:
+    return torch.cuda.device_count()  # of the management library: CUDA does not start
+
+
+def install(*, reuse: Rule = "own_stream", history: int = 0, garbage_threshold: float = 0.0) -> Status:
+    """Make the extension the allocator of this process, before CUDA starts in it.
+
+    reuse: which blocks a capture gives back before it ends: "strict" none that another stream used, "own_stream" those
+    whose uses are proven over, to their own stream; "graph_wide" the same, asked of all capturing streams;
+    "any_stream" also to other streams.  history: how many events `memory_snapshot` shows, at most.
+    garbage_threshold: part of the memory limit above which cached segments are given back, 0 to 1; 0 never.
+
+    Where it cannot be done, one line is logged, torch's own allocator goes on, and the result is false with the reason.
+    A second call changes nothing.  Raises ValueError for a wrong argument.
+    """
+    global _installed, _failure
+    if reuse not in REUSE_RULES:
+        raise ValueError(f"install: reuse is one of {', '.join(REUSE_RULES)}{did_you_mean(str(reuse), REUSE_RULES)}")
+    if not 0 <= history <= 1_500_000:
+        raise ValueError(f"install: history is a number of events from 0 to 1500000, got {history!r}")
+    if not 0 <= garbage_threshold <= 1:
+        raise ValueError(f"install: garbage_threshold lies between 0 and 1, got {garbage_threshold!r}")
+    with _lock:
+        if _installed is None:
+            made = _install(reuse, history, garbage_threshold)
+            if isinstance(made, Installed):
+                _installed, _failure = made, None
+                trace.log.info("the allocator extension is installed; %s", status())
+            else:
+                _failure = made
+                trace.warn_once("allocator", "the allocator extension is not in use, torch's own is: %s", made)
+    return status()
+
+
+def _install(reuse: Rule, history: int, garbage_threshold: float) -> Installed | str:
+    """The whole way; a text is why it ended."""
+    found = library.load()
+    if found.library is None:
+        return f"{found.reason}; {SUGGESTION}"
+    if torch.version.cuda is not None and torch.cuda.is_initialized():
+        return f"too late: CUDA has started in this process, install it first; {SUGGESTION}"
+    reason = unusable(found.library)
+    if reason is not None:
+        return reason
+    try:
+        found.library.call("mg_torch_configure", REUSE_RULES.index(reuse), history, garbage_threshold)
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(str(found.library.path), "mg_torch_alloc", "mg_torch_free")
+        pluggable: Any = allocator.allocator()
+        for setter, function in _SETTERS.items():
+            getattr(pluggable, setter)(found.library.address(function))
+        out_of_memory = _torch_errors(found.library)
+        torch.cuda.memory.change_current_allocator(allocator)
+    except AttributeError as error:
+        return f"this torch differs: {error}"
+    except RuntimeError as error:  # torch's, where its allocator is in use although CUDA looks as if it had not started
+        return f"too late: torch says: {str(error).splitlines()[0]}; {SUGGESTION}"
+    return Installed(found.library, allocator, reuse, out_of_memory)
+
+
+def _torch_errors(loaded: Library) -> str:
+    """The type of error that out-of-memory is from now on."""
+    version = tuple(int(part) for part in torch.version.__version__.split(".")[:2])
+    if not _KNOWN_ERRORS[0] <= version < _KNOWN_ERRORS[1]:
+        return f"RuntimeError (torch {torch.version.__version__} is not one that was seen)"
+    try:
+        loaded.call("mg_torch_errors")
+    except Refused as error:
+        return f"RuntimeError ({error})"
+    return "torch.OutOfMemoryError"

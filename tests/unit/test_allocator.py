@@ -1,0 +1,192 @@
+"""The Python side of the allocator extension without it, or without a GPU: all else goes on, and one line says why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import multigraph_backend
+from multigraph_backend import allocator
+from multigraph_backend.allocator import library, pools, process, statistics
+from multigraph_backend.doctor.allocator import AllocatorFacts
+from multigraph_backend.doctor.allocator import allocator as findings
+
+ROOT = Path(multigraph_backend.__file__).parents[1]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has asked for nothing yet, without the extension."""
+    monkeypatch.setattr(library, "PACKAGE", "multigraph_allocator_that_is_not_there")
+    monkeypatch.setattr(library, "_found", None)
+    monkeypatch.setattr(process, "_installed", None)
+    monkeypatch.setattr(process, "_failure", None)
+    monkeypatch.setattr("multigraph_backend.trace._said", set())
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_the_extension_one_line_says_so_and_torch_s_allocator_serves(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        status = allocator.install()
+        assert not status
+    assert status.reason is not None
+    assert status.reason.startswith("the extension is not installed: pip install multigraph-allocator")
+    assert "graph_capture_record_stream_reuse:True" in status.reason
+    assert said(caplog) == [f"the allocator extension is not in use, torch's own is: {status.reason}"]
+    assert not status.usable
+    assert str(allocator.status()) == f"not installed: {status.reason}"
+
+
+def test_a_process_that_nobody_asked(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_found", library.Found(library=None, reason=None))
+    monkeypatch.setattr(process, "unusable", lambda loaded: None)
+    assert allocator.status().reason == process.NOT_ASKED
+
+
+def test_wrong_arguments_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"reuse is one of .* \(did you mean 'own_stream'\?\)"):
+        allocator.install(reuse="own_streams")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="history is a number of events"):
+        allocator.install(history=2_000_000)
+    with pytest.raises(ValueError, match="garbage_threshold lies between 0 and 1"):
+        allocator.install(garbage_threshold=2.0)
+    with pytest.raises(ValueError, match="limit is a number of bytes"):
+        allocator.pool(limit=0)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_pool_without_a_gpu_does_nothing_and_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_gpus", lambda: 0)
+    for _ in range(2):
+        pool = allocator.pool(limit=1 << 20)
+        with pool, pool:
+            assert torch.ones(3).sum() == 3
+    assert (pool.id, pool.mem_pool, pool.reserved_bytes, pool.max_reserved_bytes) == (None, None, 0, 0)
+    assert pool.reason == "there is no GPU that torch may use"
+    assert said(caplog) == [f"a pool of the allocator extension does nothing: {pool.reason}"]
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"), pool:
+        pass
+
+
+def test_torch_s_settings_are_said_again_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(pools._compat, "set_allocator_settings", told.append, raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert pools.reuse_in_captures_of_torch()
+    assert told == ["expandable_segments:True,graph_capture_record_stream_reuse:True"]
+
+
+def test_this_torch_takes_the_setting() -> None:
+    code = "from multigraph_backend.allocator import pools\nassert pools.reuse_in_captures_of_torch()"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_statistics_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert allocator.memory_stats() == {}
+    assert allocator.memory_allocated() == allocator.max_memory_reserved() == 0
+    assert allocator.memory_snapshot() == {"segments": [], "device_traces": []}
+    assert allocator.memory_summary() == "CUDA has not started"
+    allocator.reset_peak_memory_stats()
+
+
+def test_the_table() -> None:
+    levels = ("allocated_bytes", "requested_bytes", "reserved_bytes", "active_bytes", "allocation", "segment")
+    numbers = ("current", "peak", "allocated", "freed")
+    stats = {f"{level}.all.{number}": 3 << (4 * place) for level in levels for place, number in enumerate(numbers)}
+    assert_expected_inline(
+        statistics.table(stats | {"multigraph.proven": 7, "num_ooms": 1}),
+        """\
+                          now         most        added   taken away
+allocated                 3 B         48 B        768 B     12.0 KiB
+requested                 3 B         48 B        768 B     12.0 KiB
+reserved                  3 B         48 B        768 B     12.0 KiB
+active                    3 B         48 B        768 B     12.0 KiB
+allocation                  3           48          768        12288
+segment                     3           48          768        12288
+proven               7
+num_ooms             1""",
+    )
+    assert statistics.table({}) == "nothing was allocated on this device"
+
+
+def test_importing_it_is_light() -> None:
+    code = "import sys, torch\nbefore = set(sys.modules)\nimport multigraph_backend.allocator\n"
+    code += (
+        "print([n for n in set(sys.modules) - before if n.startswith(('torch._dynamo', 'torch._inductor', 'sympy'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n")
+
+
+# ---------------------------------------------------------------- the doctor
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (
+            {"reason": "the extension is not installed"},
+            "ok: torch's own; the extension is not installed",
+        ),
+        (
+            {"version": "0.1.0", "abi": 1, "usable": True, "reason": "nobody asked for it"},
+            "ok: torch's own; the extension 0.1.0 can serve pools, and the process if it is asked to",
+        ),
+        (
+            {"version": "0.1.0", "abi": 2, "reason": "it has ABI version 2"},
+            "ok: torch's own; the extension 0.1.0 cannot be used here: it has ABI version 2",
+        ),
+        (
+            {
+                "version": "0.1.0",
+                "abi": 1,
+                "usable": True,
+                "installed": True,
+                "features": ("reuse in captures: strict",),
+            },
+            "ok: the extension 0.1.0 is the allocator of this process (reuse in captures: strict)",
+        ),
+        (
+            {"asked": "1", "reason": "the extension is not installed"},
+            "warning: MULTIGRAPH_ALLOCATOR=1, but torch's own allocator is in use: the extension is not installed",
+        ),
+        (
+            {"asked": "yes", "reason": "nobody asked for it", "usable": True, "abi": 1},
+            "warning: MULTIGRAPH_ALLOCATOR=yes, but torch's own allocator is in use: nobody asked for it",
+        ),
+        (
+            {"asked": "1", "reason": "nobody asked for it", "usable": True, "abi": 1},
+            "warning: MULTIGRAPH_ALLOCATOR=1, but torch's own allocator is in use: nobody asked for it; "
+            "torch does not load it by itself",
+        ),
+        (
+            {"asked": "1", "reason": "too late", "usable": True, "abi": 1, "autoloads": True},
+            "warning: MULTIGRAPH_ALLOCATOR=1, but torch's own allocator is in use: too late",
+        ),
+    ],
+)
+def test_what_the_doctor_says(found: dict[str, Any], expected: str) -> None:
+    (finding,) = findings(AllocatorFacts(**found))
+    assert f"{finding.level}: {finding.text}" == expected
+    assert (finding.remedy is None) == (finding.level == "ok")
