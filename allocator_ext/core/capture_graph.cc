@@ -39,10 +39,6 @@ struct Captures::Terminals {
   }
 };
 
-bool Captures::under_way(uint64_t serial) const {
-  return std::any_of(captures_.begin(), captures_.end(), [&](const auto& c) { return c->serial == serial; });
-}
-
 Observation Captures::observe(Stream stream, std::vector<Ready>& ready) {
   Terminals now;
   if (!Terminals::of(driver_, stream, now)) {
@@ -64,6 +60,7 @@ Observation Captures::observe(Stream stream, std::vector<Ready>& ready) {
     fresh->id = now.id;
     fresh->graph = now.graph;
     fresh->witness = stream;
+    fresh->alone = captures_.empty();
     capture = fresh.get();
     captures_.push_back(std::move(fresh));
   }

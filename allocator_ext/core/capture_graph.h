@@ -77,6 +77,7 @@ struct Capture {
   uint64_t id = 0;
   Graph graph = nullptr;
   uint64_t clock = 0;   // counts observations
+  bool alone = false;   // no other was known when it was first seen: none surrounds it
   Stream witness = nullptr;  // a stream that is in it until it ends
   std::unordered_map<Stream, std::unique_ptr<StreamView>> views;
   std::vector<StreamView*> in_order;  // the same, as they were first seen
@@ -116,7 +117,6 @@ class Captures {
 
   bool any() const { return !captures_.empty(); }
   size_t count() const { return captures_.size(); }
-  bool under_way(uint64_t serial) const;
 
   uint64_t nodes_walked = 0;
   uint64_t restarts = 0;

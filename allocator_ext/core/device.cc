@@ -132,7 +132,7 @@ Outcome Device::release(Address address) {
   stats_.requested_bytes.add(-static_cast<int64_t>(block->requested));
   stats_.allocations.add(-1);
   remember(HistoryEntry::free, address, block->size, block->stream);
-  if (watched() || !block->users.empty()) {
+  if (watched() || !block->users.empty() || block->stream != block->segment->home) {
     InContext in(*this);
     lifetimes_.dispose(block, watched());
   } else {

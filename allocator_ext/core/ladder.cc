@@ -134,14 +134,19 @@ Block* Device::grow(Request& request, std::string& reason) {
   }
 }
 
-// What is settled in a pool that is open at out-of-memory serves any stream: its own is waited for on the host.
+// What is settled in a pool that is open at out-of-memory serves any stream: its own is waited for on the host. No
+// capture gets it: a graph is replayed, and what others use in between cannot be its memory.
 Block* Device::last_resort(Request& request) {
+  if (request.seen.status != Observation::outside && !mutated(config_, Mutant::graphs_borrow)) return nullptr;
   for (Pool* pool : pool_list_) {
     if (!pool->use_on_oom || pool == request.pool) continue;
     if (Block* block = pool->best(request.size, request.stream, &settled, 1)) return block;
-    if (!quiet() || request.seen.status != Observation::outside) continue;
+    if (!quiet()) continue;
     Block* block = pool->best_settled(request.size);
     if (block == nullptr) continue;
+    // A capture that began without a scope is not known, and an event would become part of it.
+    std::vector<Ready> none;
+    if (lifetimes_.captures.observe(block->stream, none).status != Observation::outside) continue;
     Event event = nullptr;
     if (driver_.event_create(&event, event_without_timing) != result::success) continue;
     RelaxedCapture relaxed(driver_);

@@ -87,14 +87,16 @@ bool Lifetimes::prove(Block* block, StreamView* own, std::vector<Ready>& ready) 
     // Of an earlier capture: graphs that share a pool are launched one after the other, so its uses there are over. Not
     // so if that capture surrounds this one (a conditional body may run again), nor for what ran without a capture.
     // What other streams did with it may have been outside of captures too, and nothing tells when that is over.
-    if (block->capture == 0 || captures.under_way(block->capture) || captures.count() != 1) return false;
-    if (!block->users.empty()) return false;
-    block->used_outside = true;
+    bool alone = capture.alone || mutated(config_, Mutant::surrounding_forgotten);
+    if (block->capture == 0 || !alone || captures.count() != 1) return false;
+    if (!block->users.empty() && !mutated(config_, Mutant::old_users_forgotten)) return false;
+    block->used_outside = !mutated(config_, Mutant::outside_forgotten);
     block->born = 0;
   }
   if (own->broken_at > block->born) return false;
   if (block->users.empty()) {
     // Memory that came by proof goes on needing one: an early kernel may have run past what it was proven by.
+    if (mutated(config_, Mutant::proof_forgotten)) block->by_proof = false;
     if (block->by_proof && own->partial_at > block->born) return false;
     give(block, block->stream, block->by_proof ? own->proof_tag : own->order_tag, own->point,
          config_.verify ? own->terminals : no_markers);

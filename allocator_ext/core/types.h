@@ -52,6 +52,11 @@ enum class Mutant : int {
   cover_not_checked,      // another stream takes what was freed after it last waited
   events_not_awaited,     // outside of captures: other streams' uses are not waited for
   parked_at_once,         // what cannot be proven is given back at once
+  surrounding_forgotten,  // a capture that ended before a body of it is taken for one that came before
+  proof_forgotten,        // memory that came by proof is given back as if one stream alone had used it
+  outside_forgotten,      // what was in use outside of captures goes to any stream
+  graphs_borrow,          // a capture takes memory of a pool that others use outside of captures
+  old_users_forgotten,    // what other streams did with a block of an earlier capture is taken to be over
 };
 
 struct Config {

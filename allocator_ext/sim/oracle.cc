@@ -31,6 +31,11 @@ bool Oracle::behind(const SimNode* u, const std::vector<SimNode*>& terminals, bo
   });
 }
 
+const SimGraph* Oracle::top(const SimGraph* graph) {
+  while (graph->parent != nullptr) graph = graph->parent->graph;
+  return graph;
+}
+
 bool Oracle::within(const SimGraph* graph, const SimGraph* outer) {
   while (graph != nullptr && graph != outer) graph = graph->parent != nullptr ? graph->parent->graph : nullptr;
   return graph == outer;
@@ -44,20 +49,20 @@ bool Oracle::precedes(const Allocation& a, const Use& use, const Allocation& b, 
   if (u->graph->parent != nullptr && !(within(a.graph, u->graph) && within(b.graph, u->graph))) {
     return false;  // what lives longer than one run of a body has uses before and after all others in it
   }
-  // Kernels that follow each other on one stream by a programmatic edge keep their own order, and what waits for the
-  // stream waits for all of them; what that stream alone answers for was behind its end at the free.
-  bool one_stream = !a.recorded && a.stream == b.stream && u == use.node;
-  return one_stream ? begins_before(u, v) : completes_before(u, v);
+  if (completes_before(u, v)) return true;
+  // What is left begins in order, and a kernel between them was launched early. That is enough between kernels of one
+  // stream, which then keep their own order, and for what one stream alone answers for: it is given back on that stream
+  // as outside of graphs, where the stream's order is all that there is.
+  bool one_stream = u == use.node && v == later.node && use.stream == later.stream;
+  bool its_own = u == use.node && !a.recorded && a.stream == b.stream && use.stream == a.stream;
+  return (one_stream || its_own) && begins_before(u, v);
 }
 
 bool Oracle::all_precede(const Allocation& a, const Allocation& b) {
   for (const Use& u : a.uses) {
     for (const Use& v : b.uses) {
       if (u.node->graph == nullptr || v.node->graph == nullptr) continue;
-      const SimGraph *top_u = u.node->graph, *top_v = v.node->graph;
-      while (top_u->parent != nullptr) top_u = top_u->parent->graph;
-      while (top_v->parent != nullptr) top_v = top_v->parent->graph;
-      if (top_u == top_v && !precedes(a, u, b, v)) return false;
+      if (top(u.node->graph) == top(v.node->graph) && !precedes(a, u, b, v)) return false;
     }
   }
   return true;

@@ -42,6 +42,9 @@ class Oracle {
   bool begins_before(const SimNode* u, const SimNode* v) { return u != v && bit(rows(v).begun, u); }
   bool completes_before(const SimNode* u, const SimNode* v) { return u != v && bit(rows(v).completed, u); }
 
+  // The graph that a body belongs to in the end.
+  static const SimGraph* top(const SimGraph* graph);
+
   // Whether u is behind one of `terminals`, or one of them.
   bool behind(const SimNode* u, const std::vector<SimNode*>& terminals, bool completed = false);
 

@@ -41,7 +41,10 @@ SimNode* Simulator::append(SimStream& stream, int tag, bool programmatic) {
   node->dependencies = stream.terminals;
   node->edges = stream.edges;
   node->tag = tag;
-  if (programmatic && !node->edges.empty()) node->edges.back() = programmatic_edge;
+  for (size_t i = 0; programmatic && i < node->edges.size(); i++) {
+    if (node->dependencies[i] == stream.last) node->edges[i] = programmatic_edge;
+  }
+  stream.last = node;
   stream.terminals.assign(1, node);
   stream.edges.assign(1, EdgeData{});
   if (node->graph == nullptr) pending_.push_back(node);
@@ -137,6 +140,7 @@ SimGraph* Simulator::conditional(Stream stream) {
   if (as_stream(stream)->capture == nullptr) return nullptr;
   graphs_.push_back(std::make_unique<SimGraph>());
   graphs_.back()->parent = append(*as_stream(stream), -1, false);
+  as_stream(stream)->last = nullptr;
   return graphs_.back().get();
 }
 

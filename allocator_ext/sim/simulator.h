@@ -45,6 +45,7 @@ struct SimStream {
   SimCapture* capture = nullptr;
   std::vector<SimNode*> terminals;
   std::vector<EdgeData> edges;
+  SimNode* last = nullptr;               // the kernel launched on it last: an early one is early relative to this
   std::vector<SimNode*> before_capture;  // terminals outside of it, while it captures
 };
 

@@ -3,13 +3,22 @@
 // Programs over three streams and the alphabet allocate, use, record_stream, free, event record, wait, pool begin and
 // end; with --odd also programmatic launches and replaced dependencies. Each ends with an allocation, for only there can
 // the allocator go wrong; what lives then is used once more and the oracle looks at all pairs.
-// Left out, because another program says the same: other names for streams that the beginning does not tell apart; steps
-// that change nothing; events too late to be waited for; two steps in the other order where neither can notice the other.
+// Left out, because another program says the same:
+//   - other names for streams that the beginning does not tell apart: the first to be named has the lowest number;
+//   - steps that change nothing, and what is too late to matter: an event or a record_stream before the last operation;
+//   - a last allocation when all memory is in use: it can only get memory that is new;
+//   - other orders of steps of which neither can notice the other. Of all orders of one program the least by comparison
+//     of steps is kept: a step is refused where it could have stood before a greater one.
+// Both reductions keep the least of all programs that say the same, so together they lose none.
 //
 //   exhaustive [--operations N] [--reuse own|strict|graph|any] [--start NAME|all] [--odd] [--verify] [--empty-nodes]
-//              [--mutant N] [--print]
+//              [--every-order] [--part I/N] [--from I] [--seconds N] [--stop-after BRANCHES] [--mutant N] [--print]
+// The tree of programs is cut below its first `cut` operations into numbered branches. `--part 0/2` takes every second
+// one; when `--seconds` are over, the branch that was begun is finished and the next one's number is told, for `--from`.
 // Prints one line of JSON; exits with 1 when something was wrong.
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -60,39 +69,76 @@ const std::vector<Start> starts = {
     // block 0 came out of a capture that is over and was used on stream 1 since; another capture begins
     {"output", {{Op::pool_begin}, {Op::begin, 0}, {Op::allocate, 0}, {Op::use, 0, 0}, {Op::end, 0}, {Op::record, 0},
                 {Op::wait, 1, 0}, {Op::use, 1, 0}, {Op::mark, 1, 0}, {Op::begin, 0}}, 2},
+    // block 0 came out of a capture that is over and its own stream has used it since; both streams are in another
+    {"consumed", {{Op::pool_begin}, {Op::begin, 0}, {Op::allocate, 0}, {Op::use, 0, 0}, {Op::end, 0}, {Op::use, 0, 0},
+                  {Op::begin, 0}, {Op::record, 0}, {Op::wait, 1, 0}}, 2},
     // the bodies of two conditional nodes that the graph does not order, captured one after the other on stream 1
     {"bodies", all_forked + std::vector<Step>{{Op::end, 0}, {Op::begin, 0}, {Op::allocate, 0}, {Op::use, 0, 1},
                                               {Op::record, 0}, {Op::wait, 2, 1}, {Op::begin_body, 1, 0},
                                               {Op::allocate, 1}, {Op::use, 1, 2}, {Op::release, 0, 2}, {Op::end, 1},
                                               {Op::begin_body, 1, 2}}, 2},
+    // the same body, and the capture that surrounds it has ended before it; stream 0 is in the body now
+    {"ended", {{Op::pool_begin}, {Op::begin, 0}, {Op::allocate, 0}, {Op::begin_body, 1, 0},
+               {Op::allocate, 1}, {Op::use, 1, 1}, {Op::end, 0}, {Op::record, 1}, {Op::wait, 0, 0}}, 2},
+    // block 1 was used on 0 and 1 and given back by proof as block 2; an early kernel has begun beside its last use since
+    {"early", all_forked + std::vector<Step>{{Op::allocate, 0}, {Op::record, 0}, {Op::wait, 1, 1}, {Op::use, 0, 1},
+                                             {Op::use, 1, 1}, {Op::mark, 1, 1}, {Op::record, 1}, {Op::wait, 0, 2},
+                                             {Op::release, 0, 1}, {Op::allocate, 0}, {Op::use_early, 0, 0}}, 2},
     // two captures beside each other in one pool: stream 1 is in another than stream 0
     {"two", {{Op::pool_begin}, {Op::begin, 0}, {Op::begin, 1}, {Op::allocate, 0}, {Op::use, 0, 0}}, 2},
 };
 
+constexpr int cut = 3;
+
 struct Settings {
   int operations = 5;
+  bool every_order = false;
+  uint64_t part = 0, parts = 1, from = 0, stop_after = 0;
+  double seconds = 0;
   Config config;
   std::string start = "all";
   bool odd = false;
   bool print = false;
 } settings;
 
-uint64_t programs = 0, prefixes = 0, reused = 0, reused_crossed = 0;
+uint64_t programs = 0, reused = 0, reused_crossed = 0;
+uint64_t branches = 0, branches_run = 0, next_branch = 0;
+bool out_of_time = false;
+std::chrono::steady_clock::time_point began;
 std::string wrong;
 
 bool touches_stream(const Step& s) { return s.op != Op::release && s.op != Op::pool_begin && s.op != Op::pool_end; }
-bool touches_block(const Step& s) {
-  return s.op == Op::use || s.op == Op::use_early || s.op == Op::mark || s.op == Op::release;
-}
 
-// Neither notices whether the other came first.
-bool independent(const Step& s, const Step& t) {
-  auto free_of_order = [](const Step& x) { return x.op == Op::use || x.op == Op::mark || x.op == Op::wait; };
-  if (!free_of_order(s) || !free_of_order(t)) return false;
-  if (s.op == Op::mark || t.op == Op::mark) {
-    return s.op == t.op ? true : !(touches_block(s) && touches_block(t) && s.b == t.b);
+// A step by names that do not change with its place among others: an event is called by its stream and its number there.
+struct Named {
+  Step step;
+  int stream = -1, nth = -1;  // the event that it makes or waits for
+  bool operator<(const Named& other) const {
+    auto key = [](const Named& n) {
+      return std::array<int, 5>{static_cast<int>(n.step.op), n.step.a, n.step.op == Op::wait ? 0 : n.step.b, n.stream, n.nth};
+    };
+    return key(*this) < key(other);
   }
-  return s.a != t.a;
+};
+
+// Neither notices whether the other came first. The allocator is told nothing of launches, events and waits, and looks at
+// streams only when something is allocated or freed; record_stream adds to a list that is read at the free.
+bool independent(const Named& x, const Named& y) {
+  const Step &s = x.step, &t = y.step;
+  if (s.op == Op::mark || t.op == Op::mark) {
+    const Step &mark = s.op == Op::mark ? s : t, &other = s.op == Op::mark ? t : s;
+    if (other.op == Op::allocate) return true;  // of another block: this one was there when the mark was chosen
+    return other.op != Op::release || other.b != mark.b;
+  }
+  auto pool = [](const Step& step) { return step.op == Op::pool_begin || step.op == Op::pool_end; };
+  auto silent = [](const Step& step) {
+    return step.op == Op::use || step.op == Op::wait || step.op == Op::record;
+  };
+  if (pool(s)) return silent(t);
+  if (pool(t)) return silent(s);
+  if (!silent(s) || !silent(t) || s.a == t.a) return false;
+  bool hands_over = (s.op == Op::record && t.op == Op::wait) || (t.op == Op::record && s.op == Op::wait);
+  return !hands_over || x.stream != y.stream || x.nth != y.nth;
 }
 
 // A machine takes no step back, so each program is run from its beginning.
@@ -114,10 +160,11 @@ void report(const Start& start, const std::vector<Step>& program, const std::str
   wrong += ": " + what;
 }
 
-void leaf(const Start& start, const std::vector<Step>& program) {
+// The last step is run on the machine that has run all before it.
+void leaf(const Start& start, Machine& machine, const std::vector<Step>& program) {
   programs++;
-  Machine machine(settings.config, streams, block_bytes);
-  if (!replay(machine, start, program) || !machine.finish()) report(start, program, machine.wrong);
+  machine.give_all_back = programs % 16 == 0;  // that the books are right in the end needs no proof by every program
+  if (!machine.run(program.back()) || !machine.finish()) report(start, program, machine.wrong);
   reused += machine.reused;
   reused_crossed += machine.reused_crossed;
   if (settings.print) {
@@ -129,11 +176,15 @@ void leaf(const Start& start, const std::vector<Step>& program) {
 std::vector<Step> candidates(const Machine& machine, int left, int named) {
   std::vector<Step> steps;
   int last = std::min(streams - 1, named);  // the next name that is allowed
+  Stats now = machine.device->stats();
+  bool nothing_to_take = now.allocated_bytes.current == now.reserved_bytes.current;
   if (left == 1) {
-    for (int s = 0; s <= last; s++) steps.push_back({Op::allocate, s});
+    for (int s = 0; s <= last && !nothing_to_take; s++) steps.push_back({Op::allocate, s});
     return steps;
   }
   int blocks = static_cast<int>(machine.held.size()), events = static_cast<int>(machine.sim.events.size());
+  for (int b = 0; b < blocks; b++) steps.push_back({Op::release, 0, b});
+  if (left == 2 && nothing_to_take) return steps;
   for (int s = 0; s <= last; s++) {
     steps.push_back({Op::allocate, s});
     for (int b = 0; b < blocks; b++) {
@@ -148,41 +199,80 @@ std::vector<Step> candidates(const Machine& machine, int left, int named) {
       steps.push_back({Op::replace, s, 1});
     }
   }
-  for (int b = 0; b < blocks; b++) steps.push_back({Op::release, 0, b});
   steps.push_back({Op::pool_begin});
   steps.push_back({Op::pool_end});
   return steps;
 }
 
-void explore(const Start& start, std::vector<Step>& program, int named) {
+Named named_in(const Start& start, const std::vector<Step>& program, const Step& step) {
+  Named named{step};
+  if (step.op != Op::record && step.op != Op::wait) return named;
+  std::vector<int> events;  // by number: their streams
+  auto look = [&](const Step& s) {
+    if (s.op == Op::record) events.push_back(s.a);
+  };
+  for (const Step& s : start.steps) look(s);
+  for (const Step& s : program) look(s);
+  size_t event = step.op == Op::wait ? static_cast<size_t>(step.b) : events.size();
+  named.stream = step.op == Op::wait ? events[event] : step.a;
+  named.nth = static_cast<int>(std::count(events.begin(), events.begin() + static_cast<std::ptrdiff_t>(event), named.stream));
+  return named;
+}
+
+// Whether `step` could have stood before a greater one.
+bool another_order(const std::vector<Named>& program, const Named& step) {
+  if (settings.every_order) return false;
+  for (size_t i = program.size(); i-- > 0 && independent(program[i], step);) {
+    if (step < program[i]) return true;
+  }
+  return false;
+}
+
+// Whether this branch is another process's, was run before, or has to wait for another time.
+bool elsewhere() {
+  uint64_t number = branches++;
+  if (number % settings.parts != settings.part || number < settings.from || out_of_time) return true;
+  double spent = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  if ((settings.seconds > 0 && spent > settings.seconds) ||
+      (settings.stop_after > 0 && branches_run == settings.stop_after)) {
+    out_of_time = true;
+    next_branch = number;
+    return true;
+  }
+  branches_run++;
+  return false;
+}
+
+void explore(const Start& start, std::vector<Step>& program, std::vector<Named>& names, int named) {
   int left = settings.operations - static_cast<int>(program.size());
   std::vector<Step> next;
-  {
-    Machine machine(settings.config, streams, block_bytes);
-    prefixes++;
-    if (!replay(machine, start, program)) {
-      report(start, program, machine.wrong);
-      return;
-    }
-    for (const Step& step : candidates(machine, left, named)) {
-      if (!machine.valid(step) || machine.idle(step)) continue;
-      if (!program.empty()) {
-        const Step& before = program.back();
-        if (independent(before, step) && step < before) continue;
-        bool repeats = step == before && (step.op == Op::use || step.op == Op::replace);
-        if (repeats) continue;
-      }
-      next.push_back(step);
-    }
+  auto machine = std::make_unique<Machine>(settings.config, streams, block_bytes);
+  if (!replay(*machine, start, program)) {
+    report(start, program, machine->wrong);
+    return;
+  }
+  for (const Step& step : candidates(*machine, left, named)) {
+    if (!machine->valid(step) || machine->idle(step)) continue;
+    bool repeats = !settings.odd && !program.empty() && step == program.back() && step.op == Op::use;
+    if (!repeats && !another_order(names, named_in(start, program, step))) next.push_back(step);
   }
   for (const Step& step : next) {
+    if (static_cast<int>(program.size()) == cut - 1 && elsewhere()) continue;
+    names.push_back(named_in(start, program, step));
     program.push_back(step);
     if (left == 1) {
-      leaf(start, program);
+      if (machine == nullptr) {
+        machine = std::make_unique<Machine>(settings.config, streams, block_bytes);
+        std::vector<Step> before(program.begin(), program.end() - 1);
+        replay(*machine, start, before);
+      }
+      leaf(start, *machine, program);
     } else {
-      explore(start, program, touches_stream(step) ? std::max(named, step.a + 1) : named);
+      explore(start, program, names, touches_stream(step) ? std::max(named, step.a + 1) : named);
     }
+    machine.reset();
     program.pop_back();
+    names.pop_back();
     if (!wrong.empty()) return;
   }
 }
@@ -198,6 +288,15 @@ int main(int count, char** words) {
     if (word == "--operations") settings.operations = number(value());
     else if (word == "--start") settings.start = value();
     else if (word == "--odd") settings.odd = true;
+    else if (word == "--every-order") settings.every_order = true;
+    else if (word == "--stop-after") settings.stop_after = static_cast<uint64_t>(number(value()));
+    else if (word == "--seconds") settings.seconds = number(value());
+    else if (word == "--from") settings.from = static_cast<uint64_t>(number(value()));
+    else if (word == "--part") {
+      std::string part = value();
+      settings.part = static_cast<uint64_t>(number(part.c_str()));
+      settings.parts = std::max<uint64_t>(1, static_cast<uint64_t>(number(part.c_str() + part.find('/') + 1)));
+    }
     else if (word == "--print") settings.print = true;
     else if (word == "--verify") settings.config.verify = true;
     else if (word == "--empty-nodes") settings.config.empty_nodes = true;
@@ -211,18 +310,23 @@ int main(int count, char** words) {
       return 2;
     }
   }
-  auto began = std::chrono::steady_clock::now();
+  if (settings.operations < cut) {
+    fprintf(stderr, "exhaustive: at least %d operations\n", cut);
+    return 2;
+  }
+  began = std::chrono::steady_clock::now();
   for (const Start& start : starts) {
     if (settings.start != "all" && settings.start != start.name) continue;
     std::vector<Step> program;
-    explore(start, program, start.told_apart);
+    std::vector<Named> names;
+    explore(start, program, names, start.told_apart);
     if (!wrong.empty()) break;
   }
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  printf("{\"programs\": %llu, \"prefixes\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"seconds\": %.2f, "
-         "\"wrong\": \"%s\"}\n",
-         static_cast<unsigned long long>(programs), static_cast<unsigned long long>(prefixes),
-         static_cast<unsigned long long>(reused), static_cast<unsigned long long>(reused_crossed), seconds,
-         wrong.c_str());
+  auto n = [](uint64_t value) { return static_cast<unsigned long long>(value); };
+  printf("{\"operations\": %d, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"branches\": %llu, "
+         "\"branches_run\": %llu, \"next_branch\": %llu, \"seconds\": %.2f, \"wrong\": \"%s\"}\n",
+         settings.operations, n(programs), n(reused), n(reused_crossed), n(branches), n(branches_run),
+         n(out_of_time ? next_branch : branches), seconds, wrong.c_str());
   return wrong.empty() ? 0 : 1;
 }

@@ -45,17 +45,6 @@ Plan plan(std::mt19937_64& random, Mutant mutant) {
   return made;
 }
 
-bool surrounds_a_body(const Machine& machine, int stream) {
-  const sim::SimCapture* outer = machine.sim.streams[static_cast<size_t>(stream)]->capture;
-  for (auto& other : machine.sim.streams) {
-    if (other->capture == nullptr || outer == nullptr || other->capture == outer) continue;
-    for (auto* g = other->capture->graph; g->parent != nullptr; g = g->parent->graph) {
-      if (g->parent->graph == outer->graph) return true;
-    }
-  }
-  return false;
-}
-
 Step propose(Machine& machine, std::mt19937_64& random, bool& runs) {
   auto any = [&](size_t below) { return static_cast<int>(random() % below); };
   std::vector<int> live;
@@ -81,8 +70,8 @@ Step propose(Machine& machine, std::mt19937_64& random, bool& runs) {
   bool capturing = machine.sim.is_capturing(machine.streams[0]) || machine.sim.is_capturing(machine.streams[1]);
   if (kind < 94) return {Op::begin, capturing && any(8) != 0 ? 0 : stream};
   if (kind < 95) return {Op::begin_body, stream, any(streams)};
-  if (kind < 96 && !surrounds_a_body(machine, stream) && any(2) == 0) return {Op::end, stream};
-  if (kind < 97) return {any(3) != 0 ? Op::pool_begin : Op::pool_end};
+  if (kind < 96 && any(2) == 0) return {Op::end, stream};
+  if (kind < 97) return {any(3) != 0 ? Op::pool_begin : Op::pool_end, any(4) % pools};
   if (kind < 98 && any(4) == 0) return {Op::replace, stream, any(2)};
   runs = true;
   return {Op::record, stream};

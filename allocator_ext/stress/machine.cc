@@ -7,7 +7,7 @@ namespace mg::stress {
 using sim::SimNode;
 
 namespace {
-const PoolId pool{0, 7};
+PoolId id_of(int pool) { return {0, static_cast<uint64_t>(7 + pool)}; }
 }
 
 std::string printed(const Step& step) {
@@ -41,64 +41,72 @@ bool Machine::known_over(const sim::Use& use, const std::vector<int>& users) {
     return std::any_of(users.begin(), users.end(), [&](int u) { return oracle.behind(node, at(u).terminals, u != use.stream); });
   };
   if (use.node->graph == nullptr) {
-    return use.node->done || std::find(users.begin(), users.end(), use.stream) != users.end() || behind(use.node);
+    return use.node->done || std::any_of(users.begin(), users.end(), [&](int u) {
+      return u == use.stream || oracle.behind(use.node, at(u).capture != nullptr ? at(u).before_capture : at(u).terminals);
+    });
   }
   // A body that is captured whole stands where its conditional node stands; a graph that is captured whole is over.
   for (SimNode* node = use.node; node != nullptr; node = node->graph->parent) {
-    bool under_way = std::any_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
-      return s->capture != nullptr && s->capture->graph == node->graph;
-    });
-    if (under_way) return behind(node);
+    if (under_way(node->graph)) return behind(node);
   }
-  return true;
+  return std::none_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
+    return s->capture != nullptr && sim::Oracle::top(s->capture->graph) == sim::Oracle::top(use.node->graph);
+  });
 }
 
-bool Machine::capture_over(uint64_t id) const {
-  return std::none_of(sim.streams.begin(), sim.streams.end(),
-                      [&](auto& s) { return s->capture != nullptr && s->capture->id == id; });
+bool Machine::under_way(const sim::SimGraph* graph) const {
+  return std::any_of(sim.streams.begin(), sim.streams.end(),
+                     [&](auto& s) { return s->capture != nullptr && s->capture->graph == graph; });
+}
+
+// Whether what is launched now finds the block allocated.
+bool Machine::valid_use(const Step& step) {
+  auto& stream = at(step.a);
+  const Held& block = held[static_cast<size_t>(step.b)];
+  const sim::SimGraph* home = allocations[static_cast<size_t>(step.b)].graph;
+  const sim::SimGraph* here = stream.capture != nullptr ? stream.capture->graph : nullptr;
+  auto last = std::find(stream.terminals.begin(), stream.terminals.end(), stream.last);
+  bool early = step.op == Op::use_early;
+  if (early && (here == nullptr || last == stream.terminals.end())) return false;
+  if (home == here) {
+    // On the stream of its birth a kernel comes after what was there, early or not: it keeps its own order with that.
+    bool own = step.a == allocations[static_cast<size_t>(step.b)].stream;
+    std::vector<SimNode*> awaited = stream.terminals;
+    if (early && !own) awaited.erase(awaited.begin() + (last - stream.terminals.begin()));
+    return std::all_of(block.birth.begin(), block.birth.end(), [&](SimNode* n) {
+      return oracle.behind(n, awaited, !own) || (here == nullptr && n->done) ||
+             (early && !own && oracle.completes_before(n, stream.last));
+    });
+  }
+  if (home == nullptr) return true;  // what is older than a capture is there when its graph is launched
+  if (here == nullptr) {
+    for (const sim::SimGraph* g = home; g != nullptr; g = g->parent != nullptr ? g->parent->graph : nullptr) {
+      if (under_way(g)) return false;  // nothing has run that could have written it
+    }
+    return true;
+  }
+  // A body may use what its conditional node comes after.
+  for (const sim::SimGraph* g = here; g->parent != nullptr; g = g->parent->graph) {
+    if (g->parent->graph != home) continue;
+    return std::all_of(block.birth.begin(), block.birth.end(),
+                       [&](SimNode* n) { return oracle.completes_before(n, g->parent); });
+  }
+  // What a body leaves behind is there once its conditional node has completed.
+  for (const sim::SimGraph* g = home; g->parent != nullptr; g = g->parent->graph) {
+    if (g->parent->graph == here) return oracle.behind(g->parent, stream.terminals, true);
+  }
+  return sim::Oracle::top(home) != sim::Oracle::top(here);  // of another graph, which is launched before
 }
 
 bool Machine::valid(const Step& step) {
-  auto& stream = at(step.a);
+  bool names_stream = step.op != Op::pool_begin && step.op != Op::pool_end;
+  auto& stream = at(names_stream ? step.a : 0);
   switch (step.op) {
     case Op::allocate:
       return true;
     case Op::use:
-    case Op::use_early: {
-      const Held& block = held[static_cast<size_t>(step.b)];
-      if (!block.live) return false;
-      uint64_t id = stream.capture != nullptr ? stream.capture->id : 0;
-      if (block.capture != id && block.capture != 0 && !capture_over(block.capture)) {
-        // A body may use what its conditional node comes after.
-        const SimNode* parent = stream.capture != nullptr ? stream.capture->graph->parent : nullptr;
-        return parent != nullptr && parent->graph == allocations[static_cast<size_t>(step.b)].graph &&
-               step.op == Op::use && std::all_of(block.birth.begin(), block.birth.end(), [&](SimNode* n) {
-                 return oracle.completes_before(n, parent);
-               });
-      }
-      if (step.op == Op::use_early && (stream.terminals.empty() || id == 0)) return false;
-      // What a body leaves behind is there once its conditional node has completed.
-      for (auto* g = allocations[static_cast<size_t>(step.b)].graph; block.capture != id && g != nullptr;) {
-        const SimNode* parent = g->parent;
-        g = parent != nullptr ? parent->graph : nullptr;
-        bool under_way = g != nullptr && std::any_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
-          return s->capture != nullptr && s->capture->graph == g;
-        });
-        if (!under_way) continue;
-        return stream.capture != nullptr && stream.capture->graph == g && oracle.behind(parent, stream.terminals, true);
-      }
-      if (block.capture != id) return true;  // what is older than the capture is there when the graph is launched
-      if (step.op == Op::use_early) {
-        // The early kernel finds what its last terminal waited for, and the other terminals themselves.
-        std::vector<SimNode*> others(stream.terminals.begin(), stream.terminals.end() - 1);
-        SimNode* last = stream.terminals.back();
-        return std::all_of(block.birth.begin(), block.birth.end(), [&](SimNode* n) {
-          return oracle.completes_before(n, last) || oracle.behind(n, others, true);
-        });
-      }
-      return std::all_of(block.birth.begin(), block.birth.end(),
-                         [&](SimNode* n) { return oracle.behind(n, stream.terminals, true) || (id == 0 && n->done); });
-    }
+    case Op::use_early:
+      return held[static_cast<size_t>(step.b)].live && valid_use(step);
     case Op::mark: {
       const Held& block = held[static_cast<size_t>(step.b)];
       return block.live && allocations[static_cast<size_t>(step.b)].stream != step.a;
@@ -114,18 +122,23 @@ bool Machine::valid(const Step& step) {
     case Op::wait:
       return sim.can_wait(streams[static_cast<size_t>(step.a)], step.b);
     case Op::pool_begin:
-      return scopes_ == 0;
+      return std::find(scopes_.begin(), scopes_.end(), step.a) == scopes_.end();
     case Op::pool_end:
-      return scopes_ > 0;
+      return std::find(scopes_.begin(), scopes_.end(), step.a) != scopes_.end();
     case Op::replace:
       // Of a capture that began without a scope the allocator may not know, so it cannot notice that either.
-      return stream.capture != nullptr && !stream.terminals.empty() && seen_.count(stream.capture->id) != 0;
+      return stream.capture != nullptr && !stream.terminals.empty() &&
+             (seen_.count(stream.capture->id) != 0 || began_in_scope_.count(stream.capture->id) != 0);
     case Op::begin:
       return stream.capture == nullptr;
     case Op::begin_body:
       return stream.capture == nullptr && at(step.b).capture != nullptr && seen_.count(at(step.b).capture->id) != 0;
     case Op::end:
-      return stream.capture != nullptr;
+      // A body that is first seen when the capture around it has ended looks like a capture of its own.
+      return stream.capture != nullptr && std::all_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
+        return s->capture == nullptr || s->capture == stream.capture || seen_.count(s->capture->id) != 0 ||
+               sim::Oracle::top(s->capture->graph) != sim::Oracle::top(stream.capture->graph);
+      });
   }
   return false;
 }
@@ -151,6 +164,18 @@ bool Machine::idle(const Step& step) {
   return false;
 }
 
+bool Machine::takes(int pool, Stream stream) const {
+  bool odd = reinterpret_cast<sim::SimStream*>(stream)->number % 2 != 0, captures = sim.is_capturing(stream);
+  return pool == 0 ? captures : pool == 1 ? captures && odd : !captures && odd;
+}
+
+int Machine::pool_of(int stream) const {
+  for (size_t i = scopes_.size(); i-- > 0;) {
+    if (takes(scopes_[i], streams[static_cast<size_t>(stream)])) return scopes_[i];
+  }
+  return -1;
+}
+
 // Whether memory of this size lies free that the rule "back to its own stream" gives to `stream` now.
 bool Machine::could_reuse(int stream) {
   auto& now = at(stream);
@@ -158,7 +183,8 @@ bool Machine::could_reuse(int stream) {
   for (size_t i = 0; i < held.size(); i++) {
     const Held& block = held[i];
     const sim::Allocation& old = allocations[i];
-    if (block.live || old.stream != stream || !block.markers_known || block.capture != now.capture->id || !block.in_scope) {
+    if (block.live || old.stream != stream || !block.markers_known || block.capture != now.capture->id ||
+        block.pool != pool_of(stream)) {
       continue;
     }
     bool taken = false;
@@ -174,7 +200,7 @@ bool Machine::could_reuse(int stream) {
 
 bool Machine::allocate(int stream, size_t bytes) {
   auto& on = at(stream);
-  bool expected = check_completeness && scopes_ > 0 && could_reuse(stream);
+  bool expected = check_completeness && pool_of(stream) >= 0 && could_reuse(stream);
   size_t before = sim.memory.size();
   Address address = 0;
   Outcome outcome = device->allocate(bytes, streams[static_cast<size_t>(stream)], address);
@@ -197,12 +223,15 @@ bool Machine::allocate(int stream, size_t bytes) {
   block.birth = on.terminals;
   block.users = {stream};
   block.capture = on.capture != nullptr ? on.capture->id : 0;
-  block.in_scope = scopes_ > 0;
-  if (block.in_scope && began_in_scope_.count(block.capture) != 0) seen_.insert(block.capture);
+  block.pool = pool_of(stream);
+  if (!scopes_.empty() && began_in_scope_.count(block.capture) != 0) seen_.insert(block.capture);
   bool again = false, crossed = false;
   for (size_t i = 0; i < held.size(); i++) {
     if (!allocations[i].overlaps(made)) continue;
     if (held[i].live) return fail("two live blocks lie over each other");
+    if (block.capture == 0 && held[i].capture != 0 && held[i].pool >= 0) {
+      return fail("what a graph may be replayed in went to work outside of graphs");
+    }
     if (held[i].capture == block.capture && block.capture != 0) {
       again = true;
       crossed = crossed || held[i].users.size() > 1;
@@ -231,7 +260,8 @@ void Machine::use(int stream, int block, bool early) {
 
 bool Machine::run(const Step& step) {
   sim::Simulator::enter(&sim);
-  Stream stream = streams[static_cast<size_t>(step.a)];
+  bool names_stream = step.op != Op::pool_begin && step.op != Op::pool_end;
+  Stream stream = streams[static_cast<size_t>(names_stream ? step.a : 0)];
   switch (step.op) {
     case Op::allocate:
       return allocate(step.a, step.b != 0 ? static_cast<size_t>(step.b) : bytes_);
@@ -265,14 +295,16 @@ bool Machine::run(const Step& step) {
     case Op::wait:
       return sim.wait(stream, step.b) || fail("invalid wait");
     case Op::pool_begin: {
-      scopes_++;
-      device->begin_pool(pool, [this](Stream s) { return sim.is_capturing(s); });
+      int pool = step.a;
+      scopes_.push_back(pool);
+      device->begin_pool(id_of(pool), [this, pool](Stream s) { return takes(pool, s); });
+      if (pool == 2) device->set_use_on_oom(id_of(pool), true);
       return true;
     }
     case Op::pool_end:
-      scopes_--;
-      began_in_scope_.clear();
-      if (device->end_pool(pool).status != Status::ok || device->release_pool(pool).status != Status::ok) {
+      scopes_.erase(std::find(scopes_.begin(), scopes_.end(), step.a));
+      if (scopes_.empty()) began_in_scope_.clear();
+      if (device->end_pool(id_of(step.a)).status != Status::ok || device->release_pool(id_of(step.a)).status != Status::ok) {
         return fail("the end of a pool was refused");
       }
       return true;
@@ -289,10 +321,12 @@ bool Machine::run(const Step& step) {
     }
     case Op::begin:
       if (!sim.begin_capture(stream)) return fail("begin refused");
-      if (scopes_ > 0) began_in_scope_.insert(at(step.a).capture->id);
+      if (!scopes_.empty()) began_in_scope_.insert(at(step.a).capture->id);
       return true;
     case Op::begin_body:
-      return sim.begin_capture(stream, sim.conditional(streams[static_cast<size_t>(step.b)])) || fail("begin refused");
+      if (!sim.begin_capture(stream, sim.conditional(streams[static_cast<size_t>(step.b)]))) return fail("begin refused");
+      if (!scopes_.empty()) began_in_scope_.insert(at(step.a).capture->id);
+      return true;
     case Op::end:
       return sim.end_capture(stream) || fail("end refused");
   }
@@ -306,11 +340,20 @@ bool Machine::finish() {
     Step last{Op::use, allocations[i].stream, static_cast<int>(i)};
     if (valid(last)) run(last);
   }
+  // And once more by another stream, which waits for the first.
+  for (size_t i = 0; i < held.size(); i++) {
+    int own = allocations[i].stream, other = (own + 1) % static_cast<int>(streams.size());
+    if (!held[i].live || at(own).capture == nullptr) continue;
+    int event = sim.record(streams[static_cast<size_t>(own)]);
+    if (valid({Op::wait, other, event})) run({Op::wait, other, event});
+    if (valid({Op::use, other, static_cast<int>(i)})) run({Op::use, other, static_cast<int>(i)});
+  }
   std::string broken = oracle.check(allocations);
   if (!broken.empty()) return fail(broken);
   std::string books = device->verify();
   if (!books.empty()) return fail(books);
   if (device->stats().verify_failures != 0 && sim.failed == 0) return fail("the verifier refused a reuse");
+  if (!give_all_back) return wrong.empty();
 
   sim.fail_at(0);
   for (size_t i = 0; i < held.size(); i++) {
@@ -319,7 +362,7 @@ bool Machine::finish() {
   for (size_t i = 0; i < streams.size(); i++) {
     if (at(static_cast<int>(i)).capture != nullptr) sim.end_capture(streams[i]);
   }
-  while (scopes_ > 0) run({Op::pool_end});
+  while (!scopes_.empty()) run({Op::pool_end, scopes_.back()});
   sim.run_all();
   device->empty_cache();
   books = device->verify();

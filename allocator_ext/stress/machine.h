@@ -2,8 +2,8 @@
 //
 // In: operations, only those that a right program makes (`valid`). Out: the first thing that was wrong, or nothing. What
 // a program must keep to, for any allocator to be right: a stream that uses a block is ordered behind its allocation, and
-// at the free each use is behind the present end of a stream that the block belongs to or was recorded on; "behind"
-// the allocation means that what the stream had then has completed: for kernels that overlap, they answer themselves.
+// at the free each use is behind the present end of a stream that the block belongs to or was recorded on. DESIGN.md says
+// what each rule leaves out.
 #pragma once
 
 #include <memory>
@@ -24,8 +24,8 @@ enum class Op : unsigned char {
   release,    // b: block
   record,     // a: stream
   wait,       // a: stream, b: event
-  pool_begin,
-  pool_end,
+  pool_begin, // a: which of `pools`
+  pool_end,   // the same
   replace,    // a: stream, b: 0 the capture's first node, 1 the node before the stream's last
   begin,      // a: stream
   begin_body, // a: stream, which captures the body of a conditional node launched on b
@@ -44,6 +44,10 @@ struct Step {
 
 std::string printed(const Step& step);
 
+// What a scope's filter takes: all streams that capture, every other one of them, or a stream that does not and whose
+// memory is then open to all at out-of-memory.
+constexpr int pools = 3;
+
 struct Held {  // an allocation of the program
   bool live = false;
   std::vector<sim::SimNode*> birth;  // the stream's terminals at its allocation
@@ -51,7 +55,7 @@ struct Held {  // an allocation of the program
   std::vector<int> users;
   bool markers_known = false;        // all users were in the capture that it was allocated in
   uint64_t capture = 0;
-  bool in_scope = false;             // its memory is the pool's
+  int pool = -1;                     // whose memory it is: an index of `pools`, -1: nobody's
 };
 
 class Machine {
@@ -74,6 +78,7 @@ class Machine {
   std::unique_ptr<Device> device;
   std::vector<Stream> streams;
   bool check_completeness = false;
+  bool give_all_back = true;
   size_t reused = 0;        // allocations over memory that another had in the same capture
   size_t reused_crossed = 0;
   size_t out_of_memory = 0;
@@ -84,12 +89,16 @@ class Machine {
   bool fail(std::string text);
   bool could_reuse(int stream);
   void use(int stream, int block, bool early);
-  bool capture_over(uint64_t id) const;
+  bool under_way(const sim::SimGraph* graph) const;
+  bool valid_use(const Step& step);
   bool known_over(const sim::Use& use, const std::vector<int>& users);
 
   size_t bytes_;
-  int scopes_ = 0;
-  std::set<uint64_t> began_in_scope_;  // captures, while no scope has ended since
+  int pool_of(int stream) const;
+  bool takes(int pool, Stream stream) const;
+
+  std::vector<int> scopes_;            // pools, the innermost last
+  std::set<uint64_t> began_in_scope_;  // captures, while there has been a scope since
   std::set<uint64_t> seen_;            // of these, the ones in which memory was allocated
   bool odd_ = false;  // replaced dependencies or programmatic edges occurred
 };
