@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from multigraph_backend.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.report import Explanation, explain
     from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
-    from multigraph_backend.saved_tensors.rules import Cast, Keep, Match, Rule, Scaled
+    from multigraph_backend.saved_tensors.rules import Cast, Keep, Match, Offload, Rule, Scaled
     from multigraph_backend.trace import reset_stats, stats
 
 __version__ = "0.1.0"
@@ -34,6 +34,7 @@ _HOME = {
     "Keep": "saved_tensors.rules",
     "Match": "saved_tensors.rules",
     "MultipleOf": "predicates",
+    "Offload": "saved_tensors.rules",
     "Options": "options",
     "OptionsError": "options",
     "Predicate": "predicates",
@@ -60,6 +61,7 @@ __all__ = [
     "Keep",
     "Match",
     "MultipleOf",
+    "Offload",
     "Options",
     "OptionsError",
     "Predicate",

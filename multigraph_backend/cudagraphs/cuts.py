@@ -37,6 +37,7 @@ HIGHER_ORDER = "a higher-order operator"
 COPY = "a copy between devices"
 WAITS = "an operator that waits for the device"
 SPARSE = "a sparse result"
+TRANSFER = "a saved tensor on its way to the host or back"
 CPU_OP = "cpu op"
 
 _OWN = frozenset((
@@ -84,6 +85,8 @@ def unsupported(node: Node, rules: CutRules) -> str | None:
         return None if node.target is operator.getitem or not has_tensors(node.meta.get("val")) else PYTHON
     if _named(op, rules.cut):
         return LISTED
+    if op.namespace == "multigraph":
+        return TRANSFER
     return (
         _off_device(node, rules.device_type)
         or _by_data(node)
@@ -106,7 +109,7 @@ def operators_never_recorded(gm: GraphModule, rules: CutRules) -> dict[Any, str]
     found: dict[Any, str] = {}
     for node in gm.graph.nodes:
         op, reason = operator_of(node), unsupported(node, rules)
-        if isinstance(op, _compat.OpOverload) and reason in (LISTED, PYTHON, UNSAFE, WAITS):
+        if isinstance(op, _compat.OpOverload) and reason in (LISTED, PYTHON, UNSAFE, WAITS, TRANSFER):
             found[op] = reason
             found.update((variant, reason) for variant in _out_variants(op, rules, reason == LISTED))
         for subgraph in _subgraphs(node):

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from multigraph_backend.saved_tensors import graphs
 from multigraph_backend.saved_tensors.hooks import SavedHook
-from multigraph_backend.saved_tensors.rules import Cast, Described, Keep, Role, Rule, Scaled, decide
+from multigraph_backend.saved_tensors.rules import Cast, Described, Keep, Offload, Role, Rule, Scaled, decide
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Unit:
     source: Node
     members: tuple[Node, ...]
     described: Described
-    pack: Cast | Scaled | SavedHook
+    pack: Cast | Scaled | Offload | SavedHook
     rule: str
 
     @property

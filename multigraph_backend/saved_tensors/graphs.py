@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step
+from multigraph_backend.saved_tensors.offloading import OFFLOAD, SETTLE
 
 _SHARES_FIRST = {torch.ops.aten._unsafe_view.default, torch.ops.aten.copy_.default}
 _UNKNOWN_SIZE = 4096  # for a size that only a run knows
@@ -61,6 +62,11 @@ def tensor(node: Node) -> torch.Tensor | None:
     """The fake value of `node` where it is one plain tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def on_host(node: Node) -> bool:
+    """Whether `node` is bytes that were offloaded: they take no memory of the device."""
+    return node.op == "call_function" and node.target in (OFFLOAD, SETTLE)
 
 
 def storage_bytes(value: torch.Tensor) -> int:
@@ -187,7 +193,7 @@ class _Buffers:
             return (name,) if name in found else found
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            self.sizes.setdefault(node.name, storage_bytes(value))
+            self.sizes.setdefault(node.name, 0 if on_host(node) else storage_bytes(value))
             return (node.name,)
         if isinstance(value, tuple | list):
             names = []

@@ -1,7 +1,7 @@
-"""The ready packs as tensor functions: narrower types, with and without scales.
+"""The ready packs as tensor functions: narrower types, with and without scales, and memory of the host.
 
-In: a `Cast` or a `Scaled`, and a tensor that is contiguous.  Out: `pack(x) -> packed tensors` and
-`unpack(packed) -> x again`, up to rounding, of the same type and shape.
+In: a `Cast`, a `Scaled` or an `Offload`, and a tensor that is contiguous.  Out: `pack(x) -> packed tensors` and
+`unpack(packed) -> x again`, up to rounding (offloaded: exactly), of the same type and shape.
 
 Invariants, by element: bfloat16 within 2^-8 of the value, e4m3 within 2^-4 and e5m2 within 2^-3 in their normal
 range; int8 within amax / 254 of its row or block.  A value that is infinite or NaN never comes back finite: with
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from multigraph_backend.saved_tensors.rules import Cast, Scaled
+from multigraph_backend.saved_tensors import offloading, transfers
+from multigraph_backend.saved_tensors.rules import Cast, Offload, Scaled
 
 PackFunction = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 UnpackFunction = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -27,8 +28,10 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _PRECISION = {"bfloat16": (7, -126), "float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}
 
 
-def functions(pack: Cast | Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+def functions(pack: Cast | Scaled | Offload, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
     """`pack` and `unpack` for tensors like `value`, or why there are none."""
+    if isinstance(pack, Offload):
+        return _offload(value)
     if value.dtype not in _FLOATS:
         return f"{_name(value.dtype)} cannot be packed as {pack}"
     if isinstance(pack, Cast):
@@ -81,6 +84,18 @@ def _scaled(pack: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunc
         return (x if block is None else x.flatten(-2)).to(dtype)
 
     return quantize, restore
+
+
+def _offload(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+    dtype, device = value.dtype, value.device
+    if device.type not in transfers.STREAMS:
+        return f"it is on the {device.type}, which has no other memory to offload to"
+    if value.dim() == 0:
+        return "it is a single number"
+    return (
+        lambda x: (offloading.OFFLOAD(x, [], []),),
+        lambda packed: offloading.RELOAD(packed[0], dtype, device, [], []),
+    )
 
 
 def block_of(pack: Scaled, value: torch.Tensor) -> int | None:

@@ -16,7 +16,8 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,21 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, trace
-from multigraph_backend.saved_tensors import account, choosing, graphs, packs, placement, surgery, tracing
+from multigraph_backend.saved_tensors import (
+    account,
+    choosing,
+    costs,
+    graphs,
+    packs,
+    placement,
+    surgery,
+    tracing,
+    transfers,
+)
 from multigraph_backend.saved_tensors.account import SavedTensor, SavedTensors
 from multigraph_backend.saved_tensors.choosing import Choice, Kept, Unit
 from multigraph_backend.saved_tensors.hooks import SavedHook
-from multigraph_backend.saved_tensors.rules import Rule, rule_to_json
+from multigraph_backend.saved_tensors.rules import Offload, Rule, rule_to_json
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
 
 log = logging.getLogger(__name__)
@@ -52,7 +63,8 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         theirs = self.inner.uuid()
-        return (source_hash(), json.dumps([rule_to_json(rule) for rule in self.rules]), theirs)
+        rules = json.dumps([rule_to_json(rule) for rule in self.rules])
+        return (source_hash(), rules, sorted(transfers.STREAMS), theirs)
 
     def __getstate__(self) -> dict[str, Any]:  # Inductor pickles its configuration for its caches' keys
         return {"key": self.uuid()}
@@ -72,11 +84,15 @@ def pack_saved_tensors(
     try:
         choice = choosing.choose(forward, outputs, static, rules)
         numbers = _numbers(backward)
+        computes_bytes = _computes_bytes(backward)
         traced: list[Traced] = []
+        known: dict[Hashable, Traced | CannotPack] = {}
         for unit in list(choice.units):
             try:
                 _expect(backward, unit)
-                traced.append(_traced(unit, numbers))
+                if isinstance(unit.pack, Offload) and computes_bytes:
+                    raise CannotPack("the backward computes bytes on the CPU, which may come to lie in its copy")
+                traced.append(_traced_once(unit, numbers, known))
             except CannotPack as reason:
                 _keep(choice, unit, str(reason))
         if not traced:
@@ -105,6 +121,20 @@ def source_hash() -> str:
     return made.hexdigest()
 
 
+def _traced_once(unit: Unit, numbers: Sequence[Node], known: dict[Hashable, Traced | CannotPack]) -> Traced:
+    """The graphs of `unit`, or of one before it that is of the same form.  Raises CannotPack."""
+    form = tracing.form(unit)
+    if form not in known:
+        try:
+            known[form] = _traced(unit, numbers)
+        except CannotPack as reason:
+            known[form] = reason
+    found = known[form]
+    if isinstance(found, CannotPack):
+        raise found
+    return replace(found, unit=unit)
+
+
 def _traced(unit: Unit, numbers: Sequence[Node]) -> Traced:
     value = graphs.tensor(unit.source)
     assert value is not None
@@ -116,6 +146,8 @@ def _traced(unit: Unit, numbers: Sequence[Node]) -> Traced:
     if isinstance(found, str):
         raise CannotPack(found)
     traced = tracing.trace(unit, *found, numbers)
+    if isinstance(unit.pack, Offload):
+        return traced
     if traced.saved_bytes >= unit.described.bytes:
         raise CannotPack(f"packed it would need {traced.saved_bytes} bytes of {unit.described.bytes}")
     return traced
@@ -135,6 +167,12 @@ def _numbers(backward: GraphModule) -> list[Node]:
     """The symbolic integers that the backward graph takes."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     return [node for node in placeholders if isinstance(node.meta.get("val"), torch.SymInt)]
+
+
+def _computes_bytes(backward: GraphModule) -> bool:
+    """Whether Inductor may take the memory of bytes on the host, once it is read, for something that it makes there."""
+    made = [graphs.tensor(node) for node in backward.graph.nodes if node.op == "call_function"]
+    return any(value is not None and value.dtype == torch.uint8 and value.device.type == "cpu" for value in made)
 
 
 def _place(
@@ -159,6 +197,7 @@ def _place(
         packings,
         still,
         dead_views=_dead_views(members - sources, set(returned) | sources),
+        seconds=costs.seconds_of(backward.graph) if any(packing.transfer for packing in packings) else None,
     )
 
 
@@ -187,7 +226,16 @@ def _packing(traced: Traced) -> placement.Packing:
         pack=graphs.fragment(packing, packing.find_nodes(op="placeholder")),
         unpack=graphs.fragment(unpacking, tensors),
         cheap=traced.cheap,
+        transfer=_transfer(unit),
     )
+
+
+def _transfer(unit: Unit) -> placement.Transfer | None:
+    value = graphs.tensor(unit.source)
+    if not isinstance(unit.pack, Offload) or value is None:
+        return None
+    _, back = transfers.of(value.device).stream.bytes_per_second()
+    return placement.Transfer(unit.pack.waiting, unit.pack.ahead, unit.described.bytes / back)
 
 
 # ---------------------------------------------------------------- the account

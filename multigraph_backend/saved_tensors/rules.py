@@ -94,7 +94,28 @@ class Scaled:
         return f"{self.dtype}, scaled per {per}" + (", stochastic" if self.stochastic else "")
 
 
-Pack = Keep | Cast | Scaled | SavedHook
+@dataclass(frozen=True)
+class Offload:
+    """Save in pinned memory of the host, exactly; on a GPU alone.
+
+    waiting: a tensor stays on the device until so many further ones are offloaded; its copy has that long
+    ahead: at most so many are on their way back before they are needed
+    """
+
+    waiting: int = 2
+    ahead: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("waiting", "ahead"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a number of tensors, got {shown(value)}")
+
+    def __str__(self) -> str:
+        return "offload"
+
+
+Pack = Keep | Cast | Scaled | Offload | SavedHook
 
 
 @dataclass(frozen=True)
@@ -139,7 +160,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pack, Pack):
-            raise TypeError(f"a rule packs with Keep, Cast, Scaled or a saved_hook, not {shown(self.pack)}")
+            raise TypeError(f"a rule packs with Keep, Cast, Scaled, Offload or a saved_hook, not {shown(self.pack)}")
         if isinstance(self.pack, SavedHook) and not self.pack.complete:
             raise ValueError(f"the saved_hook {self.pack.name} has no unpack function; decorate one with its .unpack")
 
@@ -220,6 +241,8 @@ def rule_to_json(rule: Rule) -> dict[str, Any]:
         pack = {"cast": rule.pack.dtype, "stochastic": rule.pack.stochastic}
     elif isinstance(rule.pack, Scaled):
         pack = {"scale": rule.pack.dtype, "per": rule.pack.per, "stochastic": rule.pack.stochastic}
+    elif isinstance(rule.pack, Offload):
+        pack = {"offload": {"waiting": rule.pack.waiting, "ahead": rule.pack.ahead}}
     elif isinstance(rule.pack, SavedHook):
         pack = {"hook": rule.pack.name, "key": rule.pack.key}  # a function is no plain data: this names it
     return {"match": {name: value for name, value in match.items() if value is not None}, "pack": pack}
@@ -236,9 +259,15 @@ def _pack_from_json(pack: Any) -> Pack:
     if isinstance(pack, Mapping) and "scale" in pack:
         _refuse_unknown(pack, ("scale", "per", "stochastic"), "pack")
         return Scaled(pack["scale"], **_but(pack, "scale"))
+    if pack == "offload":
+        return Offload()
+    if isinstance(pack, Mapping) and isinstance(pack.get("offload"), Mapping):
+        _refuse_unknown(pack, ("offload",), "pack")
+        _refuse_unknown(pack["offload"], ("waiting", "ahead"), "offload")
+        return Offload(**pack["offload"])
     if isinstance(pack, str) and ":" in pack:
         return _imported(pack)
-    kinds = '"keep", "module:name" of a saved_hook, {"cast": dtype} or {"scale": dtype}'
+    kinds = '"keep", "offload", "module:name" of a saved_hook, {"cast": dtype} or {"scale": dtype}'
     raise ValueError(f'"pack" must be {kinds}, got {shown(pack)}')
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from multigraph_backend.saved_tensors import graphs
+from multigraph_backend.saved_tensors import graphs, links, tracing
 from multigraph_backend.saved_tensors.placement import Placement, Unpacking
+from multigraph_backend.saved_tensors.rules import Offload
 from multigraph_backend.saved_tensors.tracing import Traced
 
 _NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
@@ -29,9 +30,18 @@ def carry_out(
     replaced: dict[Node, list[Node]] = {}
     placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     unpacked: list[_Unit] = []
+    transfers = {traced.unit.name: traced.unit.pack for traced in units if isinstance(traced.unit.pack, Offload)}
+    packed: dict[str, list[Node]] = {}
     for traced in units:
         name = traced.unit.name
         saved = _pack(forward, traced, _step(forward.graph, placement.pack_before[name]))
+        packed[name] = saved
+    settled: Node | None = None
+    if transfers:
+        settled = links.link_forward(forward.graph, [transfers[name].waiting for name in placement.offloads])
+        packed[placement.offloads[-1]].append(settled)
+    for traced in units:
+        name, saved = traced.unit.name, packed[traced.unit.name]
         first = traced.unit.members[0]
         replaced.update({member: saved if member is first else [] for member in traced.unit.members})
         members = [placeholders[member.name] for member in traced.unit.members]
@@ -40,6 +50,9 @@ def carry_out(
     _exchange_results(forward.graph, outputs, replaced)
     for unit in unpacked:
         _unpack(backward, unit)
+    if settled is not None:
+        (given,) = (node for node in backward.graph.find_nodes(op="placeholder") if node.name == settled.name)
+        links.link_backward(backward.graph, placement.begun, given)
     for unit in unpacked:
         for member in unit.members:
             _erase(backward.graph, member)
@@ -172,6 +185,7 @@ def _put_in(
     """The nodes of `traced` before `before`, over `inputs`; returns what it returns."""
     placeholders = traced.graph.find_nodes(op="placeholder")
     copies: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
+    mode = getattr(inputs[0].meta["val"], "fake_mode", None)
     for node in traced.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -186,7 +200,7 @@ def _put_in(
                     torch.fx.map_arg(node.kwargs, copies.__getitem__),
                     name=f"{prefix}_{node.name}",
                 )
-        made.meta.update(node.meta)
+        tracing.values_again(node, made, mode)
         for entry in ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag", "autograd_backward"):
             if entry in origin:
                 made.meta[entry] = origin[entry]

@@ -10,7 +10,7 @@ for, for every size; what cannot be traced, or is anything else, raises `CannotP
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from multigraph_backend import _compat
 from multigraph_backend.saved_tensors import graphs
 from multigraph_backend.saved_tensors.choosing import Unit
+from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.structure import CannotTakeApart, take_apart
 
 PackFunction = Callable[[torch.Tensor], Any]
@@ -45,7 +46,10 @@ class Traced:
 
     @property
     def saved_bytes(self) -> int:
-        return sum(graphs.tensor_bytes(value) for value in self.saved)
+        """On the device."""
+        made = dict.fromkeys(node for node in graphs.results(self.pack.graph) if isinstance(node, Node))
+        values = [value for node in made if not graphs.on_host(node) and (value := graphs.tensor(node)) is not None]
+        return sum(map(graphs.tensor_bytes, values))
 
     @property
     def cheap(self) -> bool:
@@ -103,6 +107,37 @@ def trace(unit: Unit, pack: PackFunction, unpack: UnpackFunction, numbers: Seque
         _check(member, value)
     _check_sizes(unit, saved, symbols)
     return Traced(unit, packed, unpacked, tuple(saved), tuple(numbers))
+
+
+def form(unit: Unit) -> Hashable:
+    """What `trace` makes of a unit: for units of the same form it makes the same graphs."""
+    source = graphs.tensor(unit.source)
+    assert source is not None
+    pack: Any = id(unit.pack) if isinstance(unit.pack, SavedHook) else unit.pack
+    members = []
+    for member in unit.members:
+        views = [
+            (node.target, str(_values_of((node.args[1:], node.kwargs)))) for node in graphs.chain(member, unit.source)
+        ]
+        members.append((tuple(views), _layout(graphs.tensor(member))))
+    return pack, _layout(source), source.device, tuple(members)
+
+
+def _layout(value: torch.Tensor | None) -> Hashable:
+    return None if value is None else (value.dtype, str(tuple(value.shape)), str(value.stride()))
+
+
+def _values_of(arguments: Any) -> Any:
+    return torch.fx.map_arg(arguments, lambda entry: entry.meta["val"])
+
+
+def values_again(node: Node, made: Node, mode: Any) -> None:
+    """Give `made`, a copy of a traced `node`, fake values of its own: two copies share no memory."""
+    made.meta.update(node.meta)
+    if node.op == "call_function":
+        args, kwargs = _values_of((made.args, made.kwargs))
+        with _tracing(mode):
+            made.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _permuted(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
@@ -174,7 +209,7 @@ def _replayed(member: Node, source: Node, value: torch.Tensor) -> Any:
     """The view of `value` that `member` is of `source`."""
     found: Any = value
     for node in graphs.chain(member, source):
-        arguments = torch.fx.map_arg((node.args[1:], node.kwargs), lambda entry: entry.meta["val"])
+        arguments = _values_of((node.args[1:], node.kwargs))
         found = node.target(found, *arguments[0], **arguments[1])  # type: ignore[operator]
     return found
 
@@ -183,10 +218,10 @@ def _check(member: Node, value: torch.Tensor) -> None:
     saved = graphs.tensor(member)
     assert saved is not None
     if value.dtype != saved.dtype or not _same(value.shape, saved.shape):
-        raise CannotPack(f"{member.name} came back as {value.dtype} {_shown(value.shape)}")
+        raise CannotPack(f"it came back as {value.dtype} {_shown(value.shape)}")
     for size, got, wanted in zip(saved.shape, value.stride(), saved.stride(), strict=True):
         if _compat.sympy_expr(size) != 1 and not _same((got,), (wanted,)):
-            raise CannotPack(f"{member.name} came back with strides {_shown(value.stride())}, not {saved.stride()}")
+            raise CannotPack(f"it came back with strides {_shown(value.stride())}, not {saved.stride()}")
 
 
 def _check_sizes(unit: Unit, saved: Sequence[torch.Tensor], numbers: Sequence[Any]) -> None:

@@ -1,0 +1,280 @@
+"""Saved tensors on their way to the host and back: a copy stream, pinned buffers, copies that wait for copies.
+
+    copy = transfers.offload(x, kept=[earlier], copies=[its copy])    in forward
+    x = transfers.reload(copy, dtype, device, following=[next copy])  in backward
+
+A copy to the host begins when the work before it is done, and the caller does not wait for it: it names the tensor
+again, as `kept`, in a later call, and until then nothing else may be in that memory.  A copy from the host begins with
+the call that names it as `following`, and the caller waits for it when it needs it.
+
+In: tensors, and a `CopyStream` for their device.  Out: bytes on the host in buffers of a pool, and tensors again.
+
+Invariant: a buffer serves again when no tensor is left over it.  All copies of a device run one after the other, so a
+buffer is filled anew only after what was in it has been read.  A copy that was begun for an earlier use of a buffer is
+never handed out for a later one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from multigraph_backend import _compat, trace
+
+USUAL_BYTES_PER_SECOND = 20e9  # of a link between host and device, where it cannot be measured
+_MEASURED_BYTES = 64 << 20
+
+
+class CopyStream(Protocol):
+    """Copies between a device and the host, one after the other, beside what the calling thread has the device do."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy, after all that the caller has told the device so far; returns a token of it at once."""
+
+    def wait(self, token: Any, at: Any = None) -> None:
+        """What the caller tells the device from now on, or what is told to it at `at`, comes after that copy."""
+
+    def finish(self, token: Any) -> None:
+        """Return when that copy is done."""
+
+    def at(self) -> Any:
+        """Where the caller tells the device what to do (its current stream); memory made there is for there."""
+
+    def capturing(self) -> bool:
+        """Whether what the caller tells the device is only recorded."""
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Bytes on the host that copies may run from and to beside everything else."""
+
+    def bytes_per_second(self) -> tuple[float, float]:
+        """To the host and from it."""
+
+
+class CudaStream:
+    """See `CopyStream`: a CUDA stream, events, pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._speed: tuple[float, float] | None = None
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        ready, done = torch.cuda.Event(), torch.cuda.Event()
+        ready.record(self.at())
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+        done.record(self._stream)
+        return done
+
+    def wait(self, token: torch.cuda.Event, at: torch.cuda.Stream | None = None) -> None:
+        (at or self.at()).wait_event(token)
+
+    def finish(self, token: torch.cuda.Event) -> None:
+        token.synchronize()
+
+    def at(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # copies from and to other memory are right, and hold up the caller
+            reason = (str(error).splitlines() or [""])[0]
+            trace.warn_once("no pinned memory", "saved tensors are offloaded to memory that is not pinned: %s", reason)
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def bytes_per_second(self) -> tuple[float, float]:
+        if self._speed is None:
+            if self.capturing():
+                return USUAL_BYTES_PER_SECOND, USUAL_BYTES_PER_SECOND
+            with torch.cuda.device(self.device), _compat.disable_current_modes():
+                there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
+                here = self.host_memory(_MEASURED_BYTES)
+                self._speed = _measured(here, there), _measured(there, here)
+        return self._speed
+
+
+def _measured(to: torch.Tensor, source: torch.Tensor) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    to.copy_(source, non_blocking=True)
+    before.record()
+    to.copy_(source, non_blocking=True)
+    after.record()
+    after.synchronize()
+    seconds = float(before.elapsed_time(after)) / 1e3
+    return _MEASURED_BYTES / max(seconds, 1e-9)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory on the host.  `own`: how many refer to it when nobody else does; `done`: the last copy into it; `begun`:
+    where, into what, and by which copy it is on its way back; `reloaded`: whether it has come back already.
+    """
+
+    memory: torch.Tensor
+    own: int = 0
+    done: Any = None
+    begun: tuple[Any, torch.Tensor, Any] | None = None
+    reloaded: bool = False
+
+    @property
+    def handle(self) -> int:
+        return int(self.memory.untyped_storage()._cdata)
+
+    @property
+    def free(self) -> bool:
+        return int(_compat.storage_use_count(self.handle)) <= self.own
+
+
+@dataclass
+class _Sized:
+    """The buffers of one size, and where to look for a free one first."""
+
+    buffers: list[_Buffer] = field(default_factory=list)
+    next: int = 0
+
+
+class Transfers:
+    """The copies of one device."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self.stream = stream
+        self._lock = threading.Lock()
+        self._sized: dict[int, _Sized] = {}
+        self._buffers: dict[int, _Buffer] = {}  # by the handle of their storage
+        self.copies = self.begun_before = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all buffers, in use or not."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers.values())
+
+    def offload(self, x: torch.Tensor, kept: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bytes of `x` on the host.
+
+        `x` stays as it is until it is `kept` in a later call, or in `settle`: they wait for its copy.
+        """
+        with self._lock:
+            self._await(copies)
+            buffer = self._take(x.nbytes)
+            # not a view: its version is its own
+            host: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+            host = host.set_(buffer.memory.untyped_storage(), 0, (x.nbytes,), (1,)).view(host_shape(x))
+            plain = x.contiguous()
+            buffer.done = self.stream.copy(host, plain.view(torch.uint8))
+            if plain is not x and plain.data_ptr() != x.data_ptr():
+                self.stream.wait(buffer.done)  # `plain` goes now
+            self.copies += 1
+        return host
+
+    def settle(self, kept: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+        """After this call `kept` may go.  Where somebody may read copies at once, they are there."""
+        with self._lock:
+            self._await(copies)
+            if _compat.top_saved_tensors_hooks(True) and not self.stream.capturing():
+                for copy in copies:
+                    if (buffer := self._find(copy)) is not None:
+                        self.stream.finish(buffer.done)
+
+    def reload(
+        self, copy: torch.Tensor, dtype: torch.dtype, device: torch.device, following: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """What `copy` is of, on the device again; the copies of `following` begin too."""
+        with self._lock:
+            buffer = self._find(copy)
+            if buffer is None:  # somebody has put another tensor in its place: hooks of the user's
+                return copy.to(device).view(dtype)
+            here = self.stream.at()
+            if buffer.begun is not None and buffer.begun[0] != here:
+                self._give_up(buffer)
+            self.begun_before += buffer.begun is not None
+            self._begin(buffer, copy, device, here)
+            for other in following:
+                later = self._find(other)
+                if later is not None and not later.reloaded:  # the compiler may have put it before this one
+                    self._begin(later, other, device, here)
+            assert buffer.begun is not None
+            made: torch.Tensor
+            _, made, token = buffer.begun
+            buffer.begun, buffer.reloaded = None, True
+            self.stream.wait(token)
+        return made.view(dtype)
+
+    def _begin(self, buffer: _Buffer, copy: torch.Tensor, device: torch.device, here: Any) -> None:
+        if buffer.begun is None:
+            made = torch.empty(copy.shape, dtype=torch.uint8, device=device)
+            buffer.begun = (here, made, self.stream.copy(made, copy))
+
+    def _give_up(self, buffer: _Buffer) -> None:
+        """A copy that was begun and is not needed: its memory goes, and what comes there waits for the copy."""
+        if buffer.begun is not None:
+            at, _, token = buffer.begun
+            self.stream.wait(token, at)
+            buffer.begun = None
+
+    def _await(self, copies: Sequence[torch.Tensor]) -> None:
+        for copy in copies:
+            buffer = self._find(copy)
+            if buffer is not None:
+                self.stream.wait(buffer.done)
+
+    def _find(self, copy: torch.Tensor) -> _Buffer | None:
+        return self._buffers.get(copy.untyped_storage()._cdata)
+
+    def _take(self, nbytes: int) -> _Buffer:
+        sized = self._sized.setdefault(nbytes, _Sized())
+        for step in range(len(sized.buffers)):
+            at = (sized.next + step) % len(sized.buffers)
+            buffer = sized.buffers[at]
+            if buffer.free:
+                sized.next = at + 1
+                self._give_up(buffer)
+                buffer.reloaded = False
+                if self.stream.capturing():  # the user's recording writes into it at each replay
+                    sized.buffers.remove(buffer)
+                return buffer
+        if self.stream.capturing():
+            raise RuntimeError(
+                "a tensor is offloaded inside a CUDA graph capture, and there is no buffer for it yet: run the step "
+                "once before it is captured"
+            )
+        buffer = _Buffer(self.stream.host_memory(nbytes))
+        buffer.own = int(_compat.storage_use_count(buffer.handle))
+        sized.buffers.append(buffer)
+        self._buffers[buffer.handle] = buffer
+        return buffer
+
+
+def host_shape(x: torch.Tensor) -> tuple[Any, ...]:
+    """The shape of the bytes of `x`, which has a dimension."""
+    return (*x.shape[:-1], x.shape[-1] * x.dtype.itemsize)
+
+
+STREAMS: dict[str, Callable[[torch.device], CopyStream]] = {"cuda": CudaStream}
+
+_transfers: dict[torch.device, Transfers] = {}
+_lock = threading.Lock()
+
+
+def of(device: torch.device) -> Transfers:
+    """The transfers of `device`, which is of a type in `STREAMS`."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    with _lock:
+        if device not in _transfers:
+            _transfers[device] = Transfers(STREAMS[device.type](device))
+        return _transfers[device]
+
+
+def forget() -> None:
+    """Let go of all streams and buffers; what is on its way must have arrived."""
+    with _lock:
+        _transfers.clear()
