@@ -145,7 +145,7 @@ class CapturedGraph:
         return [symbol for symbol, info in self.symbols.items() if info.is_float and info.location is not None]
 
     def copy_module(self) -> torch.fx.GraphModule:
-        return _copy_structure(self.module)
+        return copy_structure(self.module)
 
     def find(self, declared: str) -> NamedSize | int | None:
         """What a declared name stands for: a size or integer input, a constant of the trace, or nothing."""
@@ -176,7 +176,7 @@ def _shared_objects(gm: torch.fx.GraphModule) -> dict[int, Any]:
     return memo
 
 
-def _copy_structure(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def copy_structure(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     new = copy.deepcopy(gm, _shared_objects(gm))
     for old_node, node in zip(gm.graph.nodes, new.graph.nodes, strict=True):
         # a copied node keeps its meta and loses its attributes
@@ -303,7 +303,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
     outputs = _output_kinds(gm)
     if not hasattr(gm, "_param_name_to_source"):
         gm._param_name_to_source = {}  # type: ignore[assignment]
-    module = _copy_structure(gm)
+    module = copy_structure(gm)
     _forget_tracer(module)
     write_known_items(module, inputs, lambda expr: expr)
     module.meta = {key: value for key, value in gm.meta.items() if key in _KEPT_META}

@@ -24,7 +24,7 @@ import torch
 from multigraph_backend import _compat, changed_inputs, fresh_inputs, trace
 from multigraph_backend.aliasing import shared_storages, user_tensors
 from multigraph_backend.background import compile_within, describe
-from multigraph_backend.capture import CapturedGraph
+from multigraph_backend.capture import CapturedGraph, copy_structure
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition, added_condition
 from multigraph_backend.facts import Facts
@@ -126,10 +126,8 @@ def lower(
             return compile_here(process_wide, options)
         except Exception as error:
             process_wide.close()
-            reason = f"the compile with packed tensors failed: {describe(error)}"
-            lowered = compile_here(process_wide, dataclasses.replace(options, saved_tensors=()))
-        trace.count("unpacked_retries")
-        trace.warn_once(f"{graph.code}: {reason}", "%s: saved tensors stay as they are: %s", graph.code, reason)
+            reason = _retrying_unpacked(str(graph.code), error)
+        lowered = compile_here(process_wide, dataclasses.replace(options, saved_tensors=()))
         return dataclasses.replace(lowered, saved=(SavedTensors((), failed=reason),))
 
     def compile_here(process_wide: contextlib.ExitStack, options: Options) -> Lowered:
@@ -148,6 +146,23 @@ def lower(
     return lowered
 
 
+def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
+    """For another compile: a compiler changes the graph.  None where parts of it cannot be copied."""
+    try:
+        return copy_structure(module)
+    except Exception as error:
+        log.debug("a graph cannot be copied: %s", describe(error))
+        return None
+
+
+def _retrying_unpacked(code: str, error: BaseException) -> str:
+    """Count and log that code is compiled again without packs, after `error`; the reason, for reports."""
+    reason = f"the compile with packed tensors failed: {describe(error)}"
+    trace.count("unpacked_retries")
+    trace.warn_once(f"{code}: {reason}", "%s: saved tensors stay as they are: %s", code, reason)
+    return reason
+
+
 def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> bool:
     """Whether code for `module` is to be recorded: it is wanted, and something of the graph is on a GPU."""
     if not options.cudagraphs or options.compiler != "inductor":
@@ -162,9 +177,30 @@ def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Op
     recorded = records(module, inputs, options)
     if not recorded and not options.saved_tensors:
         return compile_module(module, inputs, options)
+    recorded_as = name if recorded else None
     # its backward is compiled at the first call of it, when no setting of now is in force any more
     with _compat.functorch_config.patch(enable_autograd_cache=False):
-        return compile_module(module, inputs, options, name if recorded else None)
+        if not options.saved_tensors:
+            return compile_module(module, inputs, options, recorded_as)
+        untouched = _copied(module)
+        try:
+            with (
+                saved_account.collecting() as saved,
+                _compat.functorch_config.patch(force_non_lazy_backward_lowering=True),  # so that a failure shows now
+            ):
+                run = compile_module(module, inputs, options, recorded_as)
+            for account in saved:
+                saved_account.pass_on(account)
+            return run
+        except _compat.TensorifyScalarRestartAnalysis:  # Dynamo traces anew
+            raise
+        except Exception as error:
+            if untouched is None:
+                raise
+            reason = _retrying_unpacked(name, error)
+        run = compile_module(untouched, inputs, dataclasses.replace(options, saved_tensors=()), recorded_as)
+        saved_account.pass_on(SavedTensors((), failed=reason))
+        return run
 
 
 def compile_module(

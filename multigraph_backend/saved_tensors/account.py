@@ -116,11 +116,16 @@ def collecting() -> Iterator[list[SavedTensors]]:
 
 def add(account: SavedTensors) -> None:
     """One more account for the compile that is running; counted."""
+    pass_on(account)
+    for entry in account.tensors:
+        trace.count("packed_tensors" if entry.packed is not None else "kept_tensors")
+
+
+def pass_on(account: SavedTensors) -> None:
+    """The same without counting: it was counted, or there is nothing to count."""
     found = _collected.get()
     if found is not None:
         found.append(account)
-    for entry in account.tensors:
-        trace.count("packed_tensors" if entry.packed is not None else "kept_tensors")
 
 
 def latest() -> SavedTensors | None:

@@ -236,6 +236,29 @@ def test_a_graph_that_is_compiled_at_once_packs_too(monkeypatch: pytest.MonkeyPa
     assert "compiled at once, without variants: the graph was split" in str(multigraph_backend.explain())
 
 
+@pytest.mark.parametrize("step_that_fails", ["_pack_", "_unpack_"])
+def test_a_graph_that_is_compiled_at_once_is_compiled_again_without_packs(
+    monkeypatch: pytest.MonkeyPatch, step_that_fails: str
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise capture.CannotCapture("the graph was split")
+
+    inner = _compat.compile_fx_inner
+
+    def refusing(gm: torch.fx.GraphModule, *args: Any, **settings: Any) -> Any:
+        if any(step_that_fails in node.name for node in gm.graph.nodes if node.op == "call_function"):
+            raise RuntimeError("type fp8e4nv is not supported here")
+        return inner(gm, *args, **settings)
+
+    monkeypatch.setattr(capture, "capture", refuse)
+    monkeypatch.setitem(vars(_compat), "compile_fx_inner", refusing)
+    model = Mlp()
+    assert_step(model, compiled(model, rules(Cast("e4m3"))), torch.randn(8, 16), 0.0)
+    assert multigraph_backend.stats()["unpacked_retries"] == 1
+    (said,) = accounts()
+    assert "type fp8e4nv is not supported here" in str(said.failed)
+
+
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGRAPH_DISABLE", "saved_tensors")
     model = Mlp()
