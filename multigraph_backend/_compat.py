@@ -194,12 +194,15 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("free_block", "torch._C", "_cuda_cudaCachingAllocator_raw_delete", feature="cudagraphs on CUDA"),
         _S("stop_allocating_to_pool", "torch._C", "_cuda_endAllocateToPool", feature="cudagraphs on CUDA"),
         _S("release_pool", "torch._C", "_cuda_releasePool", feature="cudagraphs on CUDA"),
-        _S("memory_snapshot", "torch._C", "_cuda_memorySnapshot", feature="cudagraphs on CUDA"),
+        _S("raw_snapshot", "torch._C", "_cuda_memorySnapshot", feature="cudagraphs on CUDA"),
         _S("clear_cublas_workspaces", "torch._C", "_cuda_clearCublasWorkspaces", feature="cudagraphs on CUDA"),
         # the allocator extension
         _S("set_allocator_settings", "torch._C", "_accelerator_setAllocatorSettings", feature="allocator"),
         _S("memory_snapshot", "torch.cuda.memory", "_snapshot", feature="allocator", shape=("device",)),
         _S("custom_allocator", "torch._C", "_cuda_customAllocator", feature="allocator on CUDA"),
+        # several processes
+        _S("resolve_process_group", "torch.distributed.distributed_c10d", "_resolve_process_group",
+           feature="distributed"),
         # torch's own instruments
         _S("counters", "torch._dynamo.utils", "counters", feature="instruments"),
         _S("dynamo_timed", "torch._dynamo.utils", "dynamo_timed", feature="instruments",

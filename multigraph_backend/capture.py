@@ -21,6 +21,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, naming, trace
+from multigraph_backend.distributed import sequence
 from multigraph_backend.user_code import UserCode
 
 
@@ -135,6 +136,7 @@ class CapturedGraph:
     viewed_inputs: tuple[int, ...]  # positions of inputs of which views are returned
     outputs: tuple[str, ...]  # "tensor" or "other", in order
     code: UserCode
+    communicates: bool = False  # whether it issues collectives
     compile_id: Any = None  # torch's id of the trace, for its own tools
     notes: list[str] = field(default_factory=list)
     floats_are_constants: bool = False  # set by the first compile that cannot keep them apart from their values
@@ -320,6 +322,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         viewed_inputs=_viewed_inputs(gm),
         outputs=outputs,
         code=code,
+        communicates=sequence.holds_collectives(gm),
         compile_id=trace.current_compile_id(),
         notes=_lost_marks(inputs, example_inputs, code),
     )

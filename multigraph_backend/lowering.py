@@ -27,6 +27,8 @@ from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import CapturedGraph, copy_structure
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition, added_condition
+from multigraph_backend.distributed import groups
+from multigraph_backend.distributed.sequence import Issued, Sizes
 from multigraph_backend.facts import Facts
 from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
 from multigraph_backend.options import Options
@@ -37,6 +39,7 @@ from multigraph_backend.saved_tensors.rules import hook_rules
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.direct_call import DirectCall
+    from multigraph_backend.cudagraphs.output_code import How, RecordedCode
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class Lowered:
 
     `direct`: a shorter way to what `run` runs, known after the first call.
     `saved`: what became of the tensors that it saves for backward, where there are rules for them.
+    `issued`: its collectives, where the graph has any, over symbols of the compile; `sizes` says what these are.
     """
 
     run: CompiledFunction
@@ -56,6 +60,8 @@ class Lowered:
     seconds: float
     direct: DirectCall | None = None
     saved: tuple[SavedTensors, ...] = ()
+    issued: Issued | None = None
+    sizes: Sizes = dataclasses.field(default_factory=Sizes)
 
     @property
     def shortest(self) -> CompiledFunction:
@@ -84,6 +90,8 @@ def lower(
     tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
     recorded = records(graph.module, args, options)
     cache_tag = f"{tag}|{recorded and options.recording}"
+    if graph.communicates:
+        cache_tag += f"|{groups.backends()}|{groups.registered_buffers()}"
     hooked = state.hooks is not None and options.compiler == "inductor"
     if state.hooks is not None and hooked:
         options = dataclasses.replace(options, saved_tensors=(*options.saved_tensors, *hook_rules(state.hooks)))
@@ -95,18 +103,22 @@ def lower(
         # AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it
         autograd_cache = not shared and (bool(floats) or not graph.floats)
         with (
-            state.restored(process_wide, cache_tag, autograd_cache, bundled=recorded or packs),
+            state.restored(process_wide, cache_tag, autograd_cache, bundled=recorded or packs or graph.communicates),
             _compat.own_float_specializations(),
             saved_account.collecting() as saved,
         ):
             fresh = fresh_inputs.build(graph, facts, args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
             with _compat.tracing(context):
-                run, direct = _compile(fresh, options, f"{graph.code}, {name}" if recorded else None, context)
+                label = f"{graph.code}, {name}" if recorded or graph.communicates else None
+                run, direct, codes = _compile(fresh, options, label, "recorded" if recorded else "unrecorded", context)
             condition = added_condition(graph, fresh, context, args, {**pinned, **floats})
         if hooked and any(said.packed for said in saved):
             run = without_hooks(run)
-        return Lowered(run, condition, time.perf_counter() - started, direct, tuple(saved))
+        made = Lowered(run, condition, time.perf_counter() - started, direct, tuple(saved))
+        if not graph.communicates:
+            return made
+        return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
 
     def compile(process_wide: contextlib.ExitStack) -> Lowered:
         with trace.compile_phase(str(graph.code), name, graph.compile_id):
@@ -163,6 +175,60 @@ def _retrying_unpacked(code: str, error: BaseException) -> str:
     return reason
 
 
+def only_traced(
+    graph: CapturedGraph,
+    facts: Mapping[sympy.Symbol, Facts],
+    args: Sequence[Any],
+    options: Options,
+    state: CompileState,
+) -> Lowered:
+    """What a compile with `facts` would issue, by tracing and parting the graph as it does; no code is generated, and
+    `run` raises.
+
+    Raises as `lower` does.
+    """
+
+    def trace_only(process_wide: contextlib.ExitStack) -> Lowered:
+        started = time.perf_counter()
+        values = graph.values(args)
+        floats = {symbol: float(values[symbol]) for symbol in graph.floats} if graph.floats_are_constants else {}
+        with state.restored(process_wide, "", autograd_cache=False), _compat.own_float_specializations():
+            fresh = fresh_inputs.build(graph, facts, args, floats)
+            with _compat.tracing(_compat.TracingContext(fresh.fake_mode)):
+                from multigraph_backend.cudagraphs import output_code
+
+                with output_code.attached() as codes:
+                    label = str(graph.code)
+                    compile_module(fresh.module, fresh.inputs, options, label, "traced", ignore_shape_env=True)
+        made = Lowered(_not_compiled, AddedCondition("True", None), time.perf_counter() - started)
+        return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
+
+    return compile_within(options.compile_timeout, trace_only, state.context)
+
+
+def _not_compiled(*args: Any) -> Sequence[Any]:
+    raise RuntimeError("this graph was traced, and never compiled")
+
+
+def _issued(codes: Sequence[RecordedCode]) -> Issued:
+    """What the compiled graphs of one form issue together."""
+    specs = [code.spec for code in codes]
+    unknown = next((spec.not_known for spec in specs if spec.not_known), None)
+    if not specs:
+        unknown = "its compiler does not tell"
+    phases = {
+        backward: tuple(entry for spec in specs if spec.is_backward == backward for entry in spec.collectives)
+        for backward in (False, True)
+    }
+    return Issued(phases[False], phases[True], unknown)
+
+
+def _sizes(fresh: FreshInputs) -> Sizes:
+    made = Sizes(dict(fresh.replaced))
+    equal = {symbol: fresh.shape_env.replace(symbol) for symbol in made.symbols.values()}
+    return dataclasses.replace(made, equal=equal)
+
+
 def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> bool:
     """Whether code for `module` is to be recorded: it is wanted, and something of the graph is on a GPU."""
     if not options.cudagraphs or options.compiler != "inductor":
@@ -207,10 +273,11 @@ def compile_module(
     module: torch.fx.GraphModule,
     inputs: list[Any],
     options: Options,
-    recorded_as: str | None = None,
+    label: str | None = None,
+    how: How = "recorded",
     ignore_shape_env: bool = False,
 ) -> CompiledFunction:
-    """The chosen compiler's code for `module`, recorded under the name `recorded_as` if there is one.
+    """The chosen compiler's code for `module`; with a `label` for messages, `how` says what becomes of it.
 
     Raises what the compiler raises, and `CannotLower` for what it gets wrong.
     """
@@ -218,11 +285,11 @@ def compile_module(
         other: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
         return other
     knobs, inner = dict(options.inductor), None
-    if recorded_as is not None:
+    if label is not None:
         from multigraph_backend.cudagraphs import output_code
 
-        inner = output_code.inner_compile(options, recorded_as)
-        knobs.update(output_code.KNOBS)
+        inner = output_code.inner_compile(options, label, how)
+        knobs.update(output_code.KNOBS if how == "recorded" else {})
     around = None
     if options.saved_tensors and (lacking := _lacks_for_packing()):
         message = f"saved tensors stay as they are; this torch differs: {lacking}"
@@ -246,17 +313,17 @@ def _lacks_for_packing() -> str | None:
 
 
 def _compile(
-    fresh: FreshInputs, options: Options, recorded_as: str | None, context: Any
-) -> tuple[CompiledFunction, DirectCall | None]:
+    fresh: FreshInputs, options: Options, label: str | None, how: How, context: Any
+) -> tuple[CompiledFunction, DirectCall | None, Sequence[RecordedCode]]:
     inputs = fresh.inputs
-    if recorded_as is None:
-        return _bare(compile_module(fresh.module, inputs, options, ignore_shape_env=True), fresh), None
+    if label is None or options.compiler != "inductor":
+        return _bare(compile_module(fresh.module, inputs, options, ignore_shape_env=True), fresh), None, ()
     from multigraph_backend.cudagraphs import direct_call, output_code
 
     with output_code.attached() as codes:
-        run = _bare(compile_module(fresh.module, inputs, options, recorded_as, ignore_shape_env=True), fresh)
+        run = _bare(compile_module(fresh.module, inputs, options, label, how, ignore_shape_env=True), fresh)
     direct = None if fresh.divided else direct_call.find(run, codes, context.fw_metadata)
-    return (run, None) if direct is None else (direct.first, direct)
+    return (run, None, codes) if direct is None else (direct.first, direct, codes)
 
 
 def _bare(run: Any, fresh: FreshInputs) -> CompiledFunction:

@@ -142,7 +142,7 @@ class TorchPool:
     def segments(self) -> list[tuple[int, int]]:
         # of everything: asked for one pool by its id, torch 2.11 drops references that it does not hold, and the
         # numbers of that id are freed while they are in use
-        found = _compat.memory_snapshot(None)["segments"]
+        found = _compat.raw_snapshot(None)["segments"]
         own = [segment for segment in found if tuple(segment["segment_pool_id"]) == self.id]
         return [(segment["address"], segment["total_size"]) for segment in own]
 

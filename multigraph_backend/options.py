@@ -81,6 +81,7 @@ class Options:
         nothing is recorded
     cut: operators that no recording may hold, by name, `namespace::op`, `namespace::op.overload`, or a glob
     safe: custom operators in Python that recordings may hold: they read and change nothing but their arguments
+    collectives: "record" lets recordings hold collectives of backends that can be recorded (NCCL); "cut": none does
     record_small: whether pieces are recorded that cost more as recordings than they save
     max_recordings: recordings of one piece, for the same sizes and after the same recording, before parameters that
         come at further addresses are copied at each call
@@ -97,6 +98,7 @@ class Options:
     cudagraphs: Literal["auto", "require", False] = "auto"
     cut: tuple[str, ...] = ()
     safe: tuple[str, ...] = ()
+    collectives: Literal["record", "cut"] = "record"
     record_small: bool = False
     max_recordings: int = 5
     inductor: tuple[tuple[str, object], ...] = ()
@@ -113,7 +115,7 @@ class Options:
     @property
     def recording(self) -> tuple[object, ...]:
         """All that says what is recorded, and how."""
-        return self.cudagraphs, self.cut, self.safe, self.record_small, self.max_recordings
+        return self.cudagraphs, self.cut, self.safe, self.collectives, self.record_small, self.max_recordings
 
     @staticmethod
     def build(
@@ -398,6 +400,7 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "cut": _read_operators,
     "splitting_ops": _read_operators,
     "safe": _read_operators,
+    "collectives": _read_choice("record", "cut"),
     "record_small": _read_flag,
     "max_recordings": _read_count,
     "inductor": _read_inductor,

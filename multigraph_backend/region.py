@@ -27,6 +27,8 @@ from multigraph_backend.capture import CapturedGraph, NamedSize
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition
 from multigraph_backend.dispatch import Ready, Rule
+from multigraph_backend.distributed import sequence
+from multigraph_backend.distributed.sequence import SameSizes
 from multigraph_backend.facts import Facts
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.lowering import Lowered
@@ -46,6 +48,10 @@ _NOT_READY: Ready = (lambda args: False, lambda: None, None)
 
 class VariantFailed(RuntimeError):
     """A compile failed and the user asked to hear of it (`on_failure="raise"`)."""
+
+
+class OtherCollectives(RuntimeError):
+    """A variant issues other collectives than the generic graph, or in another order."""
 
 
 class WrongOutputs(RuntimeError):
@@ -74,6 +80,8 @@ class Region:
         self._ready: list[Ready] = [_NOT_READY] * (len(conditions) + 1)
         self._publish_lock = threading.Lock()
         self._all_pending = options.compile == "eager"
+        self._issued: Lowered | None = None  # what generic's first form issues: the reference for all others
+        self._issued_lock = threading.Lock()
         trace.count("regions")
         registry.add(self)
         for note in self.notes:
@@ -162,6 +170,8 @@ class Region:
         log.info("%s: compiling %s", self.code, variant.text)
         try:
             lowered = lowering.lower(self._graph, variant.facts, args, self.options, self._state, pinned, variant.text)
+            if self._graph.communicates:
+                self._check_collectives(variant, lowered, args)
         except Exception as error:
             self._failed(variant, error, self._sharing(args))
             return None
@@ -169,6 +179,26 @@ class Region:
         variant.add(form, self._sharing(args))
         log.info("%s: compiled %s in %.2f s", self.code, variant.text, lowered.seconds)
         return form
+
+    def _check_collectives(self, variant: Variant, lowered: Lowered, args: Sequence[Any]) -> None:
+        """Raises `OtherCollectives` where code does not issue what the generic graph does: other ranks may run that."""
+        with self._issued_lock:
+            if self._issued is None:
+                if variant.generic:
+                    self._issued = lowered
+                    return
+                self._issued = lowering.only_traced(self._graph, {}, args, self.options, self._state)
+        assert self._issued.issued is not None
+        assert lowered.issued is not None
+        same = SameSizes(self._issued.sizes, lowered.sizes)
+        different = sequence.difference(self._issued.issued, lowered.issued, same)
+        if different is None:
+            return
+        if variant.generic:  # nothing safer is left; each rank that comes here compiles the same
+            trace.warn_once(f"{self.code}: {different}", "%s: %s: ranks may wait forever", self.code, different)
+            return
+        trace.count("refused_collectives")
+        raise OtherCollectives(f"{different}; ranks that run generic would wait forever, or mix up data")
 
     def _sharing(self, args: Sequence[Any]) -> Sharing:
         return shared_storages([args[index] for index in user_tensors(self._graph)])

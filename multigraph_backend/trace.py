@@ -28,6 +28,7 @@ Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
     "unrecorded_pieces", "moved_outputs",
+    "refused_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries",
 ]  # fmt: skip
 
@@ -128,7 +129,8 @@ def stats() -> dict[str, int]:
     `regions`: Dynamo graphs taken; `generic_compiled`, `variants_compiled`: backend compiles; `generic_calls`,
     `variant_calls`: calls run by them; `eager_calls`: calls run without compiled code; `failures`: compiles that
     failed, hung, or gave wrong outputs; `packed_tensors`, `kept_tensors`: tensors saved for backward, by compiles with
-    rules for them; `unpacked_retries`: compiles that failed with packs and were done again without.
+    rules for them; `refused_collectives`: variants refused because they would issue other collectives than generic;
+    `unpacked_retries`: compiles that failed with packs and were done again without.
     """
     with _lock:
         return {**_events, **{kind: _calls(kind) - _start[kind] for kind in _CALLS}}

@@ -27,6 +27,7 @@ from torch.fx import GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.spec import Cut
+from multigraph_backend.distributed import groups, sequence
 
 LISTED = "the option 'cut'"
 PYTHON = "an operator in Python that is not declared safe"
@@ -39,6 +40,9 @@ WAITS = "an operator that waits for the device"
 SPARSE = "a sparse result"
 TRANSFER = "a saved tensor on its way to the host or back"
 CPU_OP = "cpu op"
+COLLECTIVES = "the option 'collectives'"
+SYMMETRIC = "a collective over memory that all ranks have registered, which they would have to record together"
+APART = "a collective that is started in one place and waited for in another"
 
 _OWN = frozenset((
     "aten", "prims", "prim", "inductor", "inductor_prims", "rngprims", "debugprims", "flex_lib", "flex_gemm",
@@ -69,11 +73,15 @@ class CutRules:
     cut, safe: names `namespace::op`, `namespace::op.overload`, the same with a dot for the colons, or globs of these;
         `cut` wins
     device_type: tensors of this type are recordable; "cpu" stands for the simulated device
+    collectives: "record", or "cut": no recording holds any
+    backends: backends of process groups whose collectives can be recorded
     """
 
     cut: frozenset[str] = frozenset()
     safe: frozenset[str] = frozenset()
     device_type: str = "cuda"
+    collectives: str = "record"
+    backends: frozenset[str] = groups.RECORDABLE
 
 
 def unsupported(node: Node, rules: CutRules) -> str | None:
@@ -83,6 +91,8 @@ def unsupported(node: Node, rules: CutRules) -> str | None:
     op = operator_of(node)
     if op is None:  # arithmetic on sizes, and parts of results, run nothing
         return None if node.target is operator.getitem or not has_tensors(node.meta.get("val")) else PYTHON
+    if _communicates(op):
+        return _off_device(node, rules.device_type) or _by_collectives(node, rules)
     if _named(op, rules.cut):
         return LISTED
     if op.namespace == "multigraph":
@@ -109,7 +119,10 @@ def operators_never_recorded(gm: GraphModule, rules: CutRules) -> dict[Any, str]
     found: dict[Any, str] = {}
     for node in gm.graph.nodes:
         op, reason = operator_of(node), unsupported(node, rules)
-        if isinstance(op, _compat.OpOverload) and reason in (LISTED, PYTHON, UNSAFE, WAITS, TRANSFER):
+        if reason is not None and _communicates(op) and isinstance(op, _compat.OpOverload):
+            if _off_device(node, rules.device_type) is None:
+                found.update((variant, reason) for variant in _in_any_form(op))
+        elif isinstance(op, _compat.OpOverload) and reason in (LISTED, PYTHON, UNSAFE, WAITS, TRANSFER):
             found[op] = reason
             found.update((variant, reason) for variant in _out_variants(op, rules, reason == LISTED))
         for subgraph in _subgraphs(node):
@@ -150,6 +163,82 @@ def operator_of(node: Node) -> Any:
         wrapped: Any = node.args[_WRAPPING[op.name()]]
         op = wrapped if isinstance(wrapped, _compat.OpOverload | _compat.HigherOrderOperator) else op
     return op if isinstance(op, _compat.OpOverload | _compat.HigherOrderOperator) else None
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def _communicates(op: Any) -> bool:
+    return isinstance(op, _compat.OpOverload) and (sequence.issues(op.name()) or sequence.waits(op.name()))
+
+
+def _by_collectives(node: Node, rules: CutRules) -> str | None:
+    """Why a collective, or a wait for one, cannot be recorded.  One for all of a graph: who waits for which cannot be
+    told by the operator alone, and a wait in a recording for what was started outside of it is an error."""
+    for other in node.graph.nodes:
+        op = operator_of(other) if other.op == "call_function" else None
+        if op is not None and _communicates(op) and (reason := _collective_reason(other, op, rules)) is not None:
+            return reason
+    return None
+
+
+def _collective_reason(node: Node, op: Any, rules: CutRules) -> str | None:
+    if _named(op, rules.cut):
+        return LISTED
+    if not sequence.issues(op.name()):
+        return None
+    if rules.collectives == "cut":
+        return COLLECTIVES
+    if op.namespace == sequence.SYMMETRIC:
+        return SYMMETRIC
+    if (hook := groups.registered_buffers()) is not None:
+        return f"{SYMMETRIC} ({hook})"
+    for collective in sequence.of_nodes([node]):
+        backend = groups.backend_of(collective.group, rules.device_type)
+        if backend is None:
+            return f"a collective of group {collective.group!r}, which serves no {rules.device_type} tensors here"
+        if backend not in rules.backends:
+            return f"a collective over {backend}, which no recording can hold"
+    return None
+
+
+def _in_any_form(op: Any) -> Iterator[Any]:
+    """`op`, and the forms of it that Inductor may call in its place: in place, into a tensor given."""
+    library = getattr(torch.ops, op.namespace)
+    base = op.name().split("::")[1].split(".")[0]
+    for name in (base, f"{base}_", f"{base}_out"):
+        packet = getattr(library, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            yield getattr(packet, overload)
+
+
+def started_apart(nodes: Iterable[Node], here: Iterable[Node]) -> set[Node]:
+    """Of the collectives and waits among `here`, those that are not both here: a start whose waits are elsewhere, or
+    nowhere; a wait for what was started elsewhere.  `nodes`: all of the graph."""
+    inside = set(here)
+    starts: dict[Node, set[Node]] = {}
+    waited: dict[Node, set[Node]] = {}
+    for node in nodes:
+        op = operator_of(node) if node.op == "call_function" else None
+        if op is not None and isinstance(op, _compat.OpOverload) and sequence.issues(op.name()):
+            starts[node] = {node}
+            waited[node] = set()
+        elif op is not None and isinstance(op, _compat.OpOverload) and sequence.waits(op.name()):
+            starts[node] = set().union(*(starts.get(arg, set()) for arg in node.all_input_nodes))
+            for start in starts[node]:
+                waited[start].add(node)
+        elif node.target is operator.getitem or is_view(node):
+            starts[node] = set().union(*(starts.get(arg, set()) for arg in node.all_input_nodes))
+    apart: set[Node] = set()
+    for node in inside:
+        if node in waited:
+            if not waited[node] or not waited[node] <= inside:
+                apart.add(node)
+        elif node.op == "call_function" and _communicates(operator_of(node)):
+            began = starts.get(node, set()) & waited.keys()
+            if not began or not began <= inside:
+                apart.add(node)
+    return apart
 
 
 # ---------------------------------------------------------------- reasons

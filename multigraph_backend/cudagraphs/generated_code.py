@@ -31,6 +31,8 @@ from typing import Any, TypeGuard
 
 import torch
 
+from multigraph_backend.distributed import sequence
+
 
 class NotUnderstood(ValueError):
     """The code is not of the form that was seen; its text says where."""
@@ -140,6 +142,74 @@ class GeneratedCode:
                         return number, name
         return None
 
+    def issued(self) -> list[tuple[str, str]]:
+        """Kind and group of each collective, in the order in which the code issues them.  Raises NotUnderstood."""
+        function = self.functions.get("call")
+        if function is None:
+            raise NotUnderstood("it has no function 'call'")
+        return [(sequence.kind_of(name), group) for name, group in self._issued(function, ())]
+
+    def groups(self, number: int) -> tuple[str, ...]:
+        """The process groups in which piece `number` communicates."""
+        return tuple(dict.fromkeys(group for _, group in self._issued(self.partitions[number], ())))
+
+    def waits_elsewhere(self, number: int) -> bool:
+        """Whether piece `number` starts a collective that it does not wait for, or waits for what it has not started.
+
+        Where that is unclear, the answer is yes.
+        """
+        function = self.partitions[number]
+        inner = [other for other in self._reached(function) if other is not function]
+        if any(_communicates(ast.unparse(other)) for other in inner):
+            return True
+        of: dict[str, str] = {}  # names of one buffer
+        started: set[str] = set()
+        done: set[str] = set()
+        for statement, sure in _flat(function.body):
+            if isinstance(statement, ast.With) or not (text := ast.unparse(statement)):
+                continue
+            value = statement.value if isinstance(statement, ast.Assign | ast.Expr) else None
+            targets = [ast.unparse(target) for target in statement.targets] if isinstance(statement, ast.Assign) else []
+            operator = _operator(value)
+            if operator is None or not (sequence.issues(operator) or sequence.waits(operator)):
+                if _communicates(text):
+                    return True
+                if value is not None and len(targets) == 1 and _only_looks(value) and (names := _names(value)):
+                    of[targets[0]] = of.get(names[0], names[0])
+                continue
+            assert isinstance(value, ast.Call)
+            given = [name for argument in (*value.args, *(word.value for word in value.keywords))
+                     for name in _names(argument)]  # fmt: skip
+            roots = {of.get(name, name) for name in given if name != "reinterpret_tensor"}
+            if not sure or not roots:
+                return True
+            if sequence.waits(operator):
+                if not roots <= started | done:
+                    return True
+                started -= roots
+                done |= roots
+                continue
+            # what it fills is waited for: its result, a tensor given, or else what went in
+            outs = {of.get(name, name) for word in value.keywords for name in _names(word.value)}
+            if targets:
+                of[targets[0]] = targets[0]
+                of |= dict.fromkeys(outs, targets[0])
+            started |= {targets[0]} if targets else outs or roots
+        return bool(started)
+
+    def _issued(self, function: ast.FunctionDef, within: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        """Operator and group of each collective, pieces and functions that are called among them."""
+        for call in _calls(function):
+            if (operator := _operator(call)) is not None and sequence.issues(operator):
+                yield operator, _group(call)
+                continue
+            called = _CALLED_PIECE.fullmatch(ast.unparse(call.func))
+            inner = self.partitions[int(called[1])] if called else None
+            if inner is None and isinstance(call.func, ast.Name):
+                inner = self.functions.get(call.func.id)
+            if inner is not None and inner.name not in within and inner is not function:
+                yield from self._issued(inner, (*within, function.name))
+
     def _reached(self, function: ast.FunctionDef) -> Iterator[ast.FunctionDef]:
         """`function`, and the functions of the module that it calls."""
         found = [function]
@@ -180,6 +250,47 @@ class GeneratedCode:
                     values[name] = value
                 else:
                     values[name] = _Value(memory=value.memory | values.get(name, _Value()).memory)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def _communicates(text: str) -> bool:
+    return any(f"torch.ops.{name}." in text for name in sequence.NAMESPACES)
+
+
+def _operator(value: ast.expr | None) -> str | None:
+    """`_c10d_functional.all_reduce_.default`, where that is what is called."""
+    if not isinstance(value, ast.Call):
+        return None
+    name = ast.unparse(value.func)
+    return name.removeprefix("torch.ops.") if name.startswith("torch.ops.") else None
+
+
+def _calls(function: ast.FunctionDef) -> Iterator[ast.Call]:
+    """In the order in which they run."""
+
+    def inside(node: ast.AST) -> Iterator[ast.Call]:
+        for child in ast.iter_child_nodes(node):
+            yield from inside(child)
+        if isinstance(node, ast.Call):
+            yield node
+
+    for statement in function.body:
+        yield from inside(statement)
+
+
+def _group(call: ast.Call) -> str:
+    """The name of the process group: the last text that is given.  Raises NotUnderstood where there is none."""
+    arguments = (*call.args, *(word.value for word in call.keywords))
+    constants = [node.value for entry in arguments for node in ast.walk(entry) if isinstance(node, ast.Constant)]
+    texts = [value for value in constants if isinstance(value, str)]
+    if not texts:
+        raise NotUnderstood(f"line {call.lineno}: {ast.unparse(call)} names no group")
+    return texts[-1]
+
+
+_CALLED_PIECE = re.compile(r"self\.partitions\[(\d+)\]")
 
 
 # ---------------------------------------------------------------- what names stand for

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from multigraph_backend import _compat, trace
 from multigraph_backend.cudagraphs import partition, runtime
 from multigraph_backend.cudagraphs.cuts import CPU_OP, CutRules
 from multigraph_backend.cudagraphs.opened import Opened
-from multigraph_backend.cudagraphs.piece import Piece
+from multigraph_backend.cudagraphs.piece import MOST, Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.tree import Tree
@@ -146,10 +146,13 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             pieces.append(made)
             return called
 
-        if spec.whole:
+        if spec.whole and spec.pieces[0].unrecorded is None:
             self.run = piece(self.inner, None)
         else:
-            wrappers = [functools.partial(piece, number=number) for number in range(len(spec.pieces))]
+            wrappers = [
+                functools.partial(piece, number=number) if part.unrecorded is None else _as_it_is
+                for number, part in enumerate(spec.pieces)
+            ]
             self.inner.recursively_apply_fns(wrappers)
             inner, lock = self.inner, tree.lock
 
@@ -207,6 +210,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             mutated=mutated,
             traces=[None if index is None else spec.inputs[index].stack_trace for index in of_graph],
             reused=[at for at, index in enumerate(of_graph) if index is None or spec.is_backward],
+            groups=spec.groups if isinstance(facts, GraphSpec) else facts.groups,
             constants=[value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)],
             is_backward=spec.is_backward,
             label=label,
@@ -217,13 +221,23 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         )
 
 
+def _as_it_is(function: Any) -> Any:
+    return function
+
+
 def _unattached(inputs: list[Any]) -> Any:
     raise RuntimeError("compiled code was called before it was loaded")
 
 
-def inner_compile(options: Options, label: str) -> Callable[..., Any]:
+#: what becomes of a graph: recorded code, code that only says which collectives it issues, or no code, only that
+How = Literal["recorded", "unrecorded", "traced"]
+
+
+def inner_compile(options: Options, label: str, how: How = "recorded") -> Callable[..., Any]:
     """What compiles one graph in place of Inductor's function of that name; `label` is for messages."""
-    rules = CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe))
+    if how != "recorded":
+        return functools.partial(_compile_unrecorded, label, how == "traced")
+    rules = CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe), collectives=options.collectives)
     required = options.cudagraphs == "require" or bool(_compat.inductor_config.triton.cudagraph_or_error)
     wanted = Wanted(required, not (required or options.record_small), options.max_recordings)
     return functools.partial(_compile_inner, rules, wanted, label)
@@ -256,6 +270,20 @@ def _compile_inner(
     if wanted.required:
         _check_all_recorded(spec, label)
     return RecordedCode(code, spec, label, wanted, bool(settings.get("is_inference")))
+
+
+def _compile_unrecorded(
+    label: str, trace_only: bool, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
+) -> Any:
+    """Inductor's compile of a graph of which nothing is to be recorded, or no compile at all."""
+    backward = bool(settings.get("is_backward"))
+    taken = partition.take(gm, settings.get("static_input_idxs") or (), backward, CutRules(device_type="none"))
+    code = _unattached if trace_only else _compat.compile_fx_inner(gm, example_inputs, **settings)
+    if not trace_only and not isinstance(code, _compat.CompiledFxGraph):
+        return code
+    spec = taken.graph if trace_only else partition.from_inductor(code, taken)
+    label = f"{label}, {'backward' if backward else 'forward'}"
+    return RecordedCode(code, spec, label, Wanted(False, True, MOST), bool(settings.get("is_inference")))
 
 
 def _check_all_recorded(spec: GraphSpec, label: str) -> None:

@@ -26,6 +26,8 @@ from multigraph_backend.cudagraphs import cuts
 from multigraph_backend.cudagraphs.cuts import CutRules
 from multigraph_backend.cudagraphs.generated_code import GeneratedCode, NotUnderstood, Parameters, PieceCall
 from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, PartitionSpec, Placeholder
+from multigraph_backend.distributed import sequence
+from multigraph_backend.distributed.sequence import Collective
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRu
     tensors = {index for index, node in enumerate(placeholders) if isinstance(node.meta.get("val"), torch.Tensor)}
     shown = visible_outputs(gm, is_backward)
     never = cuts.operators_never_recorded(gm, rules) if devices else {}
+    collectives, not_known = issued(gm)
     graph = GraphSpec(
         is_backward=is_backward,
         inputs=tuple(placeholder(node) for node in placeholders),
@@ -66,6 +69,8 @@ def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRu
         devices=devices,
         refused=(hidden_size(placeholders) or not_cut(never)) if devices else None,
         random=draws(gm),
+        collectives=collectives,
+        not_known=not_known,
     )
     return Taken(
         graph, tuple(sorted({op.name() for op in never})), {f"torch.ops.{op}": why for op, why in never.items()}
@@ -75,6 +80,8 @@ def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRu
 def from_inductor(code: Any, taken: Taken) -> GraphSpec:
     """The spec of what Inductor made of a graph, `code`, a `CompiledFxGraph`."""
     graph = dataclasses.replace(taken.graph, mutated=tuple(sorted(set(code.mutated_input_idxs))))
+    if graph.not_known is None:
+        graph = dataclasses.replace(graph, not_known=_other_order(code, graph.collectives))
     if not graph.devices:
         return graph
     try:
@@ -106,19 +113,22 @@ def _put_together(code: Any, taken: Taken, graph: GraphSpec) -> GraphSpec:
             raise NotUnderstood("it has other inputs or outputs than the graph")
     except NotUnderstood as error:
         log.info("pieces are taken from Inductor's maps, for its code is not understood: %s", error)
-        pieces = tuple(
+        made_of_maps = [
             _piece_of_map(number, entry, names, graph)
             for number, (entry, names) in enumerate(zip(maps, parameters, strict=True))
-        )
-        return dataclasses.replace(graph, pieces=pieces)
+        ]
+        return dataclasses.replace(graph, pieces=_with_collectives(generated, made_of_maps))
     for made, entry in zip(call.pieces, maps, strict=True):
         _compare(made, entry)
     left_out = graph.cuts or (Cut(LEFT_OUT, call.ops),)
     return dataclasses.replace(
         graph,
-        pieces=tuple(
-            _piece_of_call(number, made, entry, graph)
-            for number, (made, entry) in enumerate(zip(call.pieces, maps, strict=True))
+        pieces=_with_collectives(
+            generated,
+            [
+                _piece_of_call(number, made, entry, graph)
+                for number, (made, entry) in enumerate(zip(call.pieces, maps, strict=True))
+            ],
         ),
         whole=len(call.pieces) == 1 and not call.outside,
         cuts=left_out if call.outside else (),
@@ -181,6 +191,47 @@ def _indices(mapped: Any) -> Sequence[int]:
     if mapped is None:
         return ()
     return (mapped,) if isinstance(mapped, int) else tuple(mapped)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def issued(gm: GraphModule) -> tuple[tuple[Collective, ...], str | None]:
+    """What a graph issues, or why that cannot be told."""
+    try:
+        return sequence.of_graph(gm), None
+    except sequence.NotKnown as reason:
+        return (), str(reason)
+
+
+def _other_order(code: Any, collectives: Sequence[Collective]) -> str | None:
+    """What speaks against the code issuing what its graph does, in the same order."""
+    if not collectives:
+        return None
+    try:
+        found = GeneratedCode(code.source_code or "").issued()
+    except NotUnderstood as error:
+        return f"Inductor's code is not understood: {error}"
+    wanted = [(entry.kind, entry.group) for entry in collectives]
+    if found != wanted:
+        return f"Inductor's code issues {_kinds(found)}, and its graph {_kinds(wanted)}"
+    return None
+
+
+def _kinds(entries: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(kind for kind, _ in entries) or "nothing"
+
+
+def _with_collectives(generated: GeneratedCode, pieces: Sequence[PartitionSpec]) -> tuple[PartitionSpec, ...]:
+    """Pieces, with the groups that they communicate in; one that holds half of a collective is not recorded."""
+    return tuple(
+        dataclasses.replace(
+            piece,
+            groups=generated.groups(piece.number),
+            unrecorded=cuts.APART if generated.waits_elsewhere(piece.number) else None,
+        )
+        for piece in pieces
+    )
 
 
 # ---------------------------------------------------------------- the graph

@@ -45,7 +45,8 @@ class Piece:
     else.  visible: per output, whether a user may hold it.  constants: tensors that the code holds itself.  random:
     whether it draws random numbers.  required: whether a call that runs unrecorded after the first is an error.
     must_pay: whether a recording that costs more than it saves is given up.  most: recordings of one function after the
-    same parent, before inputs at new addresses are copied.
+    same parent, before inputs at new addresses are copied.  groups: names of the process groups whose collectives it
+    issues.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Piece:
         required: bool = False,
         must_pay: bool = False,
         most: int = MOST,
+        groups: Iterable[str] = (),
     ) -> None:
         self.tree, self.function = tree, function
         self.must_pay, self.most = must_pay, most
@@ -73,6 +75,7 @@ class Piece:
         self.traces = tuple(traces) or (None,) * len(self.names)
         self.static, self.mutated, self.reused = frozenset(static), frozenset(mutated), frozenset(reused)
         self.visible, self.constants, self.is_backward = tuple(visible), tuple(constants), is_backward
+        self.groups = tuple(groups)
         self.functions: dict[tuple[Any, ...], Function] = {}
         #: for reports: how often an input at another address was why it was recorded again; outputs moved out; where
         #: the user's code first uses the input that a reason for an unrecorded call names

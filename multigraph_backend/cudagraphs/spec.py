@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from multigraph_backend.distributed.sequence import Collective
+
 
 @dataclass(frozen=True)
 class Placeholder:
@@ -47,6 +49,8 @@ class PartitionSpec:
     names: of the inputs
     constants: tensors that the piece's code holds itself, by name
     results: per input, how many results of one operator it is a tuple of, 0 for none; empty where no input is a tuple
+    groups: process groups whose collectives it issues, by name
+    unrecorded: why it is not recorded although it is a piece
     """
 
     number: int
@@ -58,6 +62,8 @@ class PartitionSpec:
     names: tuple[str, ...]
     constants: tuple[str, ...] = ()
     results: tuple[int, ...] = ()
+    groups: tuple[str, ...] = ()
+    unrecorded: str | None = None
 
     def describe(self, whole: GraphSpec) -> str:
         counts = self.results or (0,) * len(self.names)
@@ -70,7 +76,9 @@ class PartitionSpec:
             else:
                 outputs.append(f"{index}" if seen or whole.visible[index] else f"saved {index}")
         text = f"piece {self.number}: {inputs} -> ({', '.join(outputs)})"
-        return text + (f" with constants {', '.join(self.constants)}" if self.constants else "")
+        text += f" with constants {', '.join(self.constants)}" if self.constants else ""
+        text += f", collectives in {', '.join(self.groups)}" if self.groups else ""
+        return text + (f", unrecorded: {self.unrecorded}" if self.unrecorded else "")
 
     def problems(self, whole: GraphSpec) -> list[str]:
         found = _lengths(inputs=self.inputs, names=self.names) + _lengths(outputs=self.outputs, visible=self.visible)
@@ -108,6 +116,7 @@ class GraphSpec:
     random: whether it may draw random numbers
     devices: indices of the devices that recordings would be made on; empty: nothing runs on such a device
     refused: why nothing of it can be recorded
+    collectives: what it issues, in order; `not_known`: why that cannot be told
     """
 
     is_backward: bool
@@ -122,6 +131,13 @@ class GraphSpec:
     devices: tuple[int, ...]
     refused: str | None = None
     random: bool = True
+    collectives: tuple[Collective, ...] = ()
+    not_known: str | None = None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Process groups whose collectives recordings of it hold."""
+        return tuple(dict.fromkeys(group for piece in self.pieces for group in piece.groups if not piece.unrecorded))
 
     def describe(self) -> str:
         """Short text that is the same from run to run: one line a piece, one a cut.
@@ -137,6 +153,7 @@ class GraphSpec:
         if self.refused is not None:
             lines.append(f"refused: {self.refused}")
         lines += [piece.describe(self) for piece in self.pieces]
+        lines += [f"issues {entry}" for entry in self.collectives]
         lines += [f"cut by {entry.reason}: {', '.join(entry.ops) or '?'}" for entry in self.cuts]
         return "\n".join(lines) + "\n"
 
@@ -170,6 +187,7 @@ class GraphSpec:
         fields = _tuples(data)
         fields["inputs"] = tuple(Placeholder(**entry) for entry in data["inputs"])
         fields["cuts"] = tuple(Cut(**_tuples(entry)) for entry in data["cuts"])
+        fields["collectives"] = tuple(Collective.from_dict(entry) for entry in data.get("collectives", ()))
         fields["pieces"] = tuple(PartitionSpec(**_tuples(entry)) for entry in data["pieces"])
         return GraphSpec(**fields)
 

@@ -14,7 +14,7 @@ needed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs import cuts, partition
 from multigraph_backend.cudagraphs.cuts import CutRules
-from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec
+from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.straight_code import (
     Boxed,
     StraightCode,
@@ -34,6 +34,7 @@ from multigraph_backend.cudagraphs.straight_code import (
     value_of,
     variable,
 )
+from multigraph_backend.distributed import sequence
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Split:
 def split(gm: GraphModule, rules: CutRules, static: Iterable[int] = (), is_backward: bool = False) -> Split:
     """Cut a graph.  `static`: positions of inputs that keep their address."""
     graph = partition.take(gm, static, is_backward, rules).graph
-    runs, memory, results = _runs(gm, rules), _Memory(gm), _results(gm)
+    (runs, apart), memory, results = _parted(gm, rules), _Memory(gm), _results(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     place = {node: at for at, node in enumerate(placeholders)}
     shown = memory.union(node for node, seen in zip(results, graph.visible, strict=True) if seen)
@@ -80,6 +81,7 @@ def split(gm: GraphModule, rules: CutRules, static: Iterable[int] = (), is_backw
                 names=tuple(node.name for node in piece.inputs)
                 + tuple(f"{n.name}.{text}" for n, text in piece.measured),
                 constants=tuple(sorted({str(arg.target) for node in run.nodes for arg in _constants(node)})),
+                groups=tuple(dict.fromkeys(entry.group for entry in sequence.of_nodes(run.nodes))),
             )
         )
     source, make = around.finish(results)
@@ -93,9 +95,11 @@ def split(gm: GraphModule, rules: CutRules, static: Iterable[int] = (), is_backw
         visible=graph.visible,
         pieces=tuple(specs),
         whole=len(runs) == len(specs) == 1,
-        cuts=graph.cuts,
+        cuts=graph.cuts + tuple(Cut(cuts.APART, (cuts.shown(node),), node.meta.get("stack_trace")) for node in apart),
         devices=graph.devices,
         random=graph.random,
+        collectives=graph.collectives,
+        not_known=graph.not_known,
     )
     spec.verify()
     return Split(spec, tuple(functions), source, make)
@@ -136,7 +140,21 @@ def _enter(node: Node, own: set[Node]) -> list[Node]:
     return [base for arg in node.all_input_nodes for base in _enter(arg, own)]
 
 
-def _runs(gm: GraphModule, rules: CutRules) -> list[_Run]:
+def _parted(gm: GraphModule, rules: CutRules) -> tuple[list[_Run], list[Node]]:
+    """Runs, and the collectives that are kept out of pieces because their start and their wait would not be in one."""
+    apart: set[Node] = set()
+    while True:
+        runs = _runs(gm, rules, apart)
+        found: set[Node] = set()
+        for run in runs:
+            if run.recordable:
+                found |= cuts.started_apart(gm.graph.nodes, run.nodes)
+        if not found:
+            return runs, [node for node in gm.graph.nodes if node in apart]
+        apart |= found
+
+
+def _runs(gm: GraphModule, rules: CutRules, apart: Collection[Node] = ()) -> list[_Run]:
     runs: list[_Run] = []
     of: dict[Node, _Run] = {}
     for node in gm.graph.nodes:
@@ -144,7 +162,7 @@ def _runs(gm: GraphModule, rules: CutRules) -> list[_Run]:
             continue
         if node.op != "call_function":
             raise ValueError(f"{node.name} is a {node.op}; only ATen graphs are cut")
-        recordable = cuts.unsupported(node, rules) is None
+        recordable = node not in apart and cuts.unsupported(node, rules) is None
         if node.target is operator.getitem:  # stays with what it is a part of
             run = of[node.args[0]]
         elif runs and (runs[-1].recordable == recordable or not _on_tensors(node)):

@@ -78,7 +78,9 @@ def test_left_out_orders_find_nothing_more(simulated: Path) -> None:
     for mutant in MUTANTS:
         arguments = ("--operations", "4", "--odd", "--reuse", "any", "--mutant", str(mutant))
         one = stress(simulated / "exhaustive", *arguments)
-        assert bool(one["wrong"]) == bool(stress(simulated / "exhaustive", *arguments, "--every-order")["wrong"]), mutant
+        assert bool(one["wrong"]) == bool(stress(simulated / "exhaustive", *arguments, "--every-order")["wrong"]), (
+            mutant
+        )
         if one["wrong"]:
             found.add(mutant)
     assert len(found) >= 10

@@ -1,0 +1,1 @@
+"""What multigraph has to know of torch.distributed: it runs under it, one process per device."""

@@ -1,0 +1,64 @@
+"""What this process is among others: its rank, its process groups, and what their collectives can do.
+
+In:  torch.distributed, as the program has set it up; nothing is set up here.
+Out: rank and size, the backend behind a group, why its collectives cannot be in a recording.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from multigraph_backend import _compat
+
+#: backends whose collectives a CUDA graph can hold
+RECORDABLE = frozenset(("nccl",))
+REGISTERED = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+
+
+class Place(NamedTuple):
+    """This process among others."""
+
+    rank: int
+    world_size: int
+
+
+def place() -> Place | None:
+    """Rank and size of the default group; None where the program runs no process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return Place(dist.get_rank(), dist.get_world_size())
+
+
+def live() -> bool:
+    """Whether other ranks may wait for this one."""
+    where = place()
+    return where is not None and where.world_size > 1
+
+
+def backend_of(group: str, device_type: str) -> str | None:
+    """The backend that serves tensors of `device_type` in the group of that name; None where there is none."""
+    if place() is None or _compat.missing("distributed"):
+        return None
+    try:
+        config = dist.get_backend_config(_compat.resolve_process_group(group))
+    except Exception:  # no group of that name, any more or yet
+        return None
+    backends = dict(entry.split(":", 1) for entry in str(config).split(",") if ":" in entry)
+    return backends.get(device_type)
+
+
+def backends() -> str:
+    """The backends of the default group, as text, for keys of caches."""
+    if place() is None:
+        return ""
+    return str(dist.get_backend_config())
+
+
+def registered_buffers() -> str | None:
+    """What registers memory with all ranks of a group, where that is on; None where nothing does."""
+    on = os.environ.get(REGISTERED, "0").strip().lower() in ("1", "y", "yes", "true", "t", "on")
+    return REGISTERED if on and torch.cuda.is_available() else None

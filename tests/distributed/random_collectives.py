@@ -1,0 +1,189 @@
+"""Random programs with two to six collectives, random conditions on their sizes, and what each form of one issues.
+
+    python tests/distributed/random_collectives.py --programs 1000
+
+For each program its generic graph and some variants are traced as their compiles trace them.  Each must issue what the
+program issues when it runs eagerly, counted at the dispatcher; and the check must call none of them different.  The
+process is a group of one rank over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multigraph_backend import _compat, capture, declared, lowering, user_code
+from multigraph_backend.compile_state import CompileState
+from multigraph_backend.distributed import sequence
+from multigraph_backend.distributed.sequence import Issued, SameSizes
+from multigraph_backend.lowering import Lowered
+from multigraph_backend.options import Options
+
+Program = Callable[..., torch.Tensor]
+Entry = tuple[str, str, int]  # kind, type, elements
+
+_STEPS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "all_reduce": lambda y, group: functional.all_reduce(y, "sum", group),
+    "all_reduce in bfloat16": lambda y, group: functional.all_reduce(y.bfloat16(), "sum", group).float(),
+    "gather rows": lambda y, group: functional.all_gather_tensor(y.contiguous(), 0, group),
+    "gather columns": lambda y, group: functional.all_gather_tensor(y.t().contiguous(), 0, group).t(),
+    "scatter rows": lambda y, group: functional.reduce_scatter_tensor(y, "sum", 0, group),
+    "of a part": lambda y, group: y + functional.all_reduce(y[1:].sum(0), "sum", group),
+    "of the squares": lambda y, group: y * functional.all_reduce(y @ y.t(), "sum", group).mean().tanh(),
+}
+_BETWEEN: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    torch.sin, torch.relu, lambda y: y * 0.5 + 1, lambda y: torch.softmax(y, 1), lambda y: y / (1 + y.abs()),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Made:
+    program: Program
+    conditions: list[dict[str, object]]
+    sizes: list[tuple[int, int]]
+    trains: bool
+
+
+def made(seed: int) -> Made:
+    """A program of `x` and a weight, conditions on the sizes of `x`, and sizes that fit each in turn, then none."""
+    chance = random.Random(seed)
+    steps = [(chance.choice(list(_STEPS)), chance.choice(_BETWEEN)) for _ in range(chance.randint(2, 6))]
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x * w
+        for name, between in steps:
+            y = between(_STEPS[name](y, dist.group.WORLD))
+        return y.mean(1)
+
+    conditions: list[dict[str, object]] = []
+    sizes = []
+    for _ in range(2):
+        rows, columns = chance.randint(2, 9), chance.randint(2, 9)
+        multiple = chance.choice((4, 8))
+        kinds: tuple[tuple[dict[str, object], tuple[int, int]], ...] = (
+            ({"x[0]": rows}, (rows, 11)),
+            ({"x[1]": columns}, (11, columns)),
+            ({"x[0]": {"multiple_of": multiple}}, (3 * multiple, 11)),
+            ({"x[0]": rows, "x[1]": {"multiple_of": multiple}}, (rows, 2 * multiple)),
+            ({"x[1]": {"min": 2, "max": columns + 2}}, (13, columns + 1)),
+        )
+        condition, size = chance.choice(kinds)
+        conditions.append(condition)
+        sizes.append(size)
+    return Made(program, conditions, [*sizes, (17, 19)], chance.random() < 0.5)
+
+
+class Log(TorchDispatchMode):
+    """Each collective that passes torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Entry] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sequence.issues(func.name()):
+            value = args[0]
+            self.entries.append((sequence.kind_of(func.name()), str(value.dtype).removeprefix("torch."), value.numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def eagerly(entry: Made, inputs: Sequence[torch.Tensor]) -> tuple[list[Entry], list[Entry]]:
+    """What the program issues in its forward and in its backward."""
+    with Log() as forward:
+        output = entry.program(*inputs)
+    with Log() as backward:
+        if entry.trains:
+            output.sum().backward()
+    return forward.entries, backward.entries
+
+
+def entries(lowered: Lowered, issued: Sequence[sequence.Collective], values: dict[Any, int]) -> list[Entry]:
+    """What a form says that it issues, for the sizes `values` of Dynamo's symbols."""
+    known: dict[str, int] = {}
+    for symbol, expr in lowered.sizes.replaced.items():
+        for inner in getattr(expr, "free_symbols", ()):
+            (solution,) = sympy.solve(sympy.Eq(expr, values[symbol]), inner) if expr != inner else (values[symbol],)
+            known[str(inner)] = int(solution)
+    return [(entry.kind, entry.dtypes[0], int(eval(entry.counts[0], {}, known))) for entry in issued]
+
+
+def problems(entry: Made) -> Iterator[str]:
+    """What is wrong with what the forms of a program say; nothing if all is well."""
+    told: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graph = capture.capture(gm, example_inputs, user_code.current())
+        options, state = Options.build({"specialize": entry.conditions}), CompileState.take()
+        conditions, _ = declared.resolve(graph, options.specialize)
+
+        def run(*args: Any) -> Any:
+            values = graph.values(args)
+            generic = lowering.only_traced(graph, {}, args, options, state)
+            inputs = [arg.detach().requires_grad_(arg.requires_grad) for arg in args if isinstance(arg, torch.Tensor)]
+            seen = eagerly(entry, inputs)
+            forms = [("generic", generic)]
+            for condition in conditions:
+                if all(facts.holds(int(size.location.read(args))) for size, facts in condition.terms):
+                    forms.append((condition.text, lowering.only_traced(graph, condition.facts, args, options, state)))
+            told.append(", ".join(name for name, _ in forms))
+            for name, form in forms:
+                found = form.issued
+                assert isinstance(found, Issued)
+                if found.unknown:
+                    wrong.append(f"{name}: {found.unknown}")
+                if entries(form, found.forward, values) != seen[0]:
+                    wrong.append(f"{name}, forward: {found.forward}, and eagerly {seen[0]}")
+                if sorted(entries(form, found.backward, values)) != sorted(seen[1]):
+                    wrong.append(f"{name}, backward: {found.backward}, and eagerly {seen[1]}")
+                assert generic.issued is not None
+                different = sequence.difference(generic.issued, found, SameSizes(generic.sizes, form.sizes))
+                if different is not None:
+                    wrong.append(f"{name} would be refused: {different}")
+            return graph.module(*args)
+
+        return run
+
+    wrong: list[str] = []
+    compiled = torch.compile(entry.program, backend=backend, dynamic=True, fullgraph=True)
+    for rows, columns in entry.sizes:
+        compiled(torch.randn(rows, columns), torch.randn(columns, requires_grad=entry.trains))
+    if not any("," in text for text in told):
+        wrong.append(f"no variant was traced: {told}")
+    torch._dynamo.reset()
+    yield from wrong
+
+
+def alone() -> None:
+    """Let this process be a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    args = parser.parse_args()
+    alone()
+    failed = 0
+    for seed in range(args.first, args.first + args.programs):
+        for problem in problems(made(seed)):
+            failed += 1
+            print(f"program {seed}: {problem}", flush=True)
+    print(f"{args.programs} programs, {failed} problems")
+    dist.destroy_process_group()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    assert not _compat.missing("variants")
+    sys.exit(main())

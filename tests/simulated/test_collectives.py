@@ -1,0 +1,210 @@
+"""Collectives in recordings, out of them, and never half in one: graphs that are cut, on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from multigraph_backend.cudagraphs import cuts
+from multigraph_backend.cudagraphs.cuts import CutRules
+from multigraph_backend.cudagraphs.generated_code import GeneratedCode
+from multigraph_backend.cudagraphs.piece import Piece
+from multigraph_backend.cudagraphs.simulated import SimulatedDevice
+from multigraph_backend.cudagraphs.splitter import Split, split
+from multigraph_backend.cudagraphs.tree import Tree
+from multigraph_backend.distributed import groups
+
+c10d: Any = torch.ops._c10d_functional
+RECORDED = CutRules(device_type="cpu", backends=frozenset({"gloo"}))
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def waited(x: torch.Tensor) -> torch.Tensor:
+    y = c10d.wait_tensor(c10d.all_reduce(x.sin(), "sum", "0"))
+    return y * 2
+
+
+def waited_later(x: torch.Tensor) -> torch.Tensor:
+    started = c10d.all_reduce(x.sin(), "sum", "0")
+    other = torch.mm(x, x).cos()
+    return c10d.wait_tensor(started) + other
+
+
+def two_groups_of_ops(x: torch.Tensor) -> torch.Tensor:
+    y = c10d.wait_tensor(c10d.all_reduce(x.sin(), "sum", "0"))
+    return waited_later(y)
+
+
+def cut(function: Callable[..., Any], rules: CutRules) -> Split:
+    return split(make_fx(function, tracing_mode="fake")(torch.ones(4, 4)), rules)
+
+
+def cutting_mm(rules: CutRules) -> CutRules:
+    return CutRules(frozenset({"aten::mm"}), rules.safe, rules.device_type, rules.collectives, rules.backends)
+
+
+def reasons(made: Split) -> list[tuple[str, str]]:
+    return [(op, entry.reason) for entry in made.spec.cuts for op in entry.ops]
+
+
+def pieces(made: Split, tree: Tree) -> list[Piece]:
+    return [
+        Piece(tree, function, names=part.names, visible=part.visible, groups=part.groups)
+        for part, function in zip(made.spec.pieces, made.functions, strict=True)
+    ]
+
+
+def run_three_times(made: Split, function: Callable[..., Any]) -> SimulatedDevice:
+    device = SimulatedDevice()
+    tree = Tree(device)
+    call = made.bind(pieces(made, tree))
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        (result,) = call([x.clone()])
+        torch.testing.assert_close(result, function(x))
+    assert tree.counts["recordings"] == len(made.spec.pieces)
+    assert tree.counts["failed"] == 0
+    return device
+
+
+def test_a_collective_of_a_backend_that_can_be_recorded_is_in_the_piece_around_it() -> None:
+    made = cut(waited, RECORDED)
+    (piece,) = made.spec.pieces
+    assert piece.groups == ("0",)
+    assert made.spec.groups == ("0",)
+    assert made.spec.cuts == ()
+    assert [str(entry) for entry in made.spec.collectives] == ["all_reduce(float32[16], sum) in group '0'"]
+    device = run_three_times(made, waited)
+    launched = device.calls("launch")
+    assert launched.count("_c10d_functional.all_reduce.default") == 1  # captured once, replayed since
+    assert len(device.calls("replay")) == 3
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        (CutRules(device_type="cpu"), "a collective over gloo, which no recording can hold"),
+        (CutRules(device_type="cpu", collectives="cut", backends=frozenset({"gloo"})), cuts.COLLECTIVES),
+        (CutRules(frozenset({"_c10d_functional::all_reduce"}), device_type="cpu", backends=frozenset({"gloo"})),
+         cuts.LISTED),
+    ],
+)  # fmt: skip
+def test_one_that_cannot_or_may_not_be_recorded_is_cut_with_its_wait_and_the_reason(
+    rules: CutRules, reason: str
+) -> None:
+    made = cut(waited, rules)
+    assert reasons(made) == [("_c10d_functional.all_reduce", reason), ("_c10d_functional.wait_tensor", reason)]
+    assert [piece.groups for piece in made.spec.pieces] == [(), ()]
+    run_three_times(made, waited)
+
+
+def test_registered_buffers_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "registered_buffers", lambda: groups.REGISTERED)
+    assert all(reason.startswith(cuts.SYMMETRIC) for _, reason in reasons(cut(waited, RECORDED)))
+
+
+def test_the_wait_belongs_to_the_piece_of_its_start_or_both_are_out() -> None:
+    made = cut(waited_later, RECORDED)
+    assert [piece.groups for piece in made.spec.pieces] == [("0",)]  # nothing lies between them that is cut
+    made = cut(waited_later, cutting_mm(RECORDED))
+    assert reasons(made) == [
+        ("aten.mm", cuts.LISTED),
+        ("_c10d_functional.all_reduce", cuts.APART),
+        ("_c10d_functional.wait_tensor", cuts.APART),
+    ]
+    assert [piece.groups for piece in made.spec.pieces] == [(), (), ()]
+    run_three_times(made, waited_later)
+
+
+def test_only_the_halves_are_left_out() -> None:
+    made = cut(two_groups_of_ops, cutting_mm(RECORDED))
+    assert made.spec.pieces[0].groups == ("0",)
+    assert [reason for _, reason in reasons(made)] == [cuts.LISTED, cuts.APART, cuts.APART]
+    run_three_times(made, two_groups_of_ops)
+
+
+def test_a_start_that_the_graph_does_not_wait_for_is_left_out() -> None:
+    made = cut(lambda x: c10d.all_reduce(x.sin(), "sum", "0"), RECORDED)
+    assert reasons(made) == [("_c10d_functional.all_reduce", cuts.APART)]
+    made = cut(lambda x: c10d.wait_tensor(x).sin(), RECORDED)
+    assert reasons(made) == [("_c10d_functional.wait_tensor", cuts.APART)]
+
+
+# ---------------------------------------------------------------- what Inductor generates
+
+_HEAD = "torch.ops._c10d_functional"
+
+
+def generated(*lines: str) -> GeneratedCode:
+    body = "\n    ".join(lines)
+    return GeneratedCode(
+        f"""
+def partition_0(args):
+    buf0, arg1_1 = args
+    args.clear()
+    with torch.cuda._DeviceGuard(0):
+        {body.replace(chr(10), chr(10) + "    ")}
+    return (buf0, )
+class Runner:
+    def call(self, args):
+        buf0, arg1_1 = args
+        args.clear()
+        partition0_args = [buf0, arg1_1]
+        (buf9, ) = self.partitions[0](partition0_args)
+        buf10 = {_HEAD}.all_gather_into_tensor.default(buf9, 2, 'tp')
+        {_HEAD}.wait_tensor.default(buf10)
+        return (buf10, )
+runner = Runner(partitions=[partition_0])
+"""
+    )
+
+
+REDUCED = f"{_HEAD}.all_reduce_.default(buf0, 'sum', '0')"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (REDUCED, f"{_HEAD}.wait_tensor.default(buf0)"),
+        (f"buf1 = {_HEAD}.all_gather_into_tensor.default(arg1_1, 2, '0')", "del arg1_1",
+         f"{_HEAD}.wait_tensor.default(buf1)"),
+        (f"{_HEAD}.all_gather_into_tensor_out.default(arg1_1, 2, '0', out=buf0)", f"{_HEAD}.wait_tensor.default(buf0)"),
+        (f"buf1 = {_HEAD}.all_reduce_coalesced.default([arg1_1, buf0], 'sum', '0')", "buf2 = buf1[0]", "buf3 = buf1[1]",
+         f"{_HEAD}.wait_tensor.default(buf2)", f"{_HEAD}.wait_tensor.default(buf3)"),
+        (REDUCED, f"{_HEAD}.wait_tensor.default(buf0)", "buf4 = buf0; del buf0  # reuse",
+         REDUCED.replace("buf0", "buf4"), f"{_HEAD}.wait_tensor.default(reinterpret_tensor(buf4, (4, ), (1, ), 0))"),
+    ],
+)  # fmt: skip
+def test_code_that_waits_where_it_starts_is_recorded(lines: tuple[str, ...]) -> None:
+    code = generated(*lines)
+    assert not code.waits_elsewhere(0)
+    assert code.groups(0) == ("0",)
+    assert code.issued()[-1] == ("all_gather_into_tensor", "tp")
+    assert len(code.issued()) == 1 + sum("wait_tensor" not in line and "c10d" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (REDUCED,),
+        (f"{_HEAD}.wait_tensor.default(buf0)",),
+        (REDUCED, f"{_HEAD}.wait_tensor.default(arg1_1)"),
+        (REDUCED, f"{_HEAD}.wait_tensor.default(buf0)", "buf4 = buf0; del buf0  # reuse",
+         REDUCED.replace("buf0", "buf4")),
+        ("for _ in range(2):", f"    {REDUCED}", f"    {_HEAD}.wait_tensor.default(buf0)"),
+        (f"something({REDUCED})", f"{_HEAD}.wait_tensor.default(buf0)"),
+    ],
+)  # fmt: skip
+def test_code_that_does_not_is_not(lines: tuple[str, ...]) -> None:
+    assert generated(*lines).waits_elsewhere(0)
