@@ -203,6 +203,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         # several processes
         _S("resolve_process_group", "torch.distributed.distributed_c10d", "_resolve_process_group",
            feature="distributed"),
+        _S("abort_process_group", "torch.distributed.distributed_c10d", "_abort_process_group", feature="endings",
+           shape=("group",)),
         # torch's own instruments
         _S("counters", "torch._dynamo.utils", "counters", feature="instruments"),
         _S("dynamo_timed", "torch._dynamo.utils", "dynamo_timed", feature="instruments",

@@ -57,6 +57,9 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Launch it on the current stream of the calling thread."""
 
+    def reset(self) -> None:
+        """Destroy it; it may still be running, and is never launched again."""
+
 
 class PoolState(Protocol):
     """What the pool's allocator looked like at one moment; opaque."""

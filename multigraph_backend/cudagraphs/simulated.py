@@ -60,9 +60,17 @@ class SimulatedRecording:
         self._kernels = recorder.kernels
         self._outside = recorder.outside
         self.number = next(device._numbers)
+        self.destroyed = False
+
+    def reset(self) -> None:
+        self._device.log.append(("reset", self.number))
+        self._kernels = []
+        self.destroyed = True
 
     def replay(self) -> None:
         device = self._device
+        if self.destroyed:
+            raise AssertionError(f"recording {self.number} was destroyed")
         device._driver("replay", self.number)
         if any(memory.dead() for memory in self._outside):
             raise AssertionError(f"recording {self.number} uses memory outside of the pool that has died")

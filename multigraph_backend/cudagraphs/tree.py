@@ -18,6 +18,7 @@ One lock guards all of it; a call holds it from the choice of a node to the laun
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -32,6 +33,7 @@ from multigraph_backend.cudagraphs import planning, recording, replay
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
+from multigraph_backend.distributed import endings
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +65,8 @@ class Node:
     `dead`: slots of earlier nodes whose memory it may write over and that no node between makes sure of.
     """
 
-    __slots__ = ("after", "calls", "children", "dead", "depth", "function", "generation", "holds", "parent",
-                 "ready", "recording", "run", "slots", "state", "tree", "trial", "used",
+    __slots__ = ("__weakref__", "after", "calls", "children", "dead", "depth", "destroyed", "function", "generation",
+                 "holds", "parent", "ready", "recording", "run", "slots", "state", "tree", "trial", "used",
                  "watched")  # fmt: skip
 
     def __init__(
@@ -78,7 +80,7 @@ class Node:
         self.children: dict[Function, list[Node]] = {}
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.calls = self.used = 0
-        self.ready = False
+        self.ready = self.destroyed = False
         self.run: replay.Run = _not_built
         self.holds: replay.Holds = lambda inputs: False
         self.trial = None if recording is None or tree.poisons else recording.trial
@@ -152,6 +154,10 @@ class Tree:
         self.size = self.clock = 0
         self.counts: Counter[str] = Counter()
         self.shared = False
+        #: nodes whose recordings hold collectives, also those that were given up and are not collected yet
+        self.communicating: weakref.WeakSet[Node] = weakref.WeakSet()
+        #: why no collectives are recorded now
+        self.ending: str | None = None
         #: addresses of parameters and buffers that forward pieces were recorded with
         self.lasting: set[int] = set()
         self._dropped: deque[Piece] = deque()
@@ -240,6 +246,8 @@ class Tree:
         """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
         if function.refused is not None:
             raise NotRecorded(function.refused)
+        if self.ending is not None and function.piece.groups:
+            raise NotRecorded(self.ending)
         first, function.called = not function.called, True
         if first and function.piece.warms_up:
             planning.look(self.device, function, inputs)
@@ -393,6 +401,9 @@ class Tree:
         self._pool_used = True
         self.counts["recordings"] += 1
         trace.count("recordings")
+        if function.piece.groups:
+            self.communicating.add(node)
+            endings.watch(self)
         return node
 
     # ---------------------------------------------------------------- giving recordings up
@@ -419,6 +430,38 @@ class Tree:
         log.info("%s: %s", node.function.piece.label, why)
         if self._linked(node):
             self._unlink(node)
+
+    def holds_collectives(self) -> bool:
+        """Whether any recording holds a collective."""
+        with self.lock:
+            return any(not node.destroyed for node in self.communicating)
+
+    def release_collectives(self, why: str, patience: float) -> int:
+        """See `endings.Recordings`.  Their outputs stay as they are."""
+        self.ending = why
+        if not self.lock.acquire(timeout=patience):
+            return 0
+        try:
+            destroyed = 0
+            for node in list(self.communicating):
+                if node.recording is None or node.destroyed:
+                    continue
+                node.destroyed = True
+                node.ready = False
+                node.holds = lambda inputs: False
+                if self._linked(node):
+                    self._unlink(node)
+                with contextlib.suppress(Exception):  # the driver may be gone: then there is nothing left to destroy
+                    node.recording.graph.reset()
+                destroyed += 1
+            self.counts["released"] += destroyed
+            return destroyed
+        finally:
+            self.lock.release()
+
+    def resume_collectives(self) -> None:
+        """See `endings.Recordings`."""
+        self.ending = None
 
     def _over(self, limit: int) -> bool:
         return self.device.pool_bytes() > limit

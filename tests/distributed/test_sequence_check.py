@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,22 +11,9 @@ import torch.distributed._functional_collectives as functional
 
 import multigraph_backend
 from multigraph_backend import registry
+from tests.distributed import random_collectives as programs
 
 c10d: Any = torch.ops._c10d_functional
-
-
-def _random_collectives() -> Any:
-    path = Path(__file__).with_name("random_collectives.py")
-    spec = importlib.util.spec_from_file_location("random_collectives", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-programs = _random_collectives()
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -1,0 +1,135 @@
+"""Recordings that hold collectives end before their communicators do, in whatever order a program ends.
+
+NCCL counts the CUDA graphs that hold work of a communicator, and waits in the communicator's destruction until the
+last of them is gone; aborting it waits too.  Graphs live as long as compiled code does, so a program that destroys its
+process group first, or never, would wait forever, in `destroy_process_group()` or when the process ends.
+
+What torch offers no hook for is watched, and nothing of torch is replaced:
+
+- At the end of the process (normal, `sys.exit`, an exception, Ctrl-C) a function of `atexit` destroys the recordings.
+  It runs before the process groups are destructed.
+- While such recordings are there, a thread looks some times a second whether any thread is inside of torch's
+  `destroy_process_group` or `_abort_process_group`.  The one that is waits in C++, without Python's lock, for the graphs
+  to go; this thread destroys them.  Their code stays, and runs unrecorded.
+
+Not seen: `ProcessGroup.shutdown()` and `abort()` that a program calls itself.  `release()` before them does the same.
+
+In:  trees of recordings, as soon as they record a piece with collectives.
+Out: nothing; effects on these trees.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+import threading
+import weakref
+from types import CodeType
+from typing import Protocol
+
+import torch.distributed as dist
+
+from multigraph_backend import _compat
+
+log = logging.getLogger(__name__)
+
+PERIOD = 0.05  # seconds between two looks
+_PATIENCE = 5.0  # seconds that a call of compiled code may still take when the process ends
+
+DESTROYED = "its process group is being destroyed"
+EXITING = "the process ends"
+
+
+class Recordings(Protocol):
+    """What this module asks of a tree."""
+
+    def release_collectives(self, why: str, patience: float) -> int:
+        """Destroy the recordings that hold collectives; until `resume_collectives`, calls run unrecorded, as `why`
+        says.  Returns how many were destroyed; what a call in progress holds up for `patience` seconds is left."""
+
+    def resume_collectives(self) -> None:
+        """From now on they may be recorded again."""
+
+    def holds_collectives(self) -> bool:
+        """Whether any recording holds one."""
+
+
+_lock = threading.Lock()
+_trees: weakref.WeakSet[Recordings] = weakref.WeakSet()
+_thread: threading.Thread | None = None
+_ended = threading.Event()
+
+
+def watch(tree: Recordings) -> None:
+    """Called when `tree` has recorded a piece with collectives."""
+    global _thread
+    with _lock:
+        _trees.add(tree)
+        if _ended.is_set():
+            return
+        if _thread is None:
+            atexit.unregister(_at_exit)
+            atexit.register(_at_exit)
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_watch, name="multigraph-endings", daemon=True)
+            _thread.start()
+
+
+def release(why: str = DESTROYED) -> int:
+    """Destroy all recordings of this process that hold collectives.  Calls of their code run unrecorded until it is
+    recorded again, after the next process group was made.  Returns how many there were."""
+    return sum(tree.release_collectives(why, _PATIENCE) for tree in _living())
+
+
+def _living() -> list[Recordings]:
+    with _lock:
+        return list(_trees)
+
+
+def _at_exit() -> None:
+    _ended.set()
+    with contextlib.suppress(Exception):
+        release(EXITING)
+
+
+def _watch() -> None:
+    """Until no tree holds any; `watch` begins anew."""
+    global _thread
+    codes = destroying()
+    resting = True
+    while not _ended.wait(PERIOD):
+        if _inside(codes):
+            resting = False
+            for tree in _living():
+                destroyed = tree.release_collectives(DESTROYED, PERIOD)
+                if destroyed:
+                    log.info("%d recordings with collectives destroyed: %s", destroyed, DESTROYED)
+            continue
+        if not resting:
+            resting = True
+            for tree in _living():
+                tree.resume_collectives()
+        with _lock:
+            if not any(tree.holds_collectives() for tree in list(_trees)):
+                _thread = None
+                return
+
+
+def destroying() -> frozenset[CodeType]:
+    """The code of torch's functions that end process groups."""
+    functions = [dist.destroy_process_group]
+    if not _compat.missing("endings"):
+        functions.append(_compat.abort_process_group)
+    return frozenset(code for code in (getattr(function, "__code__", None) for function in functions) if code)
+
+
+def _inside(codes: frozenset[CodeType]) -> bool:
+    """Whether any thread runs one of them."""
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code in codes:
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+    return False
