@@ -199,6 +199,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         # the allocator extension
         _S("set_allocator_settings", "torch._C", "_accelerator_setAllocatorSettings", feature="allocator"),
         _S("memory_snapshot", "torch.cuda.memory", "_snapshot", feature="allocator", shape=("device",)),
+        _S("raw_alloc", "torch._C", "_cuda_cudaCachingAllocator_raw_alloc", feature="allocator on CUDA"),
         _S("custom_allocator", "torch._C", "_cuda_customAllocator", feature="allocator on CUDA"),
         # several processes
         _S("resolve_process_group", "torch.distributed.distributed_c10d", "_resolve_process_group",

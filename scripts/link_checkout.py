@@ -7,6 +7,8 @@ everything works as if installed.
 
     python scripts/link_checkout.py .here
     PYTHONPATH=.here:. python -c 'import torch; print(torch._dynamo.list_backends())'
+
+Another project of this repository is named by its folder: `python scripts/link_checkout.py .here allocator_ext`.
 """
 
 import sys
@@ -17,7 +19,7 @@ from pathlib import Path
 def link(checkout: Path, target: Path) -> Path:
     """Writes the metadata of the checkout's distribution under `target` and returns its folder."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
-    info = target / f"{project['name']}-{project['version']}.dist-info"
+    info = target / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
     lines: list[str] = []
@@ -28,6 +30,6 @@ def link(checkout: Path, target: Path) -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python scripts/link_checkout.py FOLDER")
-    link(Path(__file__).resolve().parent.parent, Path(sys.argv[1]))
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python scripts/link_checkout.py FOLDER [PROJECT]")
+    link(Path(__file__).resolve().parent.parent / (sys.argv[2] if sys.argv[2:] else ""), Path(sys.argv[1]))

@@ -43,6 +43,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mg_read_levels": (
         ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, _OUT_SIZE,
     ),
+    "mg_verify": (ctypes.c_int, ctypes.c_void_p),
     "mg_reset_peaks": (ctypes.c_int, ctypes.c_void_p),
     "mg_snapshot": (ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, _OUT_SIZE),
     "mg_segments_open": (

@@ -142,6 +142,14 @@ def test_saved_tensors(tmp_path: Path) -> None:
         assert inductor["gradient_error"] < 1e-4 < row["gradient_error"] < 0.05
 
 
+def test_allocator(tmp_path: Path) -> None:
+    rows = run("allocator", tmp_path)
+    names = ["ping-pong", "late frees", "random, 2 streams", "random, 4 streams", "no use"]
+    assert [(row["program"], row["form"]) for row in rows] == [(name, "bound") for name in names]
+    assert [row["bound_mib"] for row in rows if "random" not in row["program"]] == [4, 10, 3]
+    assert positive(rows, "live_mib", "bound_mib", "bound_any_mib")
+
+
 # ---------------------------------------------------------------- what they are made of
 
 
@@ -327,6 +335,65 @@ def test_bytes_are_those_that_are_allocated(load: Callable[[str], Any]) -> None:
     assert (found.forward, found.saved, found.backward) == (5 * one, 2 * one + scalar, 4 * one + 2 * scalar)
 
 
+def test_least_memory_of_programs(load: Callable[[str], Any]) -> None:
+    programs, mib = load("allocator_programs"), 1 << 20
+    bounds = lambda *operations: programs.bounds(programs.Program("", 3, operations))  # noqa: E731
+    Make, Use, Free, Wait = programs.Make, programs.Use, programs.Free, programs.Wait
+    one = (Make(1, 0, mib - 100), Wait(1, 0), Use(1, 1), Free(1))
+    assert bounds(*one, Make(2, 0, mib)) == programs.Bounds(mib, 2 * mib, mib)  # stream 1 is behind its own use
+    assert bounds(*one, Wait(0, 1), Make(2, 0, mib)) == programs.Bounds(mib, mib, mib)
+    # behind one of two users is behind none
+    two = (Make(1, 0, mib), Wait(1, 0), Wait(2, 0), Use(1, 1), Use(1, 2), Free(1), Wait(0, 1))
+    assert bounds(*two, Make(2, 0, mib)) == programs.Bounds(mib, 2 * mib, 2 * mib)
+    assert bounds(*two, Wait(0, 2), Make(2, 0, mib)) == programs.Bounds(mib, mib, mib)
+    # a record without a kernel is nothing to wait for
+    recorded = (Make(1, 0, mib, kernel=False), programs.Record(1, 1), Free(1), Make(2, 0, mib))
+    assert bounds(*recorded) == programs.Bounds(mib, mib, mib)
+    assert programs.bounds(programs.ping_pong()) == programs.Bounds(*[256 * mib] * 3)
+    late = programs.bounds(programs.ping_pong(kept=4))
+    assert late == programs.Bounds(*[640 * mib] * 3)
+    assert programs.random_program(2) == programs.random_program(2)
+    made = [op for op in programs.random_program(4).operations if isinstance(op, Make)]
+    freed = [op for op in programs.random_program(4).operations if isinstance(op, Free)]
+    assert len(made) == len(freed) > 4_000
+    assert {op.stream for op in made} == {0, 1, 2, 3}
+
+
+def test_allocators_are_compared_with_stock_and_the_bound(load: Callable[[str], Any]) -> None:
+    allocator, measure = load("allocator"), load("measure")
+    rows: dict[str, dict[str, Any]] = {"stock": {"reserved_mib": 4226.0}, "multigraph": {"reserved_mib": 264.0}}
+    allocator.compare("ping-pong", rows, {"live_mib": 256.0, "bound_mib": 240.0})
+    assert rows["multigraph"]["over_bound"] == pytest.approx(1.1)
+    assert rows["multigraph"]["over_stock"] == pytest.approx(264 / 4226)
+    assert measure.goals_text(allocator.goals_of("ping-pong", "multigraph"), rows["multigraph"]) == (
+        "reserved <= 258 MISSED"
+    )
+    rows = {"stock": {"ns": 400.0, "ns_8": 90.0}, "multigraph": {"ns": 420.0}}
+    allocator.compare("alloc+free", rows, {})
+    assert rows["multigraph"] == {"ns": 420, "over_stock": 1.05}
+    training: dict[str, dict[str, Any]] = {
+        form: {"reserved_mib": mib} for form, mib in (("stock", 100), ("stock, expandable", 90), ("multigraph", 91))
+    }
+    allocator.compare("training", training, {})
+    assert measure.goals_text(allocator.goals_of("training", "multigraph"), training["multigraph"]) == (
+        "over stock <= 0.95 met, over expandable <= 1.02 met"
+    )
+    assert [form for form in allocator.FORMS if not allocator.skipped(form, "ping-pong")] == [
+        "stock", "stock, reuse", "multigraph", "multigraph, any",
+    ]  # fmt: skip
+
+
+def test_variables_are_those_of_one_process(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv(name, "mine")
+    variables = load("allocator").variables
+    with variables({}):
+        assert name not in os.environ
+    with variables({name: "theirs"}):
+        assert os.environ[name] == "theirs"
+    assert os.environ[name] == "mine"
+
+
 @pytest.mark.parametrize("wrong", ["gradients", "not packed", "not inlined"])
 def test_a_form_that_does_not_do_what_its_row_says_is_found(load: Callable[[str], Any], wrong: str) -> None:
     saved = load("saved_tensors")
@@ -501,6 +568,7 @@ def test_warnings_are_counted_once_each_without_the_deserved(load: Callable[[str
             "saved_tensors",
             ["--layers", "4", "--only", "int8", "--cudagraphs", "auto", "--no-reordering", "--rounds", "3"],
         ),
+        ("allocator", ["--only", "stock", "multigraph, any", "--programs", "no use", "--json", "a.json"]),
         ("models", ["--models", "llama", "vit", "--modes", "training", "--dtype", "bfloat16", "--no-stock"]),
     ],
 )
