@@ -13,6 +13,14 @@ thread_local std::string message;
 
 mg::Stream as_stream(void* stream) { return static_cast<mg::Stream>(stream); }
 
+mg::Outcome written(const std::vector<mg::SavedBlock>& blocks, mg_block* out, size_t capacity, size_t* count) {
+  *count = blocks.size();
+  for (size_t i = 0; i < blocks.size() && i < capacity; i++) {
+    out[i] = {blocks[i].address, blocks[i].size, blocks[i].requested, blocks[i].stream};
+  }
+  return {};
+}
+
 // Whatever happens inside, only a status comes out.
 template <class Body>
 int guarded(Body body) noexcept {
@@ -79,6 +87,43 @@ int mg_end_pool(mg_device* device, uint64_t first, uint64_t second) noexcept {
 
 int mg_release_pool(mg_device* device, uint64_t first, uint64_t second) noexcept {
   return guarded([&] { return device->release_pool({first, second}); });
+}
+
+int mg_pool_save(mg_device* device, uint64_t first, uint64_t second, uint64_t* state) noexcept {
+  return guarded([&] { return device->save_pool({first, second}, *state); });
+}
+
+int mg_pool_restore(mg_device* device, uint64_t state) noexcept {
+  return guarded([&] { return device->restore_pool(state); });
+}
+
+int mg_pool_forget(mg_device* device, uint64_t state) noexcept {
+  return guarded([&] { return device->forget_state(state); });
+}
+
+int mg_adopt(mg_device* device, const uint64_t* addresses, size_t count) noexcept {
+  return guarded([&] {
+    std::vector<mg::Address> list(addresses, addresses + count);
+    return device->adopt(list.data(), count);
+  });
+}
+
+int mg_drop(mg_device* device, uint64_t address) noexcept {
+  return guarded([&] { return device->drop(address); });
+}
+
+int mg_pool_blocks(mg_device* device, uint64_t first, uint64_t second, mg_block* out, size_t capacity,
+                   size_t* count) noexcept {
+  return guarded([&] { return written(device->live_blocks({first, second}), out, capacity, count); });
+}
+
+int mg_pool_segments(mg_device* device, uint64_t first, uint64_t second, mg_block* out, size_t capacity,
+                     size_t* count) noexcept {
+  return guarded([&] { return written(device->segments({first, second}), out, capacity, count); });
+}
+
+int mg_pool_users(mg_device* device, uint64_t first, uint64_t second, int* users) noexcept {
+  return guarded([&] { return device->pool_users({first, second}, *users); });
 }
 
 int mg_use_on_oom(mg_device* device, uint64_t first, uint64_t second, int on) noexcept {

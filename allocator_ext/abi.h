@@ -29,6 +29,11 @@ struct mg_stats {
   uint64_t ooms, retries, freed_in_captures, proven, parked, moved, verified, verify_failures;
 };
 
+struct mg_block {
+  uint64_t address, bytes, requested;
+  void* stream;
+};
+
 MG_EXPORT int mg_abi_version() noexcept;
 MG_EXPORT const char* mg_message() noexcept;
 
@@ -42,6 +47,24 @@ MG_EXPORT int mg_begin_pool(mg_device* device, uint64_t first, uint64_t second, 
                             void* context) noexcept;
 MG_EXPORT int mg_end_pool(mg_device* device, uint64_t first, uint64_t second) noexcept;
 MG_EXPORT int mg_release_pool(mg_device* device, uint64_t first, uint64_t second) noexcept;
+
+// States of a pool (checkpoint.cc). Save and restore refuse, and change nothing, while a capture uses the pool or a block
+// of it is freed and waits. A restore frees what was allocated since and makes live again what was freed since.
+MG_EXPORT int mg_pool_save(mg_device* device, uint64_t first, uint64_t second, uint64_t* state) noexcept;
+MG_EXPORT int mg_pool_restore(mg_device* device, uint64_t state) noexcept;
+MG_EXPORT int mg_pool_forget(mg_device* device, uint64_t state) noexcept;
+// From now on these blocks are the caller's: the next free of each comes from an owner that has lost it, and is ignored.
+MG_EXPORT int mg_adopt(mg_device* device, const uint64_t* addresses, size_t count) noexcept;
+// The caller's own free of a block, never taken for an owner's.
+MG_EXPORT int mg_drop(mg_device* device, uint64_t address) noexcept;
+// Live blocks, and runs of mapped memory: at most `capacity` are written, `count` is how many there are.
+MG_EXPORT int mg_pool_blocks(mg_device* device, uint64_t first, uint64_t second, mg_block* out, size_t capacity,
+                             size_t* count) noexcept;
+MG_EXPORT int mg_pool_segments(mg_device* device, uint64_t first, uint64_t second, mg_block* out, size_t capacity,
+                               size_t* count) noexcept;
+// How often it was begun and not yet released.
+MG_EXPORT int mg_pool_users(mg_device* device, uint64_t first, uint64_t second, int* users) noexcept;
+
 MG_EXPORT int mg_use_on_oom(mg_device* device, uint64_t first, uint64_t second, int on) noexcept;
 MG_EXPORT int mg_pool_limit(mg_device* device, uint64_t first, uint64_t second, size_t bytes) noexcept;
 MG_EXPORT int mg_limit(mg_device* device, size_t bytes) noexcept;

@@ -26,6 +26,8 @@ const char* state_of(const Block& block) {
       return "active_pending_free";
     case BlockState::free:
       return "inactive";
+    case BlockState::unmapped:
+      break;
   }
   return "";
 }

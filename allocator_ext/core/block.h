@@ -1,7 +1,8 @@
 // A segment and the blocks that it is divided into.
 //
 // A segment owns its blocks: they are linked by address from `first`, without holes, and die with it. The driver's
-// memory itself is given back by the pool, which owns the segment.
+// memory itself is given back by the pool, which owns the segment. An expandable segment is a range of addresses of which
+// whole granules are mapped; what is not is a block too, in no list.
 // Invariant: blocks of a segment tile it; two free neighbours differ in stream or tag, else they are one.
 #pragma once
 
@@ -15,7 +16,7 @@ namespace mg {
 class Pool;
 struct Segment;
 
-enum class BlockState : uint8_t { free, live, waiting };
+enum class BlockState : uint8_t { free, live, waiting, unmapped };
 
 struct Block {
   Address address = 0;
@@ -36,12 +37,16 @@ struct Block {
   uint64_t born = 0;              // that capture's clock then
   bool used_outside = false;      // its memory was in use outside of captures, on this stream
   bool by_proof = false;          // its memory was another stream's, or used on one, earlier in that capture
+  uint64_t life = 0;              // while live: which, of all that there were
+  bool adopted = false;           // while live: a free of it is not the end, or nobody knows of it
   unsigned events = 0;            // not yet passed
 };
 
 struct Segment {
   Address address = 0;
   size_t size = 0;
+  size_t mapped = 0;   // the same, but where it is expandable
+  size_t granule = 0;  // of an expandable segment
   Stream home = nullptr;
   Pool* pool = nullptr;
   bool small = false;
@@ -61,9 +66,22 @@ struct Segment {
 
   bool cached() const {
     for (const Block* block = first; block != nullptr; block = block->next) {
+      if (block->state == BlockState::unmapped) continue;
       if (block->state != BlockState::free || block->tag != settled) return false;
     }
     return true;
+  }
+
+  // For each run of mapped memory: its first block, the one behind it, its bytes.
+  template <class Run>
+  void each_run(Run run) const {
+    for (const Block* block = first; block != nullptr;) {
+      const Block* begin = block;
+      size_t bytes = 0;
+      for (; block != nullptr && block->state != BlockState::unmapped; block = block->next) bytes += block->size;
+      if (bytes != 0) run(begin, block, bytes);
+      if (block != nullptr) block = block->next;
+    }
   }
 };
 

@@ -39,6 +39,10 @@ struct Captures::Terminals {
   }
 };
 
+bool Captures::under_way(uint64_t serial) const {
+  return std::any_of(captures_.begin(), captures_.end(), [&](const auto& c) { return c->serial == serial; });
+}
+
 Observation Captures::observe(Stream stream, std::vector<Ready>& ready) {
   Terminals now;
   if (!Terminals::of(driver_, stream, now)) {

@@ -116,6 +116,7 @@ class Captures {
   bool proves(Stream stream, Node marker, bool full);
 
   bool any() const { return !captures_.empty(); }
+  bool under_way(uint64_t serial) const;
   size_t count() const { return captures_.size(); }
 
   uint64_t nodes_walked = 0;

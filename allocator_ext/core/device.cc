@@ -107,16 +107,15 @@ void Device::hand_out(Block* block, const Request& request, Address& out) {
   block->stream = request.stream;
   block->by_proof = by_proof;
   block->requested = request.asked;
+  block->life = ++lives_;
   block->segment->last_use = requests_;
   if (request.seen.view != nullptr) {
     block->capture = request.seen.view->capture->serial;
     block->born = request.seen.view->capture->clock;
     if (moved) stats_.moved++;
   }
-  stats_.allocated_bytes.add(static_cast<int64_t>(block->size));
+  count_live(*block, 1);
   stats_.active_bytes.add(static_cast<int64_t>(block->size));
-  stats_.requested_bytes.add(static_cast<int64_t>(request.asked));
-  stats_.allocations.add(1);
   remember(HistoryEntry::allocate, block->address, block->size, request.stream);
   out = block->address;
 }
@@ -124,14 +123,36 @@ void Device::hand_out(Block* block, const Request& request, Address& out) {
 Outcome Device::release(Address address) {
   if (address == 0) return {};
   Lock lock(mutex_);
+  if (!ghosts_.empty()) {
+    auto ghost = ghosts_.find(address);
+    if (ghost != ghosts_.end()) {
+      if (--ghost->second == 0) ghosts_.erase(ghost);
+      return {};
+    }
+  }
+  auto found = live_.find(address);
+  return found == live_.end() ? unknown_address() : end(found);
+}
+
+Outcome Device::drop(Address address) {
+  Lock lock(mutex_);
   auto found = live_.find(address);
   if (found == live_.end()) return unknown_address();
-  Block* block = found->second;
-  live_.erase(found);
-  stats_.allocated_bytes.add(-static_cast<int64_t>(block->size));
-  stats_.requested_bytes.add(-static_cast<int64_t>(block->requested));
-  stats_.allocations.add(-1);
-  remember(HistoryEntry::free, address, block->size, block->stream);
+  if (!found->second->adopted) ghosts_[address]++;
+  return end(found);
+}
+
+void Device::count_live(const Block& block, int sign) {
+  stats_.allocated_bytes.add(sign * static_cast<int64_t>(block.size));
+  stats_.requested_bytes.add(sign * static_cast<int64_t>(block.requested));
+  stats_.allocations.add(sign);
+}
+
+Outcome Device::end(std::unordered_map<Address, Block*>::iterator place) {
+  Block* block = place->second;
+  live_.erase(place);
+  count_live(*block, -1);
+  remember(HistoryEntry::free, block->address, block->size, block->stream);
   if (watched() || !block->users.empty() || block->stream != block->segment->home) {
     InContext in(*this);
     lifetimes_.dispose(block, watched());

@@ -38,6 +38,22 @@ struct HistoryEntry {
   Stream stream;
 };
 
+// A live block, as a state knows it.
+struct SavedBlock {
+  Address address;
+  size_t size;
+  size_t requested;
+  Stream stream;
+  uint64_t life;
+  std::vector<Stream> users;
+  uint64_t capture;
+};
+
+struct PoolState {
+  PoolId pool;
+  std::vector<SavedBlock> blocks;  // by address
+};
+
 class Device {
  public:
   // `context`: the one in which the driver is called, null where the caller's own is right.
@@ -54,6 +70,17 @@ class Device {
   void begin_pool(PoolId pool, Filter filter);
   Outcome end_pool(PoolId pool);
   Outcome release_pool(PoolId pool);
+  Outcome pool_users(PoolId pool, int& users);
+
+  // checkpoint.cc: states of pools; blocks whose owners have lost them.
+  Outcome save_pool(PoolId pool, uint64_t& state);
+  Outcome restore_pool(uint64_t state);
+  Outcome forget_state(uint64_t state);
+  Outcome adopt(const Address* addresses, size_t count);  // one free of each is ignored
+  Outcome drop(Address address);                          // a free that is never ignored
+  std::vector<SavedBlock> live_blocks(PoolId pool);
+  std::vector<SavedBlock> segments(PoolId pool);          // runs of mapped memory
+
   Outcome set_use_on_oom(PoolId pool, bool on);
   Outcome set_pool_limit(PoolId pool, size_t bytes);  // 0: none
   Outcome set_limit(size_t bytes);                    // of all pools; 0: none
@@ -86,6 +113,9 @@ class Device {
   // No capture is under way that is known, and none may have begun unseen.
   bool quiet() const { return lifetimes_.quiet() && !scopes_.any(); }
   bool watched() const { return scopes_.any() || lifetimes_.captures.any(); }
+  std::string in_the_way(Pool& pool);
+  void count_live(const Block& block, int sign);
+  Outcome end(std::unordered_map<Address, Block*>::iterator place);
   void hand_out(Block* block, const Request& request, Address& out);
   void remember(HistoryEntry::Action action, Address address, size_t size, Stream stream);
 
@@ -113,6 +143,10 @@ class Device {
   std::vector<Pool*> pool_list_;
   Pool* default_pool_ = nullptr;
   std::unordered_map<Address, Block*> live_;
+  std::unordered_map<Address, unsigned> ghosts_;  // frees that will come of what is another's by then
+  std::map<uint64_t, PoolState> states_;
+  uint64_t last_state_ = 0;
+  uint64_t lives_ = 0;
   Lifetimes lifetimes_;
   size_t limit_ = 0;
   uint64_t requests_ = 0;

@@ -106,12 +106,67 @@ Block* Pool::take(Block* block, size_t size) {
   return block;
 }
 
+Block* Pool::take_at(Address address, size_t size) {
+  Segment& segment = *std::prev(segments_.upper_bound(address))->second;
+  Block* block = segment.first;
+  while (block->address + block->size <= address) block = block->next;
+  // What lies before and behind keeps its own condition.
+  auto cut = [&](Block* whole, Address at) {
+    auto right = std::make_unique<Block>(*whole);
+    unlist(whole);
+    right->address = at;
+    right->size = whole->address + whole->size - at;
+    right->previous = whole;
+    if (right->next != nullptr) right->next->previous = right.get();
+    whole->size = at - whole->address;
+    whole->next = right.get();
+    list(whole);
+    list(right.get());
+    return right.release();
+  };
+  if (block->address < address) block = cut(block, address);
+  bool outside = false;
+  for (Block* part = block;;) {
+    if (part->address + part->size > address + size) cut(part, address + size);
+    outside = outside || part->point == never_covered;
+    Block* next = part->next;
+    unlist(part);
+    if (part != block) {
+      block->size += part->size;
+      block->next = next;
+      if (next != nullptr) next->previous = block;
+      delete part;
+    }
+    if (block->size == size) break;
+    part = next;
+  }
+  block->state = BlockState::live;
+  block->used_outside = outside;
+  block->by_proof = false;
+  block->point = 0;
+  block->markers.clear();
+  return block;
+}
+
+bool Pool::maps(Address address, size_t size) const {
+  auto above = segments_.upper_bound(address);
+  if (above == segments_.begin()) return false;
+  const Segment& segment = *std::prev(above)->second;
+  if (address + size > segment.address + segment.size) return false;
+  for (const Block* block = segment.first; block != nullptr; block = block->next) {
+    bool within = block->address < address + size && address < block->address + block->size;
+    if (within && block->state == BlockState::unmapped) return false;
+  }
+  return true;
+}
+
 Block* Pool::give(Block* block, Stream stream, Tag tag, uint64_t point, const std::vector<Node>& markers) {
   block->stream = stream;
   block->tag = tag;
   block->point = point;
   block->markers = markers;
   block->users.clear();
+  block->adopted = false;
   block->capture = block->born = 0;
   list(block);
   return join(block);

@@ -63,6 +63,12 @@ class Pool {
   // Takes a free block out of the lists, cut to `size` where the rest is worth it.
   Block* take(Block* block, size_t size);
 
+  // Takes exactly this range, which is mapped and free and settled, of whichever streams it is in parts.
+  Block* take_at(Address address, size_t size);
+
+  // Whether all of this range is mapped memory of the pool, in one segment.
+  bool maps(Address address, size_t size) const;
+
   // Puts a block that was taken back under a condition; the block that it has become a part of.
   Block* give(Block* block, Stream stream, Tag tag, uint64_t point, const std::vector<Node>& markers);
 

@@ -57,6 +57,8 @@ enum class Mutant : int {
   outside_forgotten,      // what was in use outside of captures goes to any stream
   graphs_borrow,          // a capture takes memory of a pool that others use outside of captures
   old_users_forgotten,    // what other streams did with a block of an earlier capture is taken to be over
+  late_frees_heard,       // an owner that has lost its block frees what is there now
+  restored_in_captures,   // a pool is restored while a capture uses it
 };
 
 struct Config {

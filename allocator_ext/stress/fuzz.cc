@@ -26,7 +26,7 @@ constexpr size_t most_live = 24;
 constexpr int launches = 3;
 
 struct Totals {
-  uint64_t operations = 0, programs = 0, reused = 0, reused_crossed = 0, failed_calls = 0, out_of_memory = 0;
+  uint64_t operations = 0, programs = 0, reused = 0, reused_crossed = 0, restored = 0, failed_calls = 0, out_of_memory = 0;
   std::string wrong;
 } totals;
 
@@ -73,6 +73,10 @@ Step propose(Machine& machine, std::mt19937_64& random, bool& runs) {
   if (kind < 96 && any(2) == 0) return {Op::end, stream};
   if (kind < 97) return {any(3) != 0 ? Op::pool_begin : Op::pool_end, any(4) % pools};
   if (kind < 98 && any(4) == 0) return {Op::replace, stream, any(2)};
+  if (kind < 99) {
+    if (machine.saved.empty() || any(2) == 0) return {Op::save, any(8) != 0 ? 0 : any(pools)};
+    return {Op::restore, any(2) != 0 ? any(machine.saved.size()) : static_cast<int>(machine.saved.size()) - 1};
+  }
   runs = true;
   return {Op::record, stream};
 }
@@ -86,6 +90,7 @@ bool judge(Machine& machine, std::mt19937_64& random, const std::string& what) {
   }
   totals.reused += machine.reused;
   totals.reused_crossed += machine.reused_crossed;
+  totals.restored += machine.restored;
   totals.failed_calls += machine.sim.failed;
   totals.out_of_memory += machine.out_of_memory;
   totals.programs++;
@@ -178,9 +183,9 @@ int main(int count, char** words) {
   while (totals.operations < operations && one(seed, length, mutant, each_call, prints)) seed++;
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   auto n = [](uint64_t value) { return static_cast<unsigned long long>(value); };
-  printf("{\"operations\": %llu, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"failed_calls\": %llu, "
+  printf("{\"operations\": %llu, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"restored\": %llu, \"failed_calls\": %llu, "
          "\"out_of_memory\": %llu, \"seconds\": %.2f, \"wrong\": \"%s\"}\n",
-         n(totals.operations), n(totals.programs), n(totals.reused), n(totals.reused_crossed), n(totals.failed_calls),
+         n(totals.operations), n(totals.programs), n(totals.reused), n(totals.reused_crossed), n(totals.restored), n(totals.failed_calls),
          n(totals.out_of_memory), seconds, totals.wrong.c_str());
   return totals.wrong.empty() ? 0 : 1;
 }

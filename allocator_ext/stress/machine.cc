@@ -8,11 +8,12 @@ using sim::SimNode;
 
 namespace {
 PoolId id_of(int pool) { return {0, static_cast<uint64_t>(7 + pool)}; }
+bool names_pool(Op op) { return op == Op::pool_begin || op == Op::pool_end || op == Op::save || op == Op::restore; }
 }
 
 std::string printed(const Step& step) {
   const char* names[] = {"allocate", "use", "use_early", "record_stream", "free", "record", "wait",
-                         "pool_begin", "pool_end", "replace", "begin", "begin_body", "end"};
+                         "pool_begin", "pool_end", "replace", "begin", "begin_body", "end", "save", "restore"};
   return std::string(names[static_cast<int>(step.op)]) + "(" + std::to_string(step.a) + "," + std::to_string(step.b) +
          ")";
 }
@@ -99,7 +100,7 @@ bool Machine::valid_use(const Step& step) {
 }
 
 bool Machine::valid(const Step& step) {
-  bool names_stream = step.op != Op::pool_begin && step.op != Op::pool_end;
+  bool names_stream = !names_pool(step.op);
   auto& stream = at(names_stream ? step.a : 0);
   switch (step.op) {
     case Op::allocate:
@@ -133,6 +134,11 @@ bool Machine::valid(const Step& step) {
       return stream.capture == nullptr;
     case Op::begin_body:
       return stream.capture == nullptr && at(step.b).capture != nullptr && seen_.count(at(step.b).capture->id) != 0;
+    case Op::save:
+      return true;
+    case Op::restore:
+      return static_cast<size_t>(step.a) < saved.size() && saved[static_cast<size_t>(step.a)].state != 0 &&
+             may_restore(saved[static_cast<size_t>(step.a)]);
     case Op::end:
       // A body that is first seen when the capture around it has ended looks like a capture of its own.
       return stream.capture != nullptr && std::all_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
@@ -221,6 +227,7 @@ bool Machine::allocate(int stream, size_t bytes) {
   Held block;
   block.live = true;
   block.birth = on.terminals;
+  block.life = held.size();
   block.users = {stream};
   block.capture = on.capture != nullptr ? on.capture->id : 0;
   block.pool = pool_of(stream);
@@ -258,9 +265,82 @@ void Machine::use(int stream, int block, bool early) {
   allocations[static_cast<size_t>(block)].uses.push_back({node, stream});
 }
 
+bool Machine::save(int pool) {
+  Saved made;
+  made.pool = pool;
+  for (size_t i = 0; i < held.size(); i++) {
+    if (held[i].live && allocations[i].address != 0 && in_pool(i, pool)) {
+      made.blocks.push_back(i);
+      made.held.push_back(held[i]);
+    }
+  }
+  Outcome outcome = device->save_pool(id_of(pool), made.state);
+  if (outcome.status != Status::ok) made.state = 0;
+  bool same = outcome.status != Status::ok || device->live_blocks(id_of(pool)).size() == made.blocks.size();
+  saved.push_back(std::move(made));
+  return same || fail("a state has other blocks than the program");
+}
+
+// A restore ends lives, and a right program has no use of them under way: no capture that the allocator does not know of
+// uses the pool, and outside of captures nothing does that has not run.
+bool Machine::may_restore(const Saved& to) const {
+  for (size_t i = 0; i < held.size(); i++) {
+    if (!held[i].live || !in_pool(i, to.pool)) continue;
+    for (const sim::Use& use : allocations[i].uses) {
+      if (use.node->graph == nullptr && !use.node->done) return false;
+      for (const sim::SimGraph* g = use.node->graph; g != nullptr; g = g->parent != nullptr ? g->parent->graph : nullptr) {
+        if (under_way(g)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+bool Machine::in_pool(size_t block, int pool) const {
+  for (auto& run : device->segments(id_of(pool))) {
+    if (run.address <= allocations[block].address && allocations[block].address < run.address + run.size) return true;
+  }
+  return false;
+}
+
+bool Machine::restore(Saved& to) {
+  std::vector<Address> before, after, expected;
+  for (auto& block : device->live_blocks(id_of(to.pool))) before.push_back(block.address);
+  Outcome outcome = device->restore_pool(to.state);
+  for (auto& block : device->live_blocks(id_of(to.pool))) after.push_back(block.address);
+  if (outcome.status != Status::ok) return before == after || fail("a refused restore has changed something");
+  for (size_t i : to.blocks) expected.push_back(allocations[i].address);
+  std::sort(expected.begin(), expected.end());
+  if (after != expected) return fail("a restored pool has other blocks than its state");
+  restored++;
+  std::set<size_t> lives;
+  for (size_t i = 0; i < held.size(); i++) {
+    if (!held[i].live || !in_pool(i, to.pool)) continue;
+    held[i].live = false;
+    bool kept = std::any_of(to.held.begin(), to.held.end(), [&](const Held& h) { return h.life == held[i].life; });
+    if (kept && held[i].owned) lives.insert(held[i].life);
+    // Whoever had what the restore has ended comes too late, and ends nothing.
+    if (!kept && held[i].owned && device->release(allocations[i].address).status != Status::ok) return fail("free refused");
+  }
+  // A block that lives again is another allocation: what it holds is not what its uses since then have left.
+  for (size_t n = 0; n < to.blocks.size(); n++) {
+    size_t& i = to.blocks[n];
+    sim::Allocation again = allocations[i];
+    Held block = to.held[n];
+    again.number = static_cast<int>(allocations.size());
+    again.uses.clear();
+    block.live = true;
+    block.owned = lives.count(block.life) != 0;
+    i = allocations.size();
+    allocations.push_back(std::move(again));
+    held.push_back(std::move(block));
+  }
+  return true;
+}
+
 bool Machine::run(const Step& step) {
   sim::Simulator::enter(&sim);
-  bool names_stream = step.op != Op::pool_begin && step.op != Op::pool_end;
+  bool names_stream = !names_pool(step.op);
   Stream stream = streams[static_cast<size_t>(names_stream ? step.a : 0)];
   switch (step.op) {
     case Op::allocate:
@@ -329,6 +409,10 @@ bool Machine::run(const Step& step) {
       return true;
     case Op::end:
       return sim.end_capture(stream) || fail("end refused");
+    case Op::save:
+      return save(step.a);
+    case Op::restore:
+      return restore(saved[static_cast<size_t>(step.a)]);
   }
   return false;
 }

@@ -30,6 +30,8 @@ enum class Op : unsigned char {
   begin,      // a: stream
   begin_body, // a: stream, which captures the body of a conditional node launched on b
   end,        // a: stream
+  save,       // a: which of `pools`
+  restore,    // a: the number of a save; refused while the pool is in use
 };
 
 struct Step {
@@ -55,7 +57,16 @@ struct Held {  // an allocation of the program
   std::vector<int> users;
   bool markers_known = false;        // all users were in the capture that it was allocated in
   uint64_t capture = 0;
+  size_t life = 0;                   // the allocation that began it: a restore may bring it back under another number
+  bool owned = true;                 // somebody will free it, even after a restore has ended it
   int pool = -1;                     // whose memory it is: an index of `pools`, -1: nobody's
+};
+
+struct Saved {
+  int pool = 0;
+  uint64_t state = 0;          // 0: it was refused
+  std::vector<size_t> blocks;  // live then
+  std::vector<Held> held;      // what they were then
 };
 
 class Machine {
@@ -73,6 +84,7 @@ class Machine {
   std::string wrong;
   std::vector<sim::Allocation> allocations;
   std::vector<Held> held;
+  std::vector<Saved> saved;
   sim::Simulator sim;
   sim::Oracle oracle;
   std::unique_ptr<Device> device;
@@ -82,11 +94,16 @@ class Machine {
   size_t reused = 0;        // allocations over memory that another had in the same capture
   size_t reused_crossed = 0;
   size_t out_of_memory = 0;
+  size_t restored = 0;
 
  private:
   sim::SimStream& at(int stream) { return *sim.streams[static_cast<size_t>(stream)]; }
   bool allocate(int stream, size_t bytes);
   bool fail(std::string text);
+  bool save(int pool);
+  bool restore(Saved& to);
+  bool may_restore(const Saved& to) const;
+  bool in_pool(size_t block, int pool) const;
   bool could_reuse(int stream);
   void use(int stream, int block, bool early);
   bool under_way(const sim::SimGraph* graph) const;

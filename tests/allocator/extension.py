@@ -55,6 +55,15 @@ class Stats(ctypes.Structure):
     ]
 
 
+class Block(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("requested", ctypes.c_uint64),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
 class Refused(Exception):
     """A call returned a status: (status, the sentence)."""
 
@@ -172,6 +181,41 @@ class Allocator:
 
     def release_pool(self, pool: int) -> None:
         self._pool_call("mg_release_pool", pool)
+
+    def users(self, pool: int) -> int:
+        users = ctypes.c_int()
+        self._pool_call("mg_pool_users", pool, ctypes.byref(users))
+        return users.value
+
+    def save(self, pool: int) -> int:
+        state = ctypes.c_uint64()
+        self._pool_call("mg_pool_save", pool, ctypes.byref(state))
+        return state.value
+
+    def restore(self, state: int) -> None:
+        self._call("mg_pool_restore", ctypes.c_uint64(state))
+
+    def forget(self, state: int) -> None:
+        self._call("mg_pool_forget", ctypes.c_uint64(state))
+
+    def adopt(self, *addresses: int) -> None:
+        self._call("mg_adopt", (ctypes.c_uint64 * len(addresses))(*addresses), ctypes.c_size_t(len(addresses)))
+
+    def drop(self, address: int) -> None:
+        self._call("mg_drop", ctypes.c_uint64(address))
+
+    def _blocks(self, name: str, pool: int) -> list[tuple[int, int]]:
+        count = ctypes.c_size_t()
+        self._pool_call(name, pool, None, ctypes.c_size_t(0), ctypes.byref(count))
+        blocks = (Block * count.value)()
+        self._pool_call(name, pool, blocks, count, ctypes.byref(count))
+        return [(block.address, block.bytes) for block in blocks]
+
+    def blocks(self, pool: int) -> list[tuple[int, int]]:
+        return self._blocks("mg_pool_blocks", pool)
+
+    def segments(self, pool: int) -> list[tuple[int, int]]:
+        return self._blocks("mg_pool_segments", pool)
 
     def use_on_oom(self, pool: int, on: bool = True) -> None:
         self._pool_call("mg_use_on_oom", pool, int(on))

@@ -31,9 +31,11 @@ MUTANTS = {
     13: "what was in use outside of captures goes to any stream",
     14: "a capture takes memory of a pool that others use outside of captures",
     15: "what other streams did with a block of an earlier capture is taken to be over",
+    16: "an owner that has lost its block frees what is there now",
+    17: "a pool is restored while a capture uses it",
 }
 ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
-RANDOM = {14}  # these need little memory
+RANDOM = {14, 16, 17}  # these need little memory, or states of pools
 
 
 @pytest.mark.parametrize("rule", ["own", "any"])
@@ -103,6 +105,7 @@ def test_long_random_programs(simulated: Path) -> None:
     assert found["wrong"] == ""
     assert found["reused_crossed"] > 100
     assert found["failed_calls"] > 1_000
+    assert found["restored"] > 1_000
     assert found["out_of_memory"] > 1_000
 
 
