@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from multigraph_backend.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.report import Explanation, explain
     from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
-    from multigraph_backend.saved_tensors.rules import Cast, Keep, Match, Offload, Rule, Scaled
+    from multigraph_backend.saved_tensors.rules import Cast, Keep, Match, Offload, Recompute, Rule, Scaled
     from multigraph_backend.trace import reset_stats, stats
 
 __version__ = "0.1.0"
@@ -39,6 +39,7 @@ _HOME = {
     "OptionsError": "options",
     "Predicate": "predicates",
     "Range": "predicates",
+    "Recompute": "saved_tensors.rules",
     "Rule": "saved_tensors.rules",
     "SavedHook": "saved_tensors.hooks",
     "Scaled": "saved_tensors.rules",
@@ -66,6 +67,7 @@ __all__ = [
     "OptionsError",
     "Predicate",
     "Range",
+    "Recompute",
     "Rule",
     "SavedHook",
     "Scaled",

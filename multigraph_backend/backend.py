@@ -60,7 +60,7 @@ class Multigraph:
         if disabled & {"cudagraphs", "all"}:
             accepted = dataclasses.replace(accepted, cudagraphs=False)
         if disabled & {"saved_tensors", "all"}:
-            accepted = dataclasses.replace(accepted, saved_tensors=())
+            accepted = accepted.without_packs()
         try:
             if "all" in disabled:
                 return _compile_at_once(gm, example_inputs, accepted, code, "MULTIGRAPH_DISABLE=all")
@@ -101,7 +101,7 @@ def _compile_at_once(
     started = time.perf_counter()
     try:
         if stock_hooks() is not None:  # torch puts them into the graphs itself: once is enough
-            options = dataclasses.replace(options, saved_tensors=())
+            options = options.without_packs()
         with account.collecting() as saved:
             run = lowering.compile_at_once(gm, list(example_inputs), options, f"{code}")
     except CannotLower as error:

@@ -95,7 +95,7 @@ def lower(
     hooked = state.hooks is not None and options.compiler == "inductor"
     if state.hooks is not None and hooked:
         options = dataclasses.replace(options, saved_tensors=(*options.saved_tensors, *hook_rules(state.hooks)))
-    packs = bool(options.saved_tensors)
+    packs = options.packing
     shared = bool(shared_storages([args[index] for index in user_tensors(graph)]))
 
     def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float], options: Options) -> Lowered:
@@ -139,7 +139,7 @@ def lower(
         except Exception as error:
             process_wide.close()
             reason = _retrying_unpacked(str(graph.code), error)
-        lowered = compile_here(process_wide, dataclasses.replace(options, saved_tensors=()))
+        lowered = compile_here(process_wide, options.without_packs())
         return dataclasses.replace(lowered, saved=(SavedTensors((), failed=reason),))
 
     def compile_here(process_wide: contextlib.ExitStack, options: Options) -> Lowered:
@@ -241,12 +241,12 @@ def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Option
 def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     """The chosen compiler's code for `module`, in Dynamo's own trace.  Raises as `compile_module` does."""
     recorded = records(module, inputs, options)
-    if not recorded and not options.saved_tensors:
+    if not recorded and not options.packing:
         return compile_module(module, inputs, options)
     recorded_as = name if recorded else None
     # its backward is compiled at the first call of it, when no setting of now is in force any more
     with _compat.functorch_config.patch(enable_autograd_cache=False):
-        if not options.saved_tensors:
+        if not options.packing:
             return compile_module(module, inputs, options, recorded_as)
         untouched = _copied(module)
         try:
@@ -264,7 +264,7 @@ def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Op
             if untouched is None:
                 raise
             reason = _retrying_unpacked(name, error)
-        run = compile_module(untouched, inputs, dataclasses.replace(options, saved_tensors=()), recorded_as)
+        run = compile_module(untouched, inputs, options.without_packs(), recorded_as)
         saved_account.pass_on(SavedTensors((), failed=reason))
         return run
 
@@ -291,14 +291,14 @@ def compile_module(
         inner = output_code.inner_compile(options, label, how)
         knobs.update(output_code.KNOBS if how == "recorded" else {})
     around = None
-    if options.saved_tensors and (lacking := _lacks_for_packing()):
+    if options.packing and (lacking := _lacks_for_packing()):
         message = f"saved tensors stay as they are; this torch differs: {lacking}"
         trace.warn_once(message, "%s", message)
-    elif options.saved_tensors:
+    elif options.packing:
         from multigraph_backend.saved_tensors import output_code as packing_code
         from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
 
-        around = functools.partial(PackingPartitioner, rules=options.saved_tensors)
+        around = functools.partial(PackingPartitioner, rules=options.saved_tensors, budget=options.saved_tensors_budget)
         inner = packing_code.inner_compile(inner)
     run: CompiledFunction = _compat.compile_fx(
         module, inputs, ignore_shape_env=ignore_shape_env, **changed_inputs.compile_fx_settings(knobs, inner, around)

@@ -15,6 +15,7 @@ each compile.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import math
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from multigraph_backend.predicates import Predicate, did_you_mean, predicate_from_json, shown
 
 if TYPE_CHECKING:
+    from multigraph_backend.saved_tensors.budget import Budget
     from multigraph_backend.saved_tensors.rules import Rule
 
 VARIABLE = "MULTIGRAPH_OPTIONS"
@@ -87,6 +89,8 @@ class Options:
         come at further addresses are copied at each call
     inductor: patches of Inductor's configuration, sorted by name; those of the mode are among them
     saved_tensors: rules for what is saved for backward, the first that matches decides; none: nothing is packed
+    saved_tensors_budget: how much may be saved for backward; then the rules say what may be done, and it how much of
+        it; None: all that the rules say
     mode: the mode of `torch.compile`; None is the default one
     """
 
@@ -103,19 +107,28 @@ class Options:
     max_recordings: int = 5
     inductor: tuple[tuple[str, object], ...] = ()
     saved_tensors: tuple[Rule, ...] = ()
+    saved_tensors_budget: Budget | None = None
     mode: str | None = None
 
     def __hash__(self) -> int:
         # Callables and the values of patches take no part: they may be unhashable.
         compiler = self.compiler if isinstance(self.compiler, str) else None
         knobs = tuple(name for name, _ in self.inductor)
-        others = self.recording, knobs, self.saved_tensors
+        others = self.recording, knobs, self.saved_tensors, self.saved_tensors_budget
         return hash((self.specialize, self.compile, self.on_failure, self.compile_timeout, compiler, *others))
 
     @property
     def recording(self) -> tuple[object, ...]:
         """All that says what is recorded, and how."""
         return self.cudagraphs, self.cut, self.safe, self.collectives, self.record_small, self.max_recordings
+
+    @property
+    def packing(self) -> bool:
+        """Whether anything may be done with saved tensors."""
+        return bool(self.saved_tensors) or self.saved_tensors_budget is not None
+
+    def without_packs(self) -> Options:
+        return dataclasses.replace(self, saved_tensors=(), saved_tensors_budget=None)
 
     @staticmethod
     def build(
@@ -147,7 +160,7 @@ class Options:
         compiler = read.get("compiler", "inductor")
         if compiler != "inductor" and read.get("cudagraphs") == "require":
             given["cudagraphs"].refuse("none", f"only Inductor's code is recorded, and the compiler is {compiler!r}")
-        for key in ("mode", "inductor", "saved_tensors"):
+        for key in ("mode", "inductor", "saved_tensors", "saved_tensors_budget"):
             if compiler != "inductor" and read.get(key):
                 given[key].refuse("none", f"only Inductor has it, and the compiler is {compiler!r}")
         if read.get("mode") is not None:
@@ -282,6 +295,17 @@ def _read_saved_tensors(given: _Given) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+def _read_budget(given: _Given) -> Budget | None:
+    from multigraph_backend.saved_tensors.budget import Budget
+
+    if given.value is None:
+        return None
+    try:
+        return Budget.of(cast(float, given.value))
+    except (TypeError, ValueError) as error:
+        given.refuse("bytes (an integer), or a fraction (a float from 0.0 to 1.0)", str(error))
+
+
 def _read_choice(*choices: str) -> Callable[[_Given], str]:
     def read(given: _Given) -> str:
         if not isinstance(given.value, str) or given.value not in choices:
@@ -405,5 +429,6 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "max_recordings": _read_count,
     "inductor": _read_inductor,
     "saved_tensors": _read_saved_tensors,
+    "saved_tensors_budget": _read_budget,
     "mode": _read_mode,
 }

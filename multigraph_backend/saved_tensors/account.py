@@ -42,7 +42,7 @@ class SavedTensors:
     """All saved tensors of one graph, and the estimated peaks (bytes above what the caller holds).
 
     `order`: in forward and in backward "placed", "placed, repeated" or "stock"; `failed`: why nothing was packed
-    although something was to be.
+    although something was to be; `budget`: what was asked for, and what became of it.
     """
 
     tensors: tuple[SavedTensor, ...]
@@ -54,6 +54,7 @@ class SavedTensors:
     unpacked_forward_peak: int = 0
     unpacked_backward_peak: int = 0
     failed: str | None = None
+    budget: str | None = None
 
     @property
     def packed(self) -> int:
@@ -80,6 +81,8 @@ class SavedTensors:
                 f"backward {_mib(self.unpacked_backward_peak)} -> {_mib(self.backward_peak)} "
                 f"({self.order[1]}; stock's order {_mib(self.stock_backward_peak)})"
             )
+        if self.budget:
+            lines.append(f"  {self.budget}")
         if self.failed:
             lines.append(f"  nothing is packed: {self.failed}")
         for entry in self.tensors:

@@ -20,7 +20,17 @@ from torch.fx import GraphModule, Node
 
 from multigraph_backend.saved_tensors import graphs
 from multigraph_backend.saved_tensors.hooks import SavedHook
-from multigraph_backend.saved_tensors.rules import Cast, Described, Keep, Offload, Role, Rule, Scaled, decide
+from multigraph_backend.saved_tensors.rules import (
+    Cast,
+    Described,
+    Keep,
+    Offload,
+    Recompute,
+    Role,
+    Rule,
+    Scaled,
+    decide,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Unit:
     source: Node
     members: tuple[Node, ...]
     described: Described
-    pack: Cast | Scaled | Offload | SavedHook
+    pack: Cast | Scaled | Offload | Recompute | SavedHook
     rule: str
 
     @property
@@ -73,7 +83,7 @@ def choose(forward: GraphModule, outputs: int, static: Sequence[int], rules: Seq
         **dict.fromkeys(
             _sharing_in_other_ways(forward), "it shares memory with another value in a way no view explains"
         ),
-        **dict.fromkeys(_changed(forward), "the graph changes it in place"),
+        **dict.fromkeys(changed(forward), "the graph changes it in place"),
     }
     for root, members in families.items():
         role = roles.get(root, "intermediate")
@@ -83,6 +93,12 @@ def choose(forward: GraphModule, outputs: int, static: Sequence[int], rules: Seq
         for source, views in _sources(root, members):
             _decide(choice, source, views, role, rules)
     return choice
+
+
+def held(forward: GraphModule, outputs: int, static: Sequence[int]) -> list[str]:
+    """Saved tensors whose memory is the caller's anyway: inputs, parameters and outputs of the graph."""
+    roles = _roles(forward, outputs, static)
+    return [node.name for node in saved_tensors(forward, outputs) if graphs.root(node) in roles]
 
 
 def _decide(choice: Choice, source: Node, members: Sequence[Node], role: Role, rules: Sequence[Rule]) -> None:
@@ -124,15 +140,15 @@ def _roles(forward: GraphModule, outputs: int, static: Sequence[int]) -> dict[No
     return roles
 
 
-def _changed(forward: GraphModule) -> set[Node]:
+def changed(forward: GraphModule) -> set[Node]:
     """Roots of what the graph writes to: a pack behind the last use would see other values."""
-    changed: set[Node] = set()
+    found: set[Node] = set()
     for node in forward.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         for argument, value in zip(schema.arguments if schema is not None else (), node.args, strict=False):
             if isinstance(value, Node) and argument.alias_info is not None and argument.alias_info.is_write:
-                changed.add(graphs.root(value))
-    return changed
+                found.add(graphs.root(value))
+    return found
 
 
 def _sharing_in_other_ways(forward: GraphModule) -> set[Node]:

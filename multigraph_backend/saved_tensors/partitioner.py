@@ -3,7 +3,8 @@
 In: the joint graph, as Inductor hands it to its custom partitioner; the rules.  Out: the forward and backward graph of
 the partitioner inside, with packs and unpacks in them.
 
-The way: choose units, trace pack and unpack of each, place them by estimated peak, change the graphs, and give account.
+The way: choose units, by the rules or within a budget, trace pack and unpack of each, place them by estimated peak,
+change the graphs, and give account.
 What fails for one unit leaves that unit as it is; what fails for all leaves both graphs as they were.
 
 Invariant: what this does depends on the rules alone, and its key in Inductor's caches says them and this package's
@@ -16,31 +17,31 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, trace
 from multigraph_backend.saved_tensors import (
     account,
     choosing,
-    costs,
     graphs,
-    packs,
     placement,
+    recompute,
     surgery,
-    tracing,
     transfers,
+    within_budget,
 )
 from multigraph_backend.saved_tensors.account import SavedTensor, SavedTensors
-from multigraph_backend.saved_tensors.choosing import Choice, Kept, Unit
-from multigraph_backend.saved_tensors.hooks import SavedHook
-from multigraph_backend.saved_tensors.rules import Offload, Rule, rule_to_json
+from multigraph_backend.saved_tensors.budget import Budget
+from multigraph_backend.saved_tensors.choosing import Kept
+from multigraph_backend.saved_tensors.estimate import Estimate
+from multigraph_backend.saved_tensors.rules import Recompute, Rule, rule_to_json
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
+from multigraph_backend.saved_tensors.units import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ _Partitioner: Any = object if _compat.missing("changed inputs") else _compat.Cus
 class PackingPartitioner(_Partitioner):  # type: ignore[misc]
     """`inner`, and then packs for what it saves, as `rules` say."""
 
-    def __init__(self, inner: Any, rules: Sequence[Rule]) -> None:
-        self.inner, self.rules = inner, tuple(rules)
+    def __init__(self, inner: Any, rules: Sequence[Rule], budget: Budget | None = None) -> None:
+        self.inner, self.rules, self.budget = inner, tuple(rules), budget
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **settings: Any) -> Any:
         forward, backward = self.inner(gm, joint_inputs, **settings)
@@ -59,12 +60,12 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
             return forward, backward
         outputs = settings["num_fwd_outputs"]
         static = settings.get("static_lifetime_input_indices") or ()
-        return pack_saved_tensors(forward, backward, outputs, static, self.rules)
+        return pack_saved_tensors(forward, backward, outputs, static, self.rules, self.budget)
 
     def uuid(self) -> Any:
         theirs = self.inner.uuid()
         rules = json.dumps([rule_to_json(rule) for rule in self.rules])
-        return (source_hash(), rules, sorted(transfers.STREAMS), theirs)
+        return (source_hash(), rules, str(self.budget), sorted(transfers.STREAMS), theirs)
 
     def __getstate__(self) -> dict[str, Any]:  # Inductor pickles its configuration for its caches' keys
         return {"key": self.uuid()}
@@ -74,33 +75,40 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
 
 
 def pack_saved_tensors(
-    forward: GraphModule, backward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule]
+    forward: GraphModule,
+    backward: GraphModule,
+    outputs: int,
+    static: Sequence[int],
+    rules: Sequence[Rule],
+    budget: Budget | None = None,
 ) -> tuple[GraphModule, GraphModule]:
     """Both graphs with saved tensors packed as `rules` say; `outputs` of the forward's results are the caller's.
+
+    With a `budget` the rules say what may be done, and it says how much of that is.
 
     The modules that are returned may be the given ones, changed.  Nothing is raised for what cannot be packed.
     """
     untouched = _copied(forward), _copied(backward)
     try:
-        choice = choosing.choose(forward, outputs, static, rules)
-        numbers = _numbers(backward)
-        computes_bytes = _computes_bytes(backward)
-        traced: list[Traced] = []
-        known: dict[Hashable, Traced | CannotPack] = {}
-        for unit in list(choice.units):
-            try:
-                _expect(backward, unit)
-                if isinstance(unit.pack, Offload) and computes_bytes:
-                    raise CannotPack("the backward computes bytes on the CPU, which may come to lie in its copy")
-                traced.append(_traced_once(unit, numbers, known))
-            except CannotPack as reason:
-                _keep(choice, unit, str(reason))
+        lent: list[str] = []
+        if budget is not None or any(isinstance(rule.pack, Recompute) for rule in rules):
+            lent = recompute.lend_parameters(forward, backward, outputs, static)
+        if budget is None:
+            traced, kept = _by_rules(forward, backward, outputs, static, rules)
+            said = None
+        else:
+            chosen = within_budget.choose(forward, backward, outputs, static, rules, budget)
+            traced, kept, said = chosen.traced, chosen.kept, chosen.said
         if not traced:
-            account.add(SavedTensors(tuple(_kept(entry) for entry in choice.kept)))
+            recompute.take_back(forward, backward, outputs, lent)
+            kept = [entry for entry in kept if entry.node.name not in lent]
+            account.add(SavedTensors(tuple(map(_kept, kept)), budget=said))
             return forward, backward
-        placed = _place(forward, backward, outputs, traced, choice)
+        placed = Estimate(forward, backward, outputs, static).place(traced)
         surgery.carry_out(forward, backward, outputs, traced, placed)
-        account.add(_account(traced, choice, placed))
+        used = recompute.take_back(forward, backward, outputs, lent)
+        kept = [entry for entry in kept if entry.node.name not in lent or entry.node.name in used]
+        account.add(replace(_account(traced, kept, placed), budget=said))
     except Exception as error:
         reason_text = f"{type(error).__name__}: {error}"
         trace.warn_once(f"packing failed: {reason_text}", "saved tensors stay as they are: %s", reason_text)
@@ -112,6 +120,23 @@ def pack_saved_tensors(
     return forward, backward
 
 
+def _by_rules(
+    forward: GraphModule, backward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule]
+) -> tuple[list[Traced], list[Kept]]:
+    """What the first rule that matches says of each saved tensor."""
+    choice = choosing.choose(forward, outputs, static, rules)
+    tracer = Tracer(backward)
+    # what is computed again leans on nothing that a rule is about
+    taken = {member.name for unit in choice.units for member in unit.members}
+    traced, kept = [], list(choice.kept)
+    for unit in choice.units:
+        try:
+            traced.append(tracer.trace(unit, taken))
+        except CannotPack as reason:
+            kept += [Kept(member, unit.described, str(reason)) for member in unit.members]
+    return traced, kept
+
+
 @functools.cache
 def source_hash() -> str:
     """The text of this package: other code is another key."""
@@ -121,129 +146,7 @@ def source_hash() -> str:
     return made.hexdigest()
 
 
-def _traced_once(unit: Unit, numbers: Sequence[Node], known: dict[Hashable, Traced | CannotPack]) -> Traced:
-    """The graphs of `unit`, or of one before it that is of the same form.  Raises CannotPack."""
-    form = tracing.form(unit)
-    if form not in known:
-        try:
-            known[form] = _traced(unit, numbers)
-        except CannotPack as reason:
-            known[form] = reason
-    found = known[form]
-    if isinstance(found, CannotPack):
-        raise found
-    return replace(found, unit=unit)
-
-
-def _traced(unit: Unit, numbers: Sequence[Node]) -> Traced:
-    value = graphs.tensor(unit.source)
-    assert value is not None
-    order = graphs.memory_order(value)
-    assert order is not None
-    if isinstance(unit.pack, SavedHook):
-        return tracing.trace(unit, unit.pack.pack, unit.pack.unpack, numbers)
-    found = packs.functions(unit.pack, value.permute(order.dims) if value.dim() else value)
-    if isinstance(found, str):
-        raise CannotPack(found)
-    traced = tracing.trace(unit, *found, numbers)
-    if isinstance(unit.pack, Offload):
-        return traced
-    if traced.saved_bytes >= unit.described.bytes:
-        raise CannotPack(f"packed it would need {traced.saved_bytes} bytes of {unit.described.bytes}")
-    return traced
-
-
-def _expect(backward: GraphModule, unit: Unit) -> None:
-    """The backward graph takes each member by its name, and reads it."""
-    placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    for member in unit.members:
-        if member.name not in placeholders:
-            raise CannotPack("the backward graph does not take it by its name")
-        if not placeholders[member.name].users:
-            raise CannotPack("the backward graph does not read it")
-
-
-def _numbers(backward: GraphModule) -> list[Node]:
-    """The symbolic integers that the backward graph takes."""
-    placeholders = backward.graph.find_nodes(op="placeholder")
-    return [node for node in placeholders if isinstance(node.meta.get("val"), torch.SymInt)]
-
-
-def _computes_bytes(backward: GraphModule) -> bool:
-    """Whether Inductor may take the memory of bytes on the host, once it is read, for something that it makes there."""
-    made = [graphs.tensor(node) for node in backward.graph.nodes if node.op == "call_function"]
-    return any(value is not None and value.dtype == torch.uint8 and value.device.type == "cpu" for value in made)
-
-
-def _place(
-    forward: GraphModule, backward: GraphModule, outputs: int, traced: Sequence[Traced], choice: Choice
-) -> placement.Placement:
-    packings = [_packing(entry) for entry in traced]
-    members = {member for entry in traced for member in entry.unit.members}
-    returned = [
-        value
-        for index, value in enumerate(graphs.results(forward.graph))
-        if isinstance(value, Node) and (index < outputs or value not in members)
-    ]
-    still = frozenset(name for value in returned for name in graphs.memory_of(value))
-    sources = {entry.unit.source for entry in traced}
-    held = [entry.node.name for entry in choice.kept if entry.described.role != "intermediate"]
-    held += [member.name for entry in traced if entry.unit.described.role != "intermediate"
-             for member in entry.unit.members]  # fmt: skip
-    caller = [node.name for node in forward.graph.find_nodes(op="placeholder")]
-    return placement.place(
-        graphs.program(forward.graph, caller),
-        graphs.program(backward.graph, held),
-        packings,
-        still,
-        dead_views=_dead_views(members - sources, set(returned) | sources),
-        seconds=costs.seconds_of(backward.graph) if any(packing.transfer for packing in packings) else None,
-    )
-
-
-def _dead_views(members: set[Node], needed: set[Node]) -> frozenset[str]:
-    """Views that nobody needs when the members are not returned."""
-    dead: set[Node] = set()
-    for member in members:
-        node: Node | None = member
-        while node is not None and graphs.viewed(node) is not None and node not in needed:
-            if any(user.op != "output" and user not in dead for user in node.users):
-                break
-            dead.add(node)
-            node = graphs.viewed(node)
-    return frozenset(node.name for node in dead)
-
-
-def _packing(traced: Traced) -> placement.Packing:
-    unit = traced.unit
-    packing, unpacking = traced.pack.graph, traced.unpack.graph
-    tensors = unpacking.find_nodes(op="placeholder")[: len(traced.saved)]
-    return placement.Packing(
-        name=unit.name,
-        source=unit.source.name,
-        memory=graphs.memory_of(unit.source)[0],
-        members=tuple(member.name for member in unit.members),
-        pack=graphs.fragment(packing, packing.find_nodes(op="placeholder")),
-        unpack=graphs.fragment(unpacking, tensors),
-        cheap=traced.cheap,
-        transfer=_transfer(unit),
-    )
-
-
-def _transfer(unit: Unit) -> placement.Transfer | None:
-    value = graphs.tensor(unit.source)
-    if not isinstance(unit.pack, Offload) or value is None:
-        return None
-    _, back = transfers.of(value.device).stream.bytes_per_second()
-    return placement.Transfer(unit.pack.waiting, unit.pack.ahead, unit.described.bytes / back)
-
-
 # ---------------------------------------------------------------- the account
-
-
-def _keep(choice: Choice, unit: Unit, reason: str) -> None:
-    choice.units.remove(unit)
-    choice.kept += [Kept(member, unit.described, reason) for member in unit.members]
 
 
 def _kept(entry: Kept) -> SavedTensor:
@@ -265,7 +168,7 @@ def _shown(node: Node, op: str, module: str, **rest: Any) -> SavedTensor:
     )
 
 
-def _account(traced: Sequence[Traced], choice: Choice, placed: placement.Placement) -> SavedTensors:
+def _account(traced: Sequence[Traced], kept: Sequence[Kept], placed: placement.Placement) -> SavedTensors:
     tensors = []
     for entry in traced:
         unit = entry.unit
@@ -284,7 +187,7 @@ def _account(traced: Sequence[Traced], choice: Choice, placed: placement.Placeme
                 )
             )
     return SavedTensors(
-        tensors=(*tensors, *map(_kept, choice.kept)),
+        tensors=(*tensors, *map(_kept, kept)),
         order=(placed.forward_order, placed.backward_order),
         forward_peak=placed.forward_peak,
         backward_peak=placed.backward_peak,

@@ -32,7 +32,8 @@ class Packing:
     """One unit: its `source` step and `memory` in forward, its `members` (placeholders) in backward.
 
     `pack` takes the memory, `unpack` what `pack` gives; the outputs of `unpack` stand for the members, in order.
-    `transfer`: that the pack is an offload, and how its copies run.
+    `transfer`: that the pack is an offload, and how its copies run.  `anchors`: buffers of the backward that `unpack`
+    takes besides, as its last inputs.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Packing:
     members: tuple[str, ...]
     pack: Fragment
     unpack: Fragment
+    anchors: tuple[str, ...] = ()
     cheap: bool = False
     transfer: Transfer | None = None
 
@@ -193,8 +195,9 @@ def packed_backward(
         known = {**packing.pack.sizes, **backward.sizes}
         sizes.update({name: known.get(output, 0) for name, output in zip(saved, packing.pack.outputs, strict=True)})
         for copy, (at, uses) in enumerate(unpacks[packing.name]):
+            own = saved[: len(packing.unpack.inputs) - len(packing.anchors)]
             steps, made, outputs = packing.unpack.placed(
-                f"{packing.name}.unpack{copy or ''}.", saved[: len(packing.unpack.inputs)]
+                f"{packing.name}.unpack{copy or ''}.", [*own, *packing.anchors]
             )
             if packing.transfer is not None:
                 reloaded[packing.name] = steps

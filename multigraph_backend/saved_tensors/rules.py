@@ -115,7 +115,15 @@ class Offload:
         return "offload"
 
 
-Pack = Keep | Cast | Scaled | Offload | SavedHook
+@dataclass(frozen=True)
+class Recompute:
+    """Save nothing: the backward computes it again, from what it has anyway.  Not of random numbers."""
+
+    def __str__(self) -> str:
+        return "recompute"
+
+
+Pack = Keep | Cast | Scaled | Offload | Recompute | SavedHook
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pack, Pack):
-            raise TypeError(f"a rule packs with Keep, Cast, Scaled, Offload or a saved_hook, not {shown(self.pack)}")
+            raise TypeError(
+                f"a rule packs with Keep, Cast, Scaled, Offload, Recompute or a saved_hook, not {shown(self.pack)}"
+            )
         if isinstance(self.pack, SavedHook) and not self.pack.complete:
             raise ValueError(f"the saved_hook {self.pack.name} has no unpack function; decorate one with its .unpack")
 
@@ -243,6 +253,8 @@ def rule_to_json(rule: Rule) -> dict[str, Any]:
         pack = {"scale": rule.pack.dtype, "per": rule.pack.per, "stochastic": rule.pack.stochastic}
     elif isinstance(rule.pack, Offload):
         pack = {"offload": {"waiting": rule.pack.waiting, "ahead": rule.pack.ahead}}
+    elif isinstance(rule.pack, Recompute):
+        pack = "recompute"
     elif isinstance(rule.pack, SavedHook):
         pack = {"hook": rule.pack.name, "key": rule.pack.key}  # a function is no plain data: this names it
     return {"match": {name: value for name, value in match.items() if value is not None}, "pack": pack}
@@ -261,13 +273,15 @@ def _pack_from_json(pack: Any) -> Pack:
         return Scaled(pack["scale"], **_but(pack, "scale"))
     if pack == "offload":
         return Offload()
+    if pack == "recompute":
+        return Recompute()
     if isinstance(pack, Mapping) and isinstance(pack.get("offload"), Mapping):
         _refuse_unknown(pack, ("offload",), "pack")
         _refuse_unknown(pack["offload"], ("waiting", "ahead"), "offload")
         return Offload(**pack["offload"])
     if isinstance(pack, str) and ":" in pack:
         return _imported(pack)
-    kinds = '"keep", "offload", "module:name" of a saved_hook, {"cast": dtype} or {"scale": dtype}'
+    kinds = '"keep", "offload", "recompute", "module:name" of a saved_hook, {"cast": dtype} or {"scale": dtype}'
     raise ValueError(f'"pack" must be {kinds}, got {shown(pack)}')
 
 

@@ -185,7 +185,8 @@ def _put_in(
     """The nodes of `traced` before `before`, over `inputs`; returns what it returns."""
     placeholders = traced.graph.find_nodes(op="placeholder")
     copies: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
-    mode = getattr(inputs[0].meta["val"], "fake_mode", None)
+    values = [value for node in inputs if (value := graphs.tensor(node)) is not None]
+    mode = getattr(values[0], "fake_mode", None)
     for node in traced.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue

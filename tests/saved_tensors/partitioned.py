@@ -11,6 +11,7 @@ from functorch.compile import aot_function, make_boxed_func, min_cut_remateriali
 
 from multigraph_backend.saved_tensors import account
 from multigraph_backend.saved_tensors.account import SavedTensors
+from multigraph_backend.saved_tensors.budget import Budget
 from multigraph_backend.saved_tensors.partitioner import pack_saved_tensors
 from multigraph_backend.saved_tensors.rules import Match, Pack, Rule
 
@@ -30,14 +31,16 @@ def everything(pack: Pack) -> list[Rule]:
     return [Rule(Match(min_bytes=0), pack)]
 
 
-def partition(function: Callable[..., Any], rules: Sequence[Rule], dynamic: bool = False) -> Partitioned:
+def partition(
+    function: Callable[..., Any], rules: Sequence[Rule], dynamic: bool = False, budget: Budget | None = None
+) -> Partitioned:
     """`function`, whose saved tensors are packed by `rules` once it is called."""
 
     def parts(gm: torch.fx.GraphModule, joint_inputs: Sequence[Any], **settings: Any) -> Any:
         graphs = min_cut_rematerialization_partition(gm, joint_inputs, **settings)
         with account.collecting() as found:
             static = settings.get("static_lifetime_input_indices") or ()
-            graphs = pack_saved_tensors(*graphs, settings["num_fwd_outputs"], static, rules)
+            graphs = pack_saved_tensors(*graphs, settings["num_fwd_outputs"], static, rules, budget)
         result.accounts += found
         return graphs
 

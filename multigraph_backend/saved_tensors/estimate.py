@@ -1,0 +1,94 @@
+"""Where the packs of traced units go in two graphs, and what that comes to: between FX graphs and programs.
+
+In: the partitioned graphs, units with their packs traced.  Out: a `Placement`.
+
+Invariant: the graphs are read, never changed, so that many choices can be compared before one is carried out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from torch.fx import GraphModule, Node
+
+from multigraph_backend.saved_tensors import choosing, costs, graphs, placement, transfers
+from multigraph_backend.saved_tensors.rules import Offload, Recompute
+from multigraph_backend.saved_tensors.tracing import Traced
+
+
+class Estimate:
+    """Both graphs as programs; `outputs` of the forward's results are the caller's, `static` its parameters."""
+
+    def __init__(self, forward: GraphModule, backward: GraphModule, outputs: int, static: Sequence[int]) -> None:
+        self._outputs, self._results = outputs, graphs.results(forward.graph)
+        self._backward = backward
+        caller = [node.name for node in forward.graph.find_nodes(op="placeholder")]
+        self.forward_program = graphs.program(forward.graph, caller)
+        self.backward_program = graphs.program(backward.graph, choosing.held(forward, outputs, static))
+
+    def place(self, traced: Sequence[Traced]) -> placement.Placement:
+        """The best places for the packs of these units."""
+        packings = [_packing(entry) for entry in traced]
+        members = {member for entry in traced for member in entry.unit.members}
+        returned = [
+            value
+            for index, value in enumerate(self._results)
+            if isinstance(value, Node) and (index < self._outputs or value not in members)
+        ]
+        still = frozenset(name for value in returned for name in graphs.memory_of(value))
+        sources = {entry.unit.source for entry in traced}
+        return placement.place(
+            self.forward_program,
+            self.backward_program,
+            packings,
+            still,
+            dead_views=_dead_views(members - sources, set(returned) | sources),
+            seconds=self._seconds if any(packing.transfer for packing in packings) else None,
+        )
+
+    @functools.cached_property
+    def _seconds(self) -> dict[str, float]:
+        return costs.seconds_of(self._backward.graph)
+
+
+def _dead_views(members: set[Node], needed: set[Node]) -> frozenset[str]:
+    """Views that nobody needs when the members are not returned."""
+    dead: set[Node] = set()
+    for member in members:
+        node: Node | None = member
+        while node is not None and graphs.viewed(node) is not None and node not in needed:
+            if any(user.op != "output" and user not in dead for user in node.users):
+                break
+            dead.add(node)
+            node = graphs.viewed(node)
+    return frozenset(node.name for node in dead)
+
+
+def _packing(traced: Traced) -> placement.Packing:
+    unit = traced.unit
+    packing, unpacking = traced.pack.graph, traced.unpack.graph
+    tensors = unpacking.find_nodes(op="placeholder")[: len(traced.saved)]
+    anchors: list[Node] = []
+    if isinstance(unit.pack, Recompute):
+        anchors = [node for node in traced.numbers if graphs.tensor(node) is not None]
+        tensors = [node for node in unpacking.find_nodes(op="placeholder") if graphs.tensor(node) is not None]
+    return placement.Packing(
+        name=unit.name,
+        source=unit.source.name,
+        memory=graphs.memory_of(unit.source)[0],
+        members=tuple(member.name for member in unit.members),
+        pack=graphs.fragment(packing, packing.find_nodes(op="placeholder")),
+        unpack=graphs.fragment(unpacking, tensors),
+        anchors=tuple(node.name for node in anchors),
+        cheap=traced.cheap and not isinstance(unit.pack, Recompute),
+        transfer=_transfer(traced),
+    )
+
+
+def _transfer(traced: Traced) -> placement.Transfer | None:
+    unit, value = traced.unit, graphs.tensor(traced.unit.source)
+    if not isinstance(unit.pack, Offload) or value is None:
+        return None
+    _, back = transfers.of(value.device).stream.bytes_per_second()
+    return placement.Transfer(unit.pack.waiting, unit.pack.ahead, unit.described.bytes / back)

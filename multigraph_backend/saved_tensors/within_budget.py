@@ -1,0 +1,160 @@
+"""A budget of saved bytes, carried from its moves to units and back.
+
+In: a partitioned forward and backward, the user's rules, a `Budget`.  Out: the units that are packed, traced, and the
+tensors that are kept with the reason; what it comes to, for the report.
+
+What may be done with a saved tensor: compute it again, always; pack or offload it as any rule says that matches it;
+nothing, where a `Keep` comes first.  Only what is saved for the backward alone counts: parameters, inputs and outputs
+of the graph are there anyway.
+
+Invariant: a tensor that another one is computed from is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from multigraph_backend.saved_tensors import budget, choosing, costs, graphs, recompute, transfers, units
+from multigraph_backend.saved_tensors.budget import Budget, Move
+from multigraph_backend.saved_tensors.choosing import Choice, Kept, Unit
+from multigraph_backend.saved_tensors.estimate import Estimate
+from multigraph_backend.saved_tensors.rules import Keep, Match, Offload, Recompute, Rule
+from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
+from multigraph_backend.saved_tensors.units import Tracer
+
+HIDDEN = 0.1  # what a second of copying costs while there is enough to compute beside it
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """`said`: the budget and what became of it, in words."""
+
+    traced: list[Traced]
+    kept: list[Kept]
+    said: str
+
+
+def choose(
+    forward: GraphModule,
+    backward: GraphModule,
+    outputs: int,
+    static: Sequence[int],
+    rules: Sequence[Rule],
+    wanted: Budget,
+) -> Chosen:
+    """Which units are packed, and how, so that what is saved fits `wanted`."""
+    everything = choosing.choose(forward, outputs, static, [Rule(Match(min_bytes=0), Recompute())])
+    saved = _saved_bytes(everything)
+    goal = wanted.goal(saved)
+    plan = _Plan(Tracer(backward), Estimate(forward, backward, outputs, static))
+    refused: dict[Node, str] = {}
+    seconds = sum(costs.seconds_of(forward.graph).values())
+    moves = []
+    for unit in _candidates(forward, outputs, static, rules):
+        try:
+            traced = plan.tracer.trace(unit)
+        except CannotPack as reason:
+            refused[unit.source] = str(reason)
+            continue
+        spent = _seconds(traced)
+        if isinstance(unit.pack, Offload):
+            hidden = min(spent, max(seconds, 0.0))
+            seconds -= hidden
+            spent = hidden * HIDDEN + (spent - hidden)
+        plan.units.append(unit)
+        exact = isinstance(unit.pack, Offload | Recompute)
+        saves = unit.described.bytes - traced.saved_bytes
+        moves.append(Move(unit.name, len(plan.units) - 1, saves, spent, not exact))
+    made = budget.choose(moves, saved, goal, plan)
+    left = saved - sum(move.saves for move in made)
+    traced_units = [plan.made[move.unit] for move in made]
+    packed = {member for entry in traced_units for member in entry.unit.members}
+    leaned_on = {anchor.name for entry in traced_units for anchor in units.anchors(entry)}
+    kept = []
+    for node in choosing.saved_tensors(forward, outputs):
+        if node in packed:
+            continue
+        entry = next((known for known in everything.kept if known.node is node), None)
+        unit_of = next((known for known in everything.units if node in known.members), None)
+        if unit_of is not None:
+            why = refused.get(unit_of.source, "the budget is met without it" if left <= goal else "nothing lowers it")
+            if node.name in leaned_on:
+                why = "others are computed from it"
+            kept.append(Kept(node, unit_of.described, why))
+        elif entry is not None:
+            kept.append(entry)
+    said = f"budget {wanted}: {goal} of {saved} bytes; {left} are saved"
+    return Chosen(traced_units, kept, said if left <= goal else f"{said}, and nothing more can be done")
+
+
+class _Plan:
+    """See `budget.Plan`."""
+
+    def __init__(self, tracer: Tracer, estimate: Estimate) -> None:
+        self.tracer, self.estimate = tracer, estimate
+        self.units: list[Unit] = []
+        self.made: dict[str, Traced] = {}
+
+    def make(self, move: Move) -> bool:
+        unit = self.units[move.way]
+        leaned_on = {anchor.name for entry in self.made.values() for anchor in units.anchors(entry)}
+        if any(member.name in leaned_on for member in unit.members):
+            return False
+        taken = {member.name for entry in self.made.values() for member in entry.unit.members}
+        try:
+            traced = self.tracer.trace(unit, taken)
+        except CannotPack:
+            return False
+        # further up there may be more to compute than was priced
+        if isinstance(unit.pack, Recompute) and _seconds(traced) > 2 * max(move.seconds, 1e-9):
+            return False
+        self.made[move.unit] = traced
+        return True
+
+    def undo(self, move: Move) -> None:
+        del self.made[move.unit]
+
+    def peak(self) -> int:
+        placed = self.estimate.place(list(self.made.values()))
+        return max(placed.forward_peak, placed.backward_peak)
+
+
+def _candidates(forward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule]) -> list[Unit]:
+    """Each unit in each way that is allowed."""
+    keeps: list[Rule] = []
+    found: list[Unit] = []
+    for rule in rules:
+        if isinstance(rule.pack, Keep):
+            keeps.append(rule)
+        else:
+            found += _intermediates(choosing.choose(forward, outputs, static, [*keeps, rule]))
+    return found + _intermediates(choosing.choose(forward, outputs, static, [*keeps, Rule(Match(), Recompute())]))
+
+
+def _intermediates(choice: Choice) -> list[Unit]:
+    return [unit for unit in choice.units if unit.described.role == "intermediate"]
+
+
+def _saved_bytes(choice: Choice) -> int:
+    """Of what is saved for the backward alone."""
+    total = sum(unit.described.bytes for unit in choice.units if unit.described.role == "intermediate")
+    memories: dict[Node, int] = {}
+    for entry in choice.kept:
+        value = graphs.tensor(entry.node)
+        if entry.described.role == "intermediate" and value is not None:
+            memories[graphs.root(entry.node)] = graphs.tensor_bytes(value)
+    return total + sum(memories.values())
+
+
+def _seconds(traced: Traced) -> float:
+    """Estimated time that a pack and its unpack take in a step."""
+    unit, value = traced.unit, graphs.tensor(traced.unit.source)
+    assert value is not None
+    if isinstance(unit.pack, Recompute):
+        return recompute.seconds(traced)
+    if isinstance(unit.pack, Offload):
+        return unit.described.bytes / min(transfers.of(value.device).stream.bytes_per_second())
+    return 2 * (unit.described.bytes + traced.saved_bytes) / costs.machine_of(value.device).bytes_per_second
