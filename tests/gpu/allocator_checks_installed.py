@@ -92,17 +92,20 @@ def a_snapshot_shows_them() -> None:
 
 @check("installed")
 def a_recorded_stream_is_waited_for() -> None:
+    torch.ones(8 * MIB, device="cuda").sum()  # a kernel that is loaded for the first time may wait for the device
+    torch.cuda.synchronize()
     clean()
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     tensor = torch.ones(8 * MIB, device="cuda")
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)  # cycles, a tenth of a second
+        torch.cuda._sleep(1_000_000_000)  # cycles, half a second
         total = tensor.sum()
     tensor.record_stream(side)
     address = tensor.data_ptr()
     del tensor
     others = [torch.zeros(8 * MIB, device="cuda") for _ in range(3)]
+    expect(not side.query(), "the other stream has done its work too early to tell")
     expect(all(other.data_ptr() != address for other in others), "given away while another stream reads it")
     side.synchronize()
     expect(float(total) == 8 * MIB, float(total))
