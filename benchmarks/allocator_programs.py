@@ -129,8 +129,7 @@ def without_use(rounds: int = 29, nbytes: int = 37 * MIB) -> Program:
     plan: list[Operation] = []
     for number in range(rounds):
         blocks = [3 * number + each for each in (1, 2, 3)]
-        for each in blocks:
-            stream = each % 2
+        for each, stream in zip(blocks, (0, 1, 0), strict=True):
             plan += [Make(each, stream, nbytes, kernel=False), Record(each, 1 - stream)]
         plan += [Free(each) for each in blocks]
     return Program("no use", 2, tuple(plan))
