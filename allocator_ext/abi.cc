@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <exception>
+#include <mutex>
 #include <new>
 #include <string>
 
@@ -11,7 +12,13 @@ namespace {
 
 thread_local std::string message;
 
+std::mutex configuring;
+mg::Config config;
+
 mg::Stream as_stream(void* stream) { return static_cast<mg::Stream>(stream); }
+
+mg::Outcome unknown_rule() { return {mg::Status::invalid, "a rule of reuse is 0, 1, 2 or 3"}; }
+mg::Outcome too_long() { return {mg::Status::invalid, "a history has at most 1500000 entries"}; }
 
 mg::Outcome written(const std::vector<mg::SavedBlock>& blocks, mg_block* out, size_t capacity, size_t* count) {
   *count = blocks.size();
@@ -42,6 +49,33 @@ int mg::told(const Outcome& outcome) noexcept {
     message.clear();
   }
   return static_cast<int>(outcome.status);
+}
+
+mg::Config mg::configured() noexcept {
+  std::lock_guard lock(configuring);
+  return config;
+}
+
+int mg_set_options(const mg_options* options) noexcept {
+  return guarded([&] {
+    mg::Config made;
+    if (options != nullptr) {
+      if (options->reuse < 0 || options->reuse > 3) return unknown_rule();
+      if (!(options->garbage_threshold >= 0 && options->garbage_threshold < 1)) {
+        return mg::Outcome{mg::Status::invalid, "a threshold for garbage lies between 0 and 1"};
+      }
+      if (options->history > mg::History::most) return too_long();
+      made.reuse = static_cast<mg::Reuse>(options->reuse);
+      made.empty_nodes = options->empty_nodes != 0;
+      made.verify = options->verify != 0;
+      made.expandable = options->expandable != 0;
+      made.garbage_threshold = options->garbage_threshold;
+      made.history_entries = options->history;
+    }
+    std::lock_guard lock(configuring);
+    config = made;
+    return mg::Outcome{};
+  });
 }
 
 int mg_abi_version() noexcept { return MG_ABI_VERSION; }
@@ -144,7 +178,7 @@ int mg_fraction(mg_device* device, double fraction) noexcept {
 
 int mg_reuse(mg_device* device, int rule) noexcept {
   return guarded([&] {
-    if (rule < 0 || rule > 3) return mg::Outcome{mg::Status::invalid, "a rule of reuse is 0, 1, 2 or 3"};
+    if (rule < 0 || rule > 3) return unknown_rule();
     return device->set_reuse(static_cast<mg::Reuse>(rule));
   });
 }
@@ -171,7 +205,10 @@ int mg_read_stats(mg_device* device, mg_stats* out) noexcept {
     *out = {s.allocated_bytes.current, s.allocated_bytes.peak, s.requested_bytes.current, s.requested_bytes.peak,
             s.reserved_bytes.current,  s.reserved_bytes.peak,  s.active_bytes.current,    s.active_bytes.peak,
             s.allocations.current,     s.allocations.peak,     s.segments.current,        s.segments.peak,
-            s.ooms, s.retries, s.freed_in_captures, s.proven, s.parked, s.moved, s.verified, s.verify_failures};
+            s.ooms, s.retries, s.freed_in_captures, s.proven, s.parked, s.moved, s.verified, s.verify_failures,
+            s.allocated_bytes.up, s.allocated_bytes.down, s.requested_bytes.up, s.requested_bytes.down,
+            s.reserved_bytes.up, s.reserved_bytes.down, s.active_bytes.up, s.active_bytes.down,
+            s.allocations.up, s.allocations.down, s.segments.up, s.segments.down};
     return mg::Outcome{};
   });
 }
@@ -203,6 +240,21 @@ int mg_snapshot(mg_device* device, char* out, size_t capacity, size_t* length) n
     std::string text = device->snapshot();
     *length = text.size() + 1;
     if (out != nullptr && capacity >= text.size() + 1) memcpy(out, text.c_str(), text.size() + 1);
+    return mg::Outcome{};
+  });
+}
+
+int mg_record_history(mg_device* device, size_t entries) noexcept {
+  return guarded([&] {
+    if (entries > mg::History::most) return too_long();
+    device->record_history(entries);
+    return mg::Outcome{};
+  });
+}
+
+int mg_snapshot_at_oom(mg_device* device, const char* path) noexcept {
+  return guarded([&] {
+    device->snapshot_at_oom(path != nullptr ? path : "");
     return mg::Outcome{};
   });
 }

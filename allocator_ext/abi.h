@@ -15,6 +15,9 @@ class Device;
 struct Outcome;
 // Keeps the sentence for the calling thread; the status.
 int told(const Outcome& outcome) noexcept;
+// What mg_set_options has set.
+struct Config;
+Config configured() noexcept;
 }  // namespace mg
 
 using mg_device = mg::Device;
@@ -27,6 +30,24 @@ struct mg_stats {
   int64_t allocations, allocations_peak;
   int64_t segments, segments_peak;
   uint64_t ooms, retries, freed_in_captures, proven, parked, moved, verified, verify_failures;
+  // All that was ever added to the levels above, and taken away.
+  int64_t allocated_up, allocated_down;
+  int64_t requested_up, requested_down;
+  int64_t reserved_up, reserved_down;
+  int64_t active_up, active_down;
+  int64_t allocations_up, allocations_down;
+  int64_t segments_up, segments_down;
+};
+
+// How allocators that are made from now on behave; the defaults are zeros but for `reuse`, which is 1. `rule` as in
+// mg_reuse; `verify` proves each reuse again by brute force.
+struct mg_options {
+  int reuse;
+  int empty_nodes;
+  int verify;
+  int expandable;
+  double garbage_threshold;  // part of the limit above which old cached segments go; 0: never
+  size_t history;            // entries; at most 1500000
 };
 
 struct mg_block {
@@ -36,6 +57,9 @@ struct mg_block {
 
 MG_EXPORT int mg_abi_version() noexcept;
 MG_EXPORT const char* mg_message() noexcept;
+
+// An address of nothing asks for the defaults.
+MG_EXPORT int mg_set_options(const mg_options* options) noexcept;
 
 MG_EXPORT int mg_allocate(mg_device* device, size_t bytes, void* stream, uint64_t* address) noexcept;
 MG_EXPORT int mg_free(mg_device* device, uint64_t address) noexcept;
@@ -80,4 +104,8 @@ MG_EXPORT int mg_read_levels(mg_device* device, int64_t* out, size_t count, size
 MG_EXPORT int mg_reset_peaks(mg_device* device) noexcept;
 // Text of at most `capacity` bytes with its final 0; `length` is what the whole of it needs, so a first call can ask.
 MG_EXPORT int mg_snapshot(mg_device* device, char* out, size_t capacity, size_t* length) noexcept;
+// Keeps the latest `entries` of what happens from now on; 0: none.
+MG_EXPORT int mg_record_history(mg_device* device, size_t entries) noexcept;
+// Where a snapshot is written at out-of-memory; null: nowhere.
+MG_EXPORT int mg_snapshot_at_oom(mg_device* device, const char* path) noexcept;
 MG_EXPORT int mg_verify(mg_device* device) noexcept;

@@ -43,6 +43,27 @@ struct EdgeData {
   bool full() const noexcept { return from_port == 0 && to_port == 0 && type == 0; }
 };
 
+// Physical memory of a device, and who may access a mapping, as the driver lays them out.
+struct MemoryLocation {
+  int type;  // 1: a device
+  int id;
+};
+struct PhysicalMemory {
+  int type;  // 1: pinned
+  int handle_types;
+  MemoryLocation location;
+  void* windows_metadata;
+  unsigned char compression, direct_rdma;
+  unsigned short usage;
+  unsigned char reserved[4];
+};
+struct MemoryAccess {
+  MemoryLocation location;
+  int flags;  // 3: read and write
+};
+static_assert(sizeof(PhysicalMemory) == 32 && sizeof(MemoryAccess) == 12, "as in the driver");
+using Physical = unsigned long long;
+
 enum CaptureStatus : int { not_capturing = 0, capturing = 1, capture_invalidated = 2 };
 enum CaptureMode : int { capture_mode_global = 0, capture_mode_relaxed = 2 };
 constexpr unsigned set_capture_dependencies = 1;
@@ -52,11 +73,19 @@ constexpr unsigned event_without_timing = 2;
 #define MG_DRIVER_FUNCTIONS(X)                                                                                         \
   X(context_current, "cuCtxGetCurrent", (Context*))                                                                    \
   X(context_set, "cuCtxSetCurrent", (Context))                                                                         \
+  X(context_synchronize, "cuCtxSynchronize", ())                                                                       \
   X(device_get, "cuDeviceGet", (int*, int))                                                                            \
   X(primary_context, "cuDevicePrimaryCtxRetain", (Context*, int))                                                      \
   X(memory_info, "cuMemGetInfo_v2", (size_t*, size_t*))                                                                \
   X(memory_alloc, "cuMemAlloc_v2", (Address*, size_t))                                                                 \
   X(memory_free, "cuMemFree_v2", (Address))                                                                            \
+  X(address_reserve, "cuMemAddressReserve", (Address*, size_t, size_t, Address, unsigned long long))                   \
+  X(address_free, "cuMemAddressFree", (Address, size_t))                                                               \
+  X(physical_create, "cuMemCreate", (Physical*, size_t, const PhysicalMemory*, unsigned long long))                    \
+  X(physical_release, "cuMemRelease", (Physical))                                                                      \
+  X(memory_map, "cuMemMap", (Address, size_t, size_t, Physical, unsigned long long))                                   \
+  X(memory_unmap, "cuMemUnmap", (Address, size_t))                                                                     \
+  X(memory_access, "cuMemSetAccess", (Address, size_t, const MemoryAccess*, size_t))                                   \
   X(event_create, "cuEventCreate", (Event*, unsigned))                                                                 \
   X(event_destroy, "cuEventDestroy_v2", (Event))                                                                       \
   X(event_record, "cuEventRecord", (Event, Stream))                                                                    \

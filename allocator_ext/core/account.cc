@@ -1,12 +1,15 @@
-// What the allocator holds, as text: the snapshot that PyTorch's memory_viz page reads, after json -> pickle.
+// What the allocator holds, as text: the snapshot that PyTorch's memory_viz page reads, after json -> pickle, and the
+// sentences of an out-of-memory.
 //
-// Keys and their meaning are torch's: segments with their blocks, and a trace for each device. A waiting block is
-// "active_pending_free", a free one "inactive".
+// Keys of the snapshot and their meaning are torch's: segments with their blocks, and a trace for each device. A waiting
+// block is "active_pending_free", a free one "inactive"; each mapped run of an expandable segment is a segment.
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 
 #include "core/device.h"
+#include "core/readable.h"
 
 namespace mg {
 
@@ -33,58 +36,121 @@ const char* state_of(const Block& block) {
 }
 
 const char* name_of(HistoryEntry::Action action) {
-  const char* names[] = {"alloc", "free_completed", "segment_alloc", "segment_free", "oom"};
+  const char* names[] = {"alloc",        "free_requested", "free_completed", "segment_alloc",
+                         "segment_free", "segment_map",    "segment_unmap",  "oom"};
   return names[action];
 }
 
 uint64_t number(Stream stream) { return reinterpret_cast<uint64_t>(stream); }
 
+std::string counted(size_t count, const char* what) {
+  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
+}
+
 }  // namespace
 
 std::string Device::snapshot() {
   Lock lock(mutex_);
+  return snapshot_text();
+}
+
+std::string Device::snapshot_text() const {
   std::string text = "{\"segments\": [";
   const char* comma = "";
-  for (Pool* pool : pool_list_) {
+  for (const Pool* pool : pool_list_) {
     for (auto& [address, segment] : pool->segments()) {
-      uint64_t allocated = 0, active = 0, requested = 0;
-      std::string blocks;
-      for (Block* block = segment->first; block != nullptr; block = block->next) {
-        bool live = block->state == BlockState::live;
-        if (live) allocated += block->size;
-        if (live) requested += block->requested;
-        if (block->state != BlockState::free) active += block->size;
-        blocks += block == segment->first ? "{" : ", {";
-        put(blocks, "address", block->address);
-        put(blocks, "size", block->size);
-        put(blocks, "requested_size", live ? block->requested : 0);
-        blocks += std::string("\"state\": \"") + state_of(*block) + "\", \"frames\": []}";
-      }
-      text += std::string(comma) + "{";
-      put(text, "device", static_cast<uint64_t>(index_));
-      put(text, "address", address);
-      put(text, "total_size", segment->size);
-      put(text, "allocated_size", allocated);
-      put(text, "active_size", active);
-      put(text, "requested_size", requested);
-      put(text, "stream", number(segment->home));
-      text += std::string("\"segment_type\": \"") + (segment->small ? "small" : "large") + "\", \"segment_pool_id\": [";
-      text += std::to_string(pool->id.first) + ", " + std::to_string(pool->id.second);
-      text += "], \"is_expandable\": false, \"frames\": [], \"blocks\": [" + blocks + "]}";
-      comma = ", ";
+      const Segment* in = segment.get();
+      in->each_run([&](const Block* first, const Block* end, size_t bytes) {
+        uint64_t allocated = 0, active = 0, requested = 0;
+        std::string blocks;
+        for (const Block* block = first; block != end; block = block->next) {
+          bool live = block->state == BlockState::live;
+          if (live) allocated += block->size;
+          if (live) requested += block->requested;
+          if (block->state != BlockState::free) active += block->size;
+          blocks += block == first ? "{" : ", {";
+          put(blocks, "address", block->address);
+          put(blocks, "size", block->size);
+          put(blocks, "requested_size", live ? block->requested : 0);
+          blocks += std::string("\"state\": \"") + state_of(*block) + "\", \"frames\": []}";
+        }
+        text += std::string(comma) + "{";
+        put(text, "device", static_cast<uint64_t>(index_));
+        put(text, "address", first->address);
+        put(text, "total_size", bytes);
+        put(text, "allocated_size", allocated);
+        put(text, "active_size", active);
+        put(text, "requested_size", requested);
+        put(text, "stream", number(in->home));
+        text += std::string("\"segment_type\": \"") + (in->small ? "small" : "large") + "\", \"segment_pool_id\": [";
+        text += std::to_string(pool->id.first) + ", " + std::to_string(pool->id.second) + "], \"is_expandable\": ";
+        text += std::string(in->granule != 0 ? "true" : "false") + ", \"frames\": [], \"blocks\": [" + blocks + "]}";
+        comma = ", ";
+      });
     }
   }
-  text += "], \"device_traces\": [[";
+  text += "], \"device_traces\": [";
+  for (int other = 0; other < index_; other++) text += "[], ";  // a trace stands at the number of its device
+  text += "[";
   comma = "";
-  for (const HistoryEntry& entry : history_) {
+  history_.read([&](const HistoryEntry& entry) {
     text += std::string(comma) + "{\"action\": \"" + name_of(entry.action) + "\", ";
-    put(text, "addr", entry.address);
+    put(text, entry.action == HistoryEntry::oom ? "device_free" : "addr", entry.address);
     put(text, "size", entry.size);
     put(text, "stream", number(entry.stream));
+    put(text, "time_us", static_cast<uint64_t>(entry.microseconds));
     text += "\"frames\": []}";
     comma = ", ";
+  });
+  return text + "]], \"external_annotations\": []}";
+}
+
+std::string Device::account(size_t asked, const std::string& reason) {
+  InContext in(*this);
+  size_t free = 0, total = 0;
+  std::string text = "out of memory: tried to allocate " + readable(asked) + " on device " + std::to_string(index_) +
+                     "; " + reason + ".";
+  if (driver_.memory_info(&free, &total) == result::success) {
+    text += " The device has " + readable(free) + " free of " + readable(total) + ".";
   }
-  return text + "]]}";
+  size_t live = static_cast<size_t>(stats_.allocated_bytes.current);
+  size_t active = static_cast<size_t>(stats_.active_bytes.current);
+  size_t reserved = static_cast<size_t>(stats_.reserved_bytes.current);
+  text += " Of " + readable(reserved) + " reserved here, " + readable(live) + " are allocated, " +
+          readable(active - live) + " are freed and wait for other streams or the end of a capture, " +
+          readable(reserved - active) + " are cached.";
+  for (const Pool* pool : pool_list_) {
+    if (pool->reserved == 0) continue;
+    size_t bytes[4] = {}, counts[4] = {}, largest[4] = {};  // by state
+    for (auto& [address, segment] : pool->segments()) {
+      for (const Block* block = segment->first; block != nullptr; block = block->next) {
+        auto state = static_cast<size_t>(block->state);
+        bytes[state] += block->size;
+        counts[state]++;
+        largest[state] = std::max(largest[state], block->size);
+      }
+    }
+    auto is = [](BlockState state) { return static_cast<size_t>(state); };
+    text += pool == default_pool_ ? " The default pool"
+                                  : " Pool (" + std::to_string(pool->id.first) + ", " + std::to_string(pool->id.second) + ")";
+    text += " holds " + readable(pool->reserved);
+    if (counts[is(BlockState::live)] != 0) {
+      text += ": " + counted(counts[is(BlockState::live)], "block") + " of " + readable(bytes[is(BlockState::live)]) +
+              ", the largest of " + readable(largest[is(BlockState::live)]);
+    }
+    if (counts[is(BlockState::waiting)] != 0) {
+      text += "; waiting: " + counted(counts[is(BlockState::waiting)], "block") + " of " +
+              readable(bytes[is(BlockState::waiting)]);
+    }
+    if (counts[is(BlockState::free)] != 0) {
+      text += "; free: " + counted(counts[is(BlockState::free)], "piece") + " of " + readable(bytes[is(BlockState::free)]) +
+              ", the largest of " + readable(largest[is(BlockState::free)]);
+    }
+    if (pool != default_pool_ && pool->users > 0) text += "; it is held";
+    if (pool->limit != 0) text += "; it may use " + readable(pool->limit);
+    text += ".";
+  }
+  return text;
 }
 
 }  // namespace mg

@@ -138,24 +138,13 @@ bool Captures::advance(StreamView& view, const Terminals& now, std::vector<Ready
   return true;
 }
 
-// `met`: nodes among the stream's former terminals that lie behind the present ones, by edges of any kind.
-// `fresh`: nodes of which it is new that they complete before.
-bool Captures::walk(StreamView& view, const Terminals& now, std::vector<Node>& met, std::vector<Node>& fresh,
-                    bool& partial) {
+// Backwards from `now` along all edges; `reach` is told of each node and edge, and says whether to go on behind it.
+template <class Reach>
+bool Captures::behind(const Terminals& now, Reach reach) {
   std::vector<Node> steps;
-  auto reach = [&](Node node, const EdgeData& edge) {
-    bool full = is_full(edge);
-    partial = partial || !full;
-    if (std::find(view.terminals.begin(), view.terminals.end(), node) != view.terminals.end()) met.push_back(node);
-    auto [place, unknown] = view.past.try_emplace(node, full);
-    // What a node waited for has completed once it has begun: a known node's past stays as it is.
-    if (unknown) steps.push_back(node);
-    if (full && (unknown || !place->second)) {
-      place->second = true;
-      fresh.push_back(node);
-    }
-  };
-  for (size_t i = 0; i < now.nodes.size(); i++) reach(now.nodes[i], now.edges[i]);
+  for (size_t i = 0; i < now.nodes.size(); i++) {
+    if (reach(now.nodes[i], now.edges[i])) steps.push_back(now.nodes[i]);
+  }
   std::vector<Node> nodes;
   std::vector<EdgeData> edges;
   while (!steps.empty()) {
@@ -163,9 +152,28 @@ bool Captures::walk(StreamView& view, const Terminals& now, std::vector<Node>& m
     steps.pop_back();
     nodes_walked++;
     if (!dependencies(node, nodes, edges)) return false;
-    for (size_t i = 0; i < nodes.size(); i++) reach(nodes[i], edges[i]);
+    for (size_t i = 0; i < nodes.size(); i++) {
+      if (reach(nodes[i], edges[i])) steps.push_back(nodes[i]);
+    }
   }
   return true;
+}
+
+// `met`: nodes among the stream's former terminals that lie behind the present ones, by edges of any kind.
+// `fresh`: nodes of which it is new that they complete before.
+bool Captures::walk(StreamView& view, const Terminals& now, std::vector<Node>& met, std::vector<Node>& fresh,
+                    bool& partial) {
+  return behind(now, [&](Node node, const EdgeData& edge) {
+    bool full = is_full(edge);
+    partial = partial || !full;
+    if (std::find(view.terminals.begin(), view.terminals.end(), node) != view.terminals.end()) met.push_back(node);
+    auto [place, unknown] = view.past.try_emplace(node, full);
+    if (full && (unknown || !place->second)) {
+      place->second = true;
+      fresh.push_back(node);
+    }
+    return unknown;  // what a node waited for has completed once it has begun: a known node's past stays as it is
+  });
 }
 
 bool Captures::dependencies(Node node, std::vector<Node>& nodes, std::vector<EdgeData>& edges) {
@@ -314,21 +322,12 @@ bool Captures::proves(Stream stream, Node marker, bool full) {
   Terminals now;
   if (!Terminals::of(driver_, stream, now) || now.status != capturing) return false;
   std::unordered_set<Node> completed, begun;
-  std::vector<Node> steps;
-  auto reach = [&](Node node, const EdgeData& edge) {
+  bool told = behind(now, [&](Node node, const EdgeData& edge) {
     bool fresh = completed.count(node) == 0 && begun.count(node) == 0;
     (edge.full() ? completed : begun).insert(node);
-    if (fresh) steps.push_back(node);
-  };
-  for (size_t i = 0; i < now.nodes.size(); i++) reach(now.nodes[i], now.edges[i]);
-  std::vector<Node> nodes;
-  std::vector<EdgeData> edges;
-  while (!steps.empty()) {
-    Node node = steps.back();
-    steps.pop_back();
-    if (!dependencies(node, nodes, edges)) return false;
-    for (size_t i = 0; i < nodes.size(); i++) reach(nodes[i], edges[i]);
-  }
+    return fresh;
+  });
+  if (!told) return false;
   return completed.count(marker) != 0 || (!full && begun.count(marker) != 0);
 }
 

@@ -125,6 +125,8 @@ class Captures {
  private:
   struct Terminals;
   bool advance(StreamView& view, const Terminals& now, std::vector<Ready>& ready);
+  template <class Reach>
+  bool behind(const Terminals& now, Reach reach);
   bool walk(StreamView& view, const Terminals& now, std::vector<Node>& met, std::vector<Node>& fresh, bool& partial);
   void begin_again(StreamView& view);
   void watch_again(StreamView& view, std::vector<Ready>& ready);

@@ -86,7 +86,8 @@ Outcome Device::restore_pool(uint64_t state) {
     live_.erase(block->address);
     count_live(*block, -1);
     stats_.active_bytes.add(-static_cast<int64_t>(block->size));
-    remember(HistoryEntry::free, block->address, block->size, block->stream);
+    history_.add(HistoryEntry::free_requested, block->address, block->size, block->stream);
+    history_.add(HistoryEntry::free_completed, block->address, block->size, block->stream);
     // Outside of captures it may have been read on any stream that waited for its own.
     pool.give(block, block->segment->home, settled, never_covered, {});
   }
@@ -102,7 +103,7 @@ Outcome Device::restore_pool(uint64_t state) {
     live_.emplace(block->address, block);
     count_live(*block, 1);
     stats_.active_bytes.add(static_cast<int64_t>(block->size));
-    remember(HistoryEntry::allocate, block->address, block->size, block->stream);
+    history_.add(HistoryEntry::allocate, block->address, block->size, block->stream);
   }
   return {};
 }

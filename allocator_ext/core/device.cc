@@ -1,6 +1,7 @@
 #include "core/device.h"
 
 #include <algorithm>
+#include <cstdio>
 
 #include "core/relaxed_capture.h"
 
@@ -9,6 +10,13 @@ namespace mg {
 namespace {
 
 Outcome unknown_address() { return {Status::invalid, "this address was not handed out, or has been freed"}; }
+bool written(const std::string& path, const std::string& text) {
+  FILE* file = fopen(path.c_str(), "w");
+  if (file == nullptr) return false;
+  bool all = fwrite(text.data(), 1, text.size(), file) == text.size();
+  return fclose(file) == 0 && all;
+}
+
 Outcome unknown_pool() { return {Status::invalid, "there is no such pool"}; }
 
 }  // namespace
@@ -24,7 +32,8 @@ InContext::~InContext() {
 }
 
 Device::Device(const Driver& driver, int index, Config config, Context context)
-    : driver_(driver), index_(index), config_(config), context_(context), lifetimes_(driver_, config_, stats_) {
+    : driver_(driver), index_(index), config_(config), context_(context), history_(config.history_entries),
+      lifetimes_(driver_, config_, stats_, history_) {
   default_pool_ = &pool_of(PoolId{});
   default_pool_->users = 1;
 }
@@ -33,7 +42,13 @@ Device::~Device() {
   InContext in(*this);
   RelaxedCapture relaxed(driver_);
   for (Pool* pool : pool_list_) {
-    for (auto& [address, segment] : pool->segments()) driver_.memory_free(address);
+    for (auto& [address, segment] : pool->segments()) {
+      if (segment->granule != 0) {
+        unmap_all(*segment);
+      } else {
+        driver_.memory_free(address);
+      }
+    }
   }
 }
 
@@ -85,8 +100,17 @@ Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
   Block* block = climb(request, lock, reason);
   if (block == nullptr) {
     stats_.ooms++;
-    remember(HistoryEntry::oom, 0, asked, stream);
-    return {Status::out_of_memory, account(asked, reason)};
+    std::string text = account(asked, reason);
+    InContext in(*this);
+    size_t free = 0, total = 0;
+    if (driver_.memory_info(&free, &total) != result::success) free = 0;
+    history_.add(HistoryEntry::oom, free, asked, stream);
+    if (!snapshot_path_.empty()) {
+      std::string path = snapshot_path_, snapshot = snapshot_text();
+      lock.unlock();  // a disk may be slow
+      text += written(path, snapshot) ? " A snapshot is in " + path + "." : " No snapshot could be written to " + path + ".";
+    }
+    return {Status::out_of_memory, text};
   }
   hand_out(block, request, out);
   return {};
@@ -116,7 +140,7 @@ void Device::hand_out(Block* block, const Request& request, Address& out) {
   }
   count_live(*block, 1);
   stats_.active_bytes.add(static_cast<int64_t>(block->size));
-  remember(HistoryEntry::allocate, block->address, block->size, request.stream);
+  history_.add(HistoryEntry::allocate, block->address, block->size, request.stream);
   out = block->address;
 }
 
@@ -152,7 +176,7 @@ Outcome Device::end(std::unordered_map<Address, Block*>::iterator place) {
   Block* block = place->second;
   live_.erase(place);
   count_live(*block, -1);
-  remember(HistoryEntry::free, block->address, block->size, block->stream);
+  history_.add(HistoryEntry::free_requested, block->address, block->size, block->stream);
   if (watched() || !block->users.empty() || block->stream != block->segment->home) {
     InContext in(*this);
     lifetimes_.dispose(block, watched());
@@ -181,9 +205,13 @@ Outcome Device::base(Address address, Address& start, size_t& size) {
     if (above == pool->segments().begin()) continue;
     const Segment& segment = *std::prev(above)->second;
     if (address >= segment.address + segment.size) continue;
-    start = segment.address;
-    size = segment.size;
-    return {};
+    size = 0;
+    segment.each_run([&](const Block* first, const Block*, size_t bytes) {
+      if (address < first->address || address >= first->address + bytes) return;
+      start = first->address;
+      size = bytes;
+    });
+    if (size != 0) return {};
   }
   return unknown_address();
 }
@@ -276,10 +304,14 @@ void Device::reset_peaks() {
   }
 }
 
-void Device::remember(HistoryEntry::Action action, Address address, size_t size, Stream stream) {
-  if (config_.history_entries == 0) return;
-  if (history_.size() == config_.history_entries) history_.pop_front();
-  history_.push_back({action, address, size, stream});
+void Device::record_history(size_t entries) {
+  Lock lock(mutex_);
+  history_.keep(entries);
+}
+
+void Device::snapshot_at_oom(std::string path) {
+  Lock lock(mutex_);
+  snapshot_path_ = std::move(path);
 }
 
 std::string Device::verify() {

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -29,13 +28,6 @@ enum class Status : int { ok = 0, out_of_memory = 1, invalid = 2, driver_failed 
 struct Outcome {
   Status status = Status::ok;
   std::string message;
-};
-
-struct HistoryEntry {
-  enum Action : int { allocate, free, segment_alloc, segment_free, oom } action;
-  Address address;
-  size_t size;
-  Stream stream;
 };
 
 // A live block, as a state knows it.
@@ -94,8 +86,10 @@ class Device {
 
   Stats stats();
   void reset_peaks();
-  std::string snapshot();  // JSON, see account.cc
-  std::string verify();    // what is wrong with the books, or nothing
+  void record_history(size_t entries);     // how many of the latest; 0: none
+  void snapshot_at_oom(std::string path);  // where a snapshot is written then; empty: nowhere
+  std::string snapshot();                  // JSON, see account.cc
+  std::string verify();                    // what is wrong with the books, or nothing
 
  private:
   struct Request {
@@ -113,24 +107,32 @@ class Device {
   // No capture is under way that is known, and none may have begun unseen.
   bool quiet() const { return lifetimes_.quiet() && !scopes_.any(); }
   bool watched() const { return scopes_.any() || lifetimes_.captures.any(); }
+  void unmap_all(const Segment& segment);
   std::string in_the_way(Pool& pool);
   void count_live(const Block& block, int sign);
   Outcome end(std::unordered_map<Address, Block*>::iterator place);
   void hand_out(Block* block, const Request& request, Address& out);
-  void remember(HistoryEntry::Action action, Address address, size_t size, Stream stream);
 
-  // ladder.cc
+  // account.cc
+  std::string account(size_t asked, const std::string& reason);
+  std::string snapshot_text() const;
+
+  // ladder.cc, expandable.cc
   Block* climb(Request& request, Lock& lock, std::string& reason);
   Block* find(Request& request);
   Block* find_covered(const Request& request);
   bool proven_again(const Request& request, const Block* block);
+  Block* extend(Pool& pool, const Request& request, std::string& reason);
+  Segment* reserve(Pool& pool, const Request& request, std::string& reason);
+  bool map(Address address, size_t bytes, size_t granule);
+  void unmap_stuck();
+  size_t shrink(Pool& pool, uint64_t not_used_since);
   Block* grow(Request& request, std::string& reason);
   Block* last_resort(Request& request);
   bool room_for(const Pool& pool, size_t bytes, std::string& reason) const;
   void collect_garbage();
   size_t give_back(Pool& pool, uint64_t not_used_since = UINT64_MAX);
   size_t give_back_all();
-  std::string account(size_t asked, const std::string& reason);
 
   const Driver& driver_;
   const int index_;
@@ -147,11 +149,13 @@ class Device {
   std::map<uint64_t, PoolState> states_;
   uint64_t last_state_ = 0;
   uint64_t lives_ = 0;
+  History history_;
   Lifetimes lifetimes_;
+  std::string snapshot_path_;
   size_t limit_ = 0;
   uint64_t requests_ = 0;
   std::function<bool(size_t)> oom_callback_;
-  std::deque<HistoryEntry> history_;
+  std::vector<std::pair<Address, size_t>> stuck_;  // mapped, in unmapped blocks: the driver did not take them back
 
   friend class InContext;
 };

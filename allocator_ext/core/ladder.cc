@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "core/device.h"
+#include "core/readable.h"
 #include "core/relaxed_capture.h"
 
 namespace mg {
@@ -14,16 +15,6 @@ namespace mg {
 namespace {
 
 constexpr int callback_rounds = 8;
-
-std::string readable(size_t bytes) {
-  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  double amount = static_cast<double>(bytes);
-  int unit = 0;
-  for (; amount >= 1024 && unit < 4; unit++) amount /= 1024;
-  char text[48];
-  snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", amount, units[unit]);
-  return text;
-}
 
 }  // namespace
 
@@ -112,6 +103,7 @@ bool Device::room_for(const Pool& pool, size_t bytes, std::string& reason) const
 }
 
 Block* Device::grow(Request& request, std::string& reason) {
+  if (config_.expandable) return extend(*request.pool, request, reason);
   size_t bytes = size_class::segment(request.size);
   if (!room_for(*request.pool, bytes, reason)) return nullptr;
   Address address = 0;
@@ -126,7 +118,7 @@ Block* Device::grow(Request& request, std::string& reason) {
     Block* block = request.pool->add_segment(address, bytes, request.stream, size_class::is_small(request.size));
     stats_.reserved_bytes.add(static_cast<int64_t>(bytes));
     stats_.segments.add(1);
-    remember(HistoryEntry::segment_alloc, address, bytes, request.stream);
+    history_.add(HistoryEntry::segment_alloc, address, bytes, request.stream);
     return block;
   } catch (...) {
     driver_.memory_free(address);
@@ -141,6 +133,10 @@ Block* Device::last_resort(Request& request) {
   for (Pool* pool : pool_list_) {
     if (!pool->use_on_oom || pool == request.pool) continue;
     if (Block* block = pool->best(request.size, request.stream, &settled, 1)) return block;
+    std::string unused;
+    if (config_.expandable) {  // less may be missing behind what is free there
+      if (Block* block = extend(*pool, request, unused)) return block;
+    }
     if (!quiet()) continue;
     Block* block = pool->best_settled(request.size);
     if (block == nullptr) continue;
@@ -177,6 +173,7 @@ size_t Device::give_back(Pool& pool, uint64_t not_used_since) {
   size_t bytes = 0;
   RelaxedCapture relaxed(driver_);
   if (!relaxed.ok) return 0;
+  bytes += shrink(pool, not_used_since);
   for (auto& segment : pool.cut_cached(not_used_since)) {
     if (driver_.memory_free(segment->address) != result::success) {
       pool.put_back(std::move(segment));
@@ -185,7 +182,7 @@ size_t Device::give_back(Pool& pool, uint64_t not_used_since) {
     bytes += segment->size;
     stats_.reserved_bytes.add(-static_cast<int64_t>(segment->size));
     stats_.segments.add(-1);
-    remember(HistoryEntry::segment_free, segment->address, segment->size, segment->home);
+    history_.add(HistoryEntry::segment_free, segment->address, segment->size, segment->home);
   }
   return bytes;
 }
@@ -197,27 +194,6 @@ size_t Device::give_back_all() {
     if (pool == default_pool_ || pool->users == 0) bytes += give_back(*pool);
   }
   return bytes;
-}
-
-std::string Device::account(size_t asked, const std::string& reason) {
-  size_t free = 0, total = 0;
-  std::string text = "out of memory: tried to allocate " + readable(asked) + " on device " + std::to_string(index_) +
-                     "; " + reason + ".";
-  if (driver_.memory_info(&free, &total) == result::success) {
-    text += " The device has " + readable(free) + " free of " + readable(total) + ".";
-  }
-  size_t live = static_cast<size_t>(stats_.allocated_bytes.current);
-  size_t active = static_cast<size_t>(stats_.active_bytes.current);
-  size_t reserved = static_cast<size_t>(stats_.reserved_bytes.current);
-  text += " Of " + readable(reserved) + " reserved here, " + readable(live) + " are allocated, " +
-          readable(active - live) + " are freed and wait for other streams or the end of a capture, " +
-          readable(reserved - active) + " are cached.";
-  for (Pool* pool : pool_list_) {
-    if (pool == default_pool_ || pool->reserved == 0) continue;
-    text += " Pool (" + std::to_string(pool->id.first) + ", " + std::to_string(pool->id.second) + ") holds " +
-            readable(pool->reserved) + ".";
-  }
-  return text;
 }
 
 }  // namespace mg

@@ -159,6 +159,7 @@ void Lifetimes::give(Block* block, Stream stream, Tag tag, uint64_t point, const
   waiting_--;
   stats_.active_bytes.add(-static_cast<int64_t>(block->size));
   if (block->used_outside) point = never_covered;
+  history_.add(HistoryEntry::free_completed, block->address, block->size, block->stream);
   block->segment->pool->give(block, stream, tag, point, markers);
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/capture_graph.h"
+#include "core/history.h"
 #include "core/pool.h"
 #include "core/stats.h"
 
@@ -19,8 +20,8 @@ namespace mg {
 
 class Lifetimes {
  public:
-  Lifetimes(const Driver& driver, const Config& config, Stats& stats)
-      : captures(driver, config), driver_(driver), config_(config), stats_(stats) {}
+  Lifetimes(const Driver& driver, const Config& config, Stats& stats, History& history)
+      : captures(driver, config), driver_(driver), config_(config), stats_(stats), history_(history) {}
   ~Lifetimes();
 
   Captures captures;
@@ -55,6 +56,7 @@ class Lifetimes {
   const Driver& driver_;
   const Config& config_;
   Stats& stats_;
+  History& history_;
   std::vector<Block*> parked_;
   std::unordered_map<Stream, std::deque<Pending>> pending_;
   std::vector<Event> spare_;

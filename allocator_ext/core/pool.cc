@@ -51,7 +51,7 @@ Block* Pool::add_segment(Address address, size_t size, Stream stream, bool small
   auto segment = std::make_unique<Segment>();
   auto block = std::make_unique<Block>();
   segment->address = block->address = address;
-  segment->size = block->size = size;
+  segment->size = segment->mapped = block->size = size;
   segment->home = block->stream = stream;
   segment->pool = this;
   segment->small = small;
@@ -106,28 +106,30 @@ Block* Pool::take(Block* block, size_t size) {
   return block;
 }
 
+// Two free blocks out of one, under its condition; the right one.
+Block* Pool::split(Block* block, Address at) {
+  auto made = std::make_unique<Block>(*block);
+  unlist(block);
+  Block* right = made.release();
+  right->address = at;
+  right->size = block->address + block->size - at;
+  right->previous = block;
+  if (right->next != nullptr) right->next->previous = right;
+  block->size = at - block->address;
+  block->next = right;
+  list(block);
+  list(right);
+  return right;
+}
+
 Block* Pool::take_at(Address address, size_t size) {
   Segment& segment = *std::prev(segments_.upper_bound(address))->second;
   Block* block = segment.first;
   while (block->address + block->size <= address) block = block->next;
-  // What lies before and behind keeps its own condition.
-  auto cut = [&](Block* whole, Address at) {
-    auto right = std::make_unique<Block>(*whole);
-    unlist(whole);
-    right->address = at;
-    right->size = whole->address + whole->size - at;
-    right->previous = whole;
-    if (right->next != nullptr) right->next->previous = right.get();
-    whole->size = at - whole->address;
-    whole->next = right.get();
-    list(whole);
-    list(right.get());
-    return right.release();
-  };
-  if (block->address < address) block = cut(block, address);
+  if (block->address < address) block = split(block, address);
   bool outside = false;
   for (Block* part = block;;) {
-    if (part->address + part->size > address + size) cut(part, address + size);
+    if (part->address + part->size > address + size) split(part, address + size);
     outside = outside || part->point == never_covered;
     Block* next = part->next;
     unlist(part);
@@ -227,7 +229,7 @@ std::vector<std::unique_ptr<Segment>> Pool::cut_cached(uint64_t not_used_since) 
   std::vector<std::unique_ptr<Segment>> cut;
   for (auto place = segments_.begin(); place != segments_.end();) {
     Segment& segment = *place->second;
-    if (!segment.cached() || segment.last_use >= not_used_since) {
+    if (segment.granule != 0 || !segment.cached() || segment.last_use >= not_used_since) {
       ++place;
       continue;
     }
@@ -250,7 +252,8 @@ void Pool::put_back(std::unique_ptr<Segment> segment) {
 std::string Pool::verify() const {
   size_t bytes = 0, free_blocks = 0, with_tag = 0, listed = 0;
   for (auto& [address, segment] : segments_) {
-    bytes += segment->size;
+    bytes += segment->mapped;
+    size_t mapped = 0;
     Address at = segment->address;
     const Block* previous = nullptr;
     for (const Block* block = segment->first; block != nullptr; block = block->next) {
@@ -258,6 +261,12 @@ std::string Pool::verify() const {
       if (block->previous != previous) return "a block does not know its neighbour";
       if (block->segment != segment.get()) return "a block is in another's segment";
       if (block->size == 0) return "an empty block";
+      if (block->state != BlockState::unmapped) {
+        mapped += block->size;
+      } else if (segment->granule == 0 || block->size % segment->granule != 0 ||
+                 (previous != nullptr && previous->state == BlockState::unmapped)) {
+        return "unmapped memory is not in whole granules, or in two blocks";
+      }
       if (block->state == BlockState::free) {
         free_blocks++;
         with_tag += block->tag != settled;
@@ -273,6 +282,7 @@ std::string Pool::verify() const {
       previous = block;
     }
     if (at != segment->address + segment->size) return "blocks do not fill their segment";
+    if (mapped != segment->mapped) return "mapped bytes are miscounted";
   }
   for (const Free* free : {&small_, &large_}) {
     for (auto& [condition, list] : *free) {

@@ -60,6 +60,26 @@ class Pool {
   // A new segment, as one free block of `stream`.
   Block* add_segment(Address address, size_t size, Stream stream, bool small);
 
+  // A new expandable segment, nothing of it mapped.
+  Segment* add_range(Address address, size_t size, Stream stream, bool small);
+
+  // Where `bytes` more of the stream's expandable segments would make a free block of `size`; null: nowhere.
+  struct Room {
+    Block* unmapped = nullptr;
+    size_t bytes = 0;
+  };
+  Room room(size_t size, Stream stream, bool small) const;
+
+  // The first `bytes` of an unmapped block are mapped now; the free block that they are, or are a part of.
+  Block* mapped(Block* block, size_t bytes);
+
+  // The first granule of an expandable segment from `from` on that is free and settled, of whichever streams; 0: none.
+  static Address free_granule(const Segment& segment, Address from);
+  // A granule that was taken is no longer mapped.
+  void unmapped(Block* granule);
+  // An expandable segment without mapped memory ends.
+  void drop(Segment& segment);
+
   // Takes a free block out of the lists, cut to `size` where the rest is worth it.
   Block* take(Block* block, size_t size);
 
@@ -94,6 +114,7 @@ class Pool {
   Free& lists(const Block* block) { return block->segment->small ? small_ : large_; }
   void unlist(Block* block);
   void list(Block* block);
+  Block* split(Block* block, Address at);
   bool merge(Block* left, Block* right);
   Block* join(Block* block);
 

@@ -32,6 +32,8 @@ constexpr size_t segment(size_t rounded_) {
   return up(rounded_, large_grain);
 }
 
+constexpr size_t granule(bool small) { return small ? small_segment : medium_segment; }
+
 // Small rests of large blocks are left on: they would only be holes.
 constexpr bool worth_splitting(size_t rest, bool small) { return small ? rest >= grain : rest > small_limit; }
 

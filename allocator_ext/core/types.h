@@ -66,6 +66,7 @@ struct Config {
   bool empty_nodes = false;     // mark frees by empty nodes of their own
   bool verify = false;          // prove each reuse again, by brute force
   double garbage_threshold = 0; // part of the limit above which old cached segments are released; 0: never
+  bool expandable = false;      // segments are ranges of addresses that grow by granules
   size_t history_entries = 0;
   Mutant mutant = Mutant::none;
 };

@@ -43,14 +43,8 @@ MG_EXPORT void sim_fail_at(Simulator* sim, uint64_t call) noexcept { sim->fail_a
 MG_EXPORT uint64_t sim_calls(Simulator* sim) noexcept { return sim->calls; }
 MG_EXPORT size_t sim_used(Simulator* sim) noexcept { return sim->used; }
 
-MG_EXPORT mg_device* sim_device(int reuse, int empty_nodes, int verify, double garbage_threshold,
-                                size_t history) noexcept {
-  mg::Config config;
-  config.reuse = static_cast<mg::Reuse>(reuse);
-  config.empty_nodes = empty_nodes != 0;
-  config.verify = verify != 0;
-  config.garbage_threshold = garbage_threshold;
-  config.history_entries = history;
-  return new mg::Device(Simulator::table(), 0, config);
+// With the options that were set last.
+MG_EXPORT mg_device* sim_device(int index) noexcept {
+  return new mg::Device(Simulator::table(), index, mg::configured());
 }
 MG_EXPORT void sim_device_delete(mg_device* device) noexcept { delete device; }

@@ -146,6 +146,18 @@ SimGraph* Simulator::conditional(Stream stream) {
 
 bool Simulator::is_capturing(Stream stream) const { return as_stream(stream)->capture != nullptr; }
 
+bool Simulator::backed(Address address, size_t size) const {
+  auto plain = memory.upper_bound(address);
+  if (plain != memory.begin() && address + size <= std::prev(plain)->first + std::prev(plain)->second) return true;
+  for (Address at = address; at < address + size;) {
+    auto mapping = mappings.upper_bound(at);
+    if (mapping == mappings.begin() || !(--mapping)->second.accessible) return false;
+    if (at >= mapping->first + mapping->second.size) return false;
+    at = mapping->first + mapping->second.size;
+  }
+  return true;
+}
+
 bool Simulator::runnable(const SimNode* node) const {
   return std::all_of(node->dependencies.begin(), node->dependencies.end(), [](const SimNode* d) { return d->done; });
 }
@@ -248,6 +260,107 @@ struct Calls {
     in.sim->run_all();
     in.sim->used -= found->second;
     in.sim->memory.erase(found);
+    return result::success;
+  }
+
+  static Result context_synchronize() {
+    In in;
+    in.unsafe();
+    if (in.refused) return invalid;
+    in.sim->run_all();
+    return result::success;
+  }
+
+  static Result address_reserve(Address* out, size_t size, size_t, Address, unsigned long long) {
+    In in;
+    if (in.refused || size == 0) return result::out_of_memory;
+    *out = in.sim->next_address_;
+    in.sim->next_address_ += (size + (1 << 21)) >> 21 << 21;
+    in.sim->ranges[*out] = size;
+    return result::success;
+  }
+
+  static Result address_free(Address address, size_t size) {
+    In in;
+    if (in.refused) return invalid;
+    auto found = in.sim->ranges.find(address);
+    auto inside = in.sim->mappings.lower_bound(address);
+    bool mapped = inside != in.sim->mappings.end() && inside->first < address + size;
+    if (found == in.sim->ranges.end() || found->second != size || mapped) {
+      in.sim->fault = true;
+      return invalid;
+    }
+    in.sim->ranges.erase(found);
+    return result::success;
+  }
+
+  static Result physical_create(Physical* out, size_t size, const PhysicalMemory*, unsigned long long) {
+    In in;
+    in.unsafe();
+    if (in.refused || in.sim->used + size > in.sim->capacity) return result::out_of_memory;
+    in.sim->used += size;
+    in.sim->physical[*out = ++in.sim->last_physical_] = size;
+    return result::success;
+  }
+
+  // The mapping keeps the memory. A call that fails here has released it all the same: the core asks once.
+  static Result physical_release(Physical handle) {
+    In in;
+    auto found = in.sim->physical.find(handle);
+    if (found == in.sim->physical.end()) {
+      in.sim->fault = true;
+      return invalid;
+    }
+    in.sim->used -= found->second;
+    in.sim->physical.erase(found);
+    return in.refused ? invalid : result::success;
+  }
+
+  static Result memory_map(Address address, size_t size, size_t offset, Physical handle, unsigned long long) {
+    In in;
+    if (in.refused) return invalid;
+    auto range = in.sim->ranges.upper_bound(address);
+    bool inside = range != in.sim->ranges.begin() && address + size <= std::prev(range)->first + std::prev(range)->second;
+    auto found = in.sim->physical.find(handle);
+    auto next = in.sim->mappings.lower_bound(address);
+    bool taken = next != in.sim->mappings.end() && next->first < address + size;
+    if (!inside || taken || offset != 0 || found == in.sim->physical.end() || found->second != size) {
+      in.sim->fault = true;
+      return invalid;
+    }
+    in.sim->mappings[address] = {size, false};
+    in.sim->used += size;
+    return result::success;
+  }
+
+  static Result memory_unmap(Address address, size_t size) {
+    In in;
+    in.unsafe();
+    if (in.refused) return invalid;
+    auto found = in.sim->mappings.find(address);
+    // What has no access yet was never used; else the device must have been waited for.
+    if (found == in.sim->mappings.end() || found->second.size != size ||
+        (found->second.accessible && !in.sim->pending_.empty())) {
+      in.sim->fault = true;
+      return invalid;
+    }
+    in.sim->used -= size;
+    in.sim->mappings.erase(found);
+    return result::success;
+  }
+
+  static Result memory_access(Address address, size_t size, const MemoryAccess* access, size_t count) {
+    In in;
+    if (in.refused || count != 1 || access->flags != 3) return invalid;
+    for (Address at = address; at < address + size;) {
+      auto found = in.sim->mappings.find(at);
+      if (found == in.sim->mappings.end()) {
+        in.sim->fault = true;
+        return invalid;
+      }
+      found->second.accessible = true;
+      at += found->second.size;
+    }
     return result::success;
   }
 

@@ -92,6 +92,15 @@ class Simulator {
   std::vector<std::unique_ptr<SimStream>> streams;
   std::vector<SimEvent> events;
   std::map<Address, size_t> memory;
+  struct Mapping {
+    size_t size;
+    bool accessible;
+  };
+  std::map<Address, size_t> ranges;       // of addresses, reserved
+  std::map<Address, Mapping> mappings;    // in them
+  std::map<Physical, size_t> physical;    // created and not yet released
+  // Whether a kernel could use all of this.
+  bool backed(Address address, size_t size) const;
   size_t used = 0;
   size_t capacity;
   bool fault = false;           // the allocator called the driver wrongly
@@ -111,6 +120,7 @@ class Simulator {
   std::map<Event, std::unique_ptr<SimEvent>> driver_events_;
   uint64_t fail_in_ = 0;
   uint64_t last_capture_ = 0;
+  Physical last_physical_ = 0;
   Address next_address_ = Address{1} << 32;
 };
 

@@ -12,7 +12,8 @@
 // Both reductions keep the least of all programs that say the same, so together they lose none.
 //
 //   exhaustive [--operations N] [--reuse own|strict|graph|any] [--start NAME|all] [--odd] [--verify] [--empty-nodes]
-//              [--every-order] [--part I/N] [--from I] [--seconds N] [--stop-after BRANCHES] [--mutant N] [--print]
+//              [--expandable] [--every-order]
+//              [--part I/N] [--from I] [--seconds N] [--stop-after BRANCHES] [--mutant N] [--print]
 // The tree of programs is cut below its first `cut` operations into numbered branches. `--part 0/2` takes every second
 // one; when `--seconds` are over, the branch that was begun is finished and the next one's number is told, for `--from`.
 // Prints one line of JSON; exits with 1 when something was wrong.
@@ -147,7 +148,7 @@ bool replay(Machine& machine, const Start& start, const std::vector<Step>& progr
     if (!machine.run(step)) return false;
   }
   machine.check_completeness = settings.config.mutant == Mutant::none && settings.config.reuse != Reuse::strict &&
-                               settings.config.reuse != Reuse::graph_wide && !settings.config.empty_nodes;
+                               settings.config.reuse != Reuse::graph_wide && !settings.config.empty_nodes && !settings.config.expandable;
   for (const Step& step : program) {
     if (!machine.run(step)) return false;
   }
@@ -298,6 +299,7 @@ int main(int count, char** words) {
       settings.parts = std::max<uint64_t>(1, static_cast<uint64_t>(number(part.c_str() + part.find('/') + 1)));
     }
     else if (word == "--print") settings.print = true;
+    else if (word == "--expandable") settings.config.expandable = true;
     else if (word == "--verify") settings.config.verify = true;
     else if (word == "--empty-nodes") settings.config.empty_nodes = true;
     else if (word == "--mutant") settings.config.mutant = static_cast<Mutant>(number(value()));

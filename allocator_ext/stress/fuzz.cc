@@ -40,6 +40,7 @@ Plan plan(std::mt19937_64& random, Mutant mutant) {
   made.config.reuse = static_cast<Reuse>(random() % 4);
   made.config.verify = random() % 4 == 0;
   made.config.empty_nodes = random() % 8 == 0;
+  made.config.expandable = random() % 3 == 0;
   made.config.mutant = mutant;
   made.capacity = random() % 4 == 0 ? 128 * size_class::mib : size_t{1} << 40;
   return made;

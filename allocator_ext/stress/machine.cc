@@ -207,7 +207,7 @@ bool Machine::could_reuse(int stream) {
 bool Machine::allocate(int stream, size_t bytes) {
   auto& on = at(stream);
   bool expected = check_completeness && pool_of(stream) >= 0 && could_reuse(stream);
-  size_t before = sim.memory.size();
+  size_t before = sim.used;
   Address address = 0;
   Outcome outcome = device->allocate(bytes, streams[static_cast<size_t>(stream)], address);
   if (outcome.status != Status::ok) {
@@ -216,8 +216,9 @@ bool Machine::allocate(int stream, size_t bytes) {
     allocations.push_back({});
     return sim.failed != 0 || sim.capacity < (size_t{1} << 40) ? true : fail("no memory: " + outcome.message);
   }
-  if (expected && sim.memory.size() != before) return fail("a block that is proven free was not used again");
+  if (expected && sim.used != before) return fail("a block that is proven free was not used again");
 
+  if (!sim.backed(address, bytes)) return fail("a block lies where no memory is");
   sim::Allocation made;
   made.number = static_cast<int>(allocations.size());
   made.address = address;
@@ -451,7 +452,7 @@ bool Machine::finish() {
   device->empty_cache();
   books = device->verify();
   if (!books.empty()) return fail(books + ", in the end");
-  if (!sim.memory.empty()) return fail("memory was not given back in the end: " + device->snapshot());
+  if (!sim.memory.empty() || !sim.ranges.empty() || !sim.physical.empty() || sim.used != 0) return fail("memory was not given back in the end: " + device->snapshot());
   if (sim.fault) return fail("the driver was called wrongly");
   if (sim.broke_a_capture) return fail("a capture was broken by a call of the driver");
   return wrong.empty();

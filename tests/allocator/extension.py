@@ -52,6 +52,18 @@ class Stats(ctypes.Structure):
     _fields_ = [
         *((name + end, ctypes.c_int64) for name in LEVELS for end in ("", "_peak")),
         *((name, ctypes.c_uint64) for name in COUNTS),
+        *((name + end, ctypes.c_int64) for name in LEVELS for end in ("_up", "_down")),
+    ]
+
+
+class Options(ctypes.Structure):
+    _fields_ = [
+        ("reuse", ctypes.c_int),
+        ("empty_nodes", ctypes.c_int),
+        ("verify", ctypes.c_int),
+        ("expandable", ctypes.c_int),
+        ("garbage_threshold", ctypes.c_double),
+        ("history", ctypes.c_size_t),
     ]
 
 
@@ -81,6 +93,8 @@ class Allocator:
         verify: bool = True,
         garbage_threshold: float = 0.0,
         history: int = 0,
+        expandable: bool = False,
+        index: int = 0,
     ) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.mg_message.restype = ctypes.c_char_p
@@ -90,11 +104,11 @@ class Allocator:
         self._library.sim_used.restype = ctypes.c_size_t
         self._sim = ctypes.c_void_p(self._library.sim_new(ctypes.c_size_t(capacity)))
         self._library.sim_enter(self._sim)
-        self._device = ctypes.c_void_p(
-            self._library.sim_device(
-                reuse, empty_nodes, verify, ctypes.c_double(garbage_threshold), ctypes.c_size_t(history)
-            )
-        )
+        options = Options(reuse, empty_nodes, verify, expandable, garbage_threshold, history)
+        if self._library.mg_set_options(ctypes.byref(options)) != OK:
+            raise Refused(INVALID, self._library.mg_message().decode())
+        self._device = ctypes.c_void_p(self._library.sim_device(index))
+        self._library.mg_set_options(None)
         self._callbacks: list[Any] = []
 
     def close(self) -> None:
@@ -252,6 +266,12 @@ class Allocator:
         self._call("mg_snapshot", text, length, ctypes.byref(length))
         found: dict[str, Any] = json.loads(text.value)
         return found
+
+    def record_history(self, entries: int) -> None:
+        self._call("mg_record_history", ctypes.c_size_t(entries))
+
+    def snapshot_at_oom(self, path: Path | None) -> None:
+        self._call("mg_snapshot_at_oom", None if path is None else str(path).encode())
 
     def verify(self) -> None:
         self._call("mg_verify")

@@ -37,7 +37,8 @@ def test_a_restore_frees_what_came_since_and_brings_back_what_went(make: Make) -
     allocated = allocator.stats.allocated
     allocator.restore(state)
     assert allocator.blocks(1) == [(kept, MIB), (went, 3 * MIB)]
-    assert allocated == 9 * MIB and allocator.stats.allocated == allocator.stats.active == 4 * MIB
+    assert allocated == 9 * MIB
+    assert allocator.stats.allocated == allocator.stats.active == 4 * MIB
     assert allocator.stats.allocations == 2
     allocator.restore(empty)
     assert allocator.blocks(1) == []

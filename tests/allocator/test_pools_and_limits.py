@@ -204,4 +204,4 @@ def test_the_snapshot_says_what_is_there(make: Make) -> None:
     assert small["blocks"][0]["requested_size"] == 1000
     assert [block["state"] for block in large["blocks"]] == ["inactive"]
     assert sum(block["size"] for block in large["blocks"]) == large["total_size"] == 20 * MIB
-    assert [entry["action"] for entry in snapshot["device_traces"][0]] == ["segment_alloc", "alloc", "free_completed"]
+    assert [entry["action"] for entry in snapshot["device_traces"][0]] == ["alloc", "free_requested", "free_completed"]

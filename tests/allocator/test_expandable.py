@@ -1,0 +1,154 @@
+"""Expandable segments: ranges of addresses that grow, shrink, and share memory between sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.allocator.extension import MIB, OUT_OF_MEMORY, Allocator, Refused
+
+Make = Callable[..., Allocator]
+
+
+def test_sizes_share_what_is_mapped(make: Make) -> None:
+    def reserved(expandable: bool) -> int:
+        allocator = make(expandable=expandable)
+        stream = allocator.stream()
+        for nbytes in range(20 * MIB, 400 * MIB, 20 * MIB):  # each a little larger than all before it
+            allocator.free(allocator.allocate(nbytes, stream))
+        return int(allocator.stats.reserved)
+
+    assert reserved(expandable=True) == 380 * MIB
+    assert reserved(expandable=False) > 3000 * MIB
+
+
+def test_a_block_grows_out_of_free_memory_and_what_is_mapped_behind_it(make: Make) -> None:
+    allocator = make(expandable=True)
+    stream = allocator.stream()
+    first, second = allocator.allocate(40 * MIB, stream), allocator.allocate(30 * MIB, stream)
+    assert second == first + 40 * MIB
+    assert allocator.stats.reserved == allocator.driver_bytes == 80 * MIB
+    assert allocator.stats.segments == 1
+    allocator.free(second)
+    assert allocator.allocate(60 * MIB, stream) == second
+    assert allocator.stats.reserved == 100 * MIB
+    assert allocator.base(second) == (first, 100 * MIB)
+
+
+def test_holes_go_back_and_are_filled_again(make: Make) -> None:
+    allocator = make(expandable=True)
+    stream = allocator.stream()
+    blocks = [allocator.allocate(20 * MIB, stream) for _ in range(5)]
+    for block in blocks[1:4]:
+        allocator.free(block)
+    assert allocator.empty_cache() == 60 * MIB
+    assert allocator.stats.reserved == allocator.driver_bytes == 40 * MIB
+    runs = [(segment["address"], segment["total_size"]) for segment in allocator.snapshot()["segments"]]
+    assert runs == [(blocks[0], 20 * MIB), (blocks[4], 20 * MIB)]
+    assert all(segment["is_expandable"] for segment in allocator.snapshot()["segments"])
+    assert allocator.allocate(60 * MIB, stream) == blocks[1]
+    for block in (blocks[0], blocks[1], blocks[4]):
+        allocator.free(block)
+    allocator.empty_cache()
+    assert allocator.driver_bytes == 0
+    assert allocator.stats.segments == 0
+    assert allocator.stats.segments_up == 1
+
+
+def test_the_device_is_waited_for_before_memory_is_unmapped(make: Make) -> None:
+    # the simulated driver calls it a fault otherwise, and fails the unmapping
+    allocator = make(expandable=True)
+    stream = allocator.stream()
+    block = allocator.allocate(20 * MIB, stream)
+    allocator.kernel(stream)
+    allocator.free(block)
+    assert allocator.empty_cache() == 20 * MIB
+
+
+def test_what_the_driver_refuses_half_way_is_as_if_not_begun(make: Make) -> None:
+    allocator = make(expandable=True)
+    stream = allocator.stream()
+    allocator.allocate(20 * MIB, stream)
+    refusals = []
+    for call in range(1, 40):
+        allocator.fail_at(call)
+        try:
+            block = allocator.allocate(60 * MIB, stream)
+        except Refused as refused:
+            refusals.append(refused.args[0])
+            allocator.fail_at(0)
+            allocator.verify()
+            block = allocator.allocate(60 * MIB, stream)
+        allocator.fail_at(0)
+        allocator.free(block)
+        assert allocator.empty_cache() == 60 * MIB
+        assert allocator.driver_bytes == allocator.stats.reserved == 20 * MIB
+    # the ladder tries most of it twice; a failed call of the exchange of the capture's mode, too, costs one try
+    assert allocator.stats.retries > 5
+    assert set(refusals) == {OUT_OF_MEMORY}
+    assert len(refusals) < 39
+
+
+def test_out_of_memory_in_a_range_gives_other_ranges_back_first(make: Make) -> None:
+    allocator = make(expandable=True, capacity=100 * MIB)
+    one, two = allocator.stream(), allocator.stream()
+    allocator.free(allocator.allocate(80 * MIB, one))
+    allocator.allocate(90 * MIB, two)
+    assert allocator.stats.reserved == 100 * MIB
+    with pytest.raises(Refused, match="out of memory"):
+        allocator.allocate(20 * MIB, one)
+
+
+def test_a_pool_open_at_out_of_memory_is_extended(make: Make) -> None:
+    allocator = make(expandable=True, capacity=100 * MIB)
+    one, two = allocator.stream(), allocator.stream()
+    allocator.begin_pool(1, lambda _: True)
+    block = allocator.allocate(60 * MIB, one)
+    allocator.free(block)
+    allocator.end_pool(1)  # and it is held: what it has does not go back to the driver
+    allocator.use_on_oom(1)
+    # 40 MiB are left, and behind the 60 MiB of the pool they are enough
+    assert allocator.allocate(80 * MIB, one) == block
+    assert allocator.stats.reserved == 80 * MIB
+    with pytest.raises(Refused):
+        allocator.allocate(80 * MIB, two)
+    allocator.free(block)
+    assert allocator.allocate(70 * MIB, two) == block
+
+
+def test_pools_keep_their_states_in_ranges(make: Make) -> None:
+    allocator = make(expandable=True)
+    stream = allocator.stream()
+    allocator.begin_pool(1, lambda asked: asked == stream)
+    kept, went = allocator.allocate(20 * MIB, stream), allocator.allocate(30 * MIB, stream)
+    state = allocator.save(1)
+    allocator.free(went)
+    allocator.allocate(10 * MIB, stream)
+    allocator.restore(state)
+    assert allocator.blocks(1) == [(kept, 20 * MIB), (went, 30 * MIB)]
+    assert allocator.segments(1) == [(kept, 60 * MIB)]
+    allocator.drop(went)
+    allocator.end_pool(1)
+    allocator.release_pool(1)
+    assert allocator.empty_cache() == 40 * MIB
+    with pytest.raises(Refused, match="given back"):
+        allocator.restore(state)
+
+
+def test_reuse_in_captures_is_the_same(make: Make) -> None:
+    allocator = make(expandable=True)
+    main, side = allocator.stream(), allocator.stream()
+    allocator.begin_pool(1, allocator.is_capturing)
+    allocator.begin_capture(main)
+    allocator.join(side, main)
+    for _ in range(8):
+        block = allocator.allocate(20 * MIB, main)
+        allocator.join(side, main)
+        allocator.kernel(side)
+        allocator.record_stream(block, side)
+        allocator.join(main, side)
+        allocator.free(block)
+    assert allocator.stats.proven == 8
+    assert allocator.stats.reserved == 20 * MIB
+    allocator.end_capture(main)
