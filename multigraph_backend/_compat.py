@@ -133,6 +133,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("dynamo_config", "torch._dynamo", "config", shape=("patch", "get_config_copy")),
         _S("functorch_config", "torch._functorch", "config",
            shape=("patch", "get_config_copy", "force_non_lazy_backward_lowering", "enable_autograd_cache")),
+        _S("TritonBundler", "torch._inductor.triton_bundler", "TritonBundler", shape=("begin_compile", "end_compile")),
         _S("compiler_config", "torch.compiler", "config", shape=("patch", "cache_key_tag")),
         _S("TensorifyState", "torch._dynamo.symbolic_convert", "TensorifyState", shape=("force_specializations",)),
         _S("TensorifyScalarRestartAnalysis", "torch._dynamo.exc", "TensorifyScalarRestartAnalysis"),
@@ -204,6 +205,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         # several processes
         _S("resolve_process_group", "torch.distributed.distributed_c10d", "_resolve_process_group",
            feature="distributed"),
+        _S("cache_dir", "torch._inductor.runtime.cache_dir_utils", "cache_dir", feature="one compile"),
         _S("abort_process_group", "torch.distributed.distributed_c10d", "_abort_process_group", feature="endings",
            shape=("group",)),
         # torch's own instruments

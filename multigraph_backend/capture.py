@@ -142,6 +142,11 @@ class CapturedGraph:
     floats_are_constants: bool = False  # set by the first compile that cannot keep them apart from their values
 
     @property
+    def repeatable(self) -> bool:
+        """Whether a call may be run twice: it changes no input, and no other rank takes part in it."""
+        return not (self.mutates_inputs or self.communicates)
+
+    @property
     def floats(self) -> list[sympy.Symbol]:
         """Symbols of Python floats."""
         return [symbol for symbol, info in self.symbols.items() if info.is_float and info.location is not None]

@@ -87,6 +87,8 @@ class CompileState:
             patches.enter_context(_compat.functorch_config.patch(**functorch))
             patches.enter_context(_compat.compiler_config.patch(**tag))
             process_wide.enter_context(_compat.compile_session())
+            # one that hangs inside of Inductor leaves it begun, and each later compile would fail on that
+            process_wide.callback(_compat.TritonBundler.end_compile)
             process_wide.enter_context(_compat.preserve_rng_state())
             own.enter_context(_compat.maybe_disable_inference_mode())
             own.enter_context(_compat.maybe_disable_inference_mode_for_fake_prop())

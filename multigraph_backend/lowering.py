@@ -27,7 +27,7 @@ from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import CapturedGraph, copy_structure
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition, added_condition
-from multigraph_backend.distributed import groups
+from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
 from multigraph_backend.facts import Facts
 from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
@@ -90,11 +90,13 @@ def lower(
     tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
     recorded = records(graph.module, args, options)
     cache_tag = f"{tag}|{recorded and options.recording}"
+    options = dataclasses.replace(options, inductor=compiling.quiet(options.inductor))
     if graph.communicates:
         cache_tag += f"|{groups.backends()}|{groups.registered_buffers()}"
     hooked = state.hooks is not None and options.compiler == "inductor"
     if state.hooks is not None and hooked:
         options = dataclasses.replace(options, saved_tensors=(*options.saved_tensors, *hook_rules(state.hooks)))
+    what = _compiled(graph, args, options, cache_tag, state.grad) if groups.live() else ""
     packs = options.packing
     shared = bool(shared_storages([args[index] for index in user_tensors(graph)]))
 
@@ -102,6 +104,7 @@ def lower(
         started = time.perf_counter()
         # AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it
         autograd_cache = not shared and (bool(floats) or not graph.floats)
+        process_wide.enter_context(compiling.once_a_host(what, compiling.patience(options.compile_timeout)))
         with (
             state.restored(process_wide, cache_tag, autograd_cache, bundled=recorded or packs or graph.communicates),
             _compat.own_float_specializations(),
@@ -334,6 +337,15 @@ def _bare(run: Any, fresh: FreshInputs) -> CompiledFunction:
     for attribute in ("zero_grad", "named_parameters", "named_buffers"):  # they keep the graph's copy alive
         vars(run).pop(attribute, None) if hasattr(run, "__dict__") else None
     return _taking_parts(run, len(fresh.inputs), fresh.divided) if fresh.divided else run
+
+
+def _compiled(graph: CapturedGraph, args: Sequence[Any], options: Options, tag: str, grad: bool) -> str:
+    """What a compile is of, as text that is the same in every process that compiles the same."""
+    layouts = [
+        f"{arg.dtype}{arg.dim()}{arg.device}" if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in args
+    ]
+    knobs = [name for name, _ in options.inductor]
+    return repr((graph.module.code, layouts, tag, options.recording, knobs, grad))
 
 
 def _taking_parts(run: CompiledFunction, count: int, divided: Mapping[int, int]) -> CompiledFunction:

@@ -127,7 +127,7 @@ class Region:
         return self._run_eagerly(args, why or "no form may be compiled")
 
     def _run_proven(self, variant: Variant, form: Form, args: tuple[Any, ...]) -> Any:
-        if gains.measuring() and not variant.generic and not self._graph.mutates_inputs:
+        if gains.measuring() and not variant.generic and self._graph.repeatable:
             generic = self._form_for(self.generic, args)
             if generic is not None:
                 return gains.run_beside(form.lowered.run, generic.lowered.run, args, variant.gain)
@@ -231,7 +231,7 @@ class Region:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if self._graph.mutates_inputs:  # the inputs may have changed: nothing can be run again
+            if not self._graph.repeatable:  # the inputs may have changed, or other ranks have gone on
                 raise
             outputs = self._run_eagerly(args, "the first run of new code raised")  # raises the program's own error
             problem = error
@@ -243,11 +243,10 @@ class Region:
                 variant.tick()
                 return outputs
             problem = WrongOutputs(wrong)
-            if self._graph.mutates_inputs:
+            if not self._graph.repeatable:
                 variant.drop(form, problem, self._sharing(args))
-                raise WrongOutputs(
-                    f"{self.code}: {variant.text}: {wrong}; the graph mutates its inputs, so it cannot be run again"
-                )
+                why = "mutates its inputs" if self._graph.mutates_inputs else "issues collectives"
+                raise WrongOutputs(f"{self.code}: {variant.text}: {wrong}; the graph {why}, so it cannot be run again")
             outputs = self._run_eagerly(args, wrong)
         variant.drop(form, problem, self._sharing(args))
         self._publish(variant)

@@ -19,6 +19,7 @@ import torch
 
 from multigraph_backend import marks, registry
 from multigraph_backend import region as regions
+from multigraph_backend.distributed import groups
 from multigraph_backend.options import disabled_pieces
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.variant import Variant
@@ -35,6 +36,8 @@ class VariantReport:
     `gain`: how many times as fast as generic, over `gain_calls` calls under `measure_gains()`; None where not measured.
     `user_stack`: after a failure, the lines of the user's program that the compiler was at, where torch says so.
     `saved`: for each form, what became of the tensors that it saves for backward, where there are rules for them.
+    `collectives`: what its newest form issues, forward and then backward; `collective_bytes`: of what goes into them,
+    for the sizes of the compile.
     """
 
     condition: str
@@ -48,6 +51,8 @@ class VariantReport:
     gain_calls: int = 0
     user_stack: str | None = None
     saved: tuple[SavedTensors, ...] = ()
+    collectives: tuple[str, ...] = ()
+    collective_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Explanation:
     `stance`: torch's stance at that moment (`torch.compiler.set_stance`); `disabled`: pieces that `MULTIGRAPH_DISABLE`
     turns off; `unmet_marks`: places ("file:line") of `mark` calls whose tensors no trace has had;
     `recordings`: CUDA graphs of each device, of all models; `graphs`: compiled graphs on GPUs, with what their
-    recordings leave out.
+    recordings leave out; `rank`, `world_size`: of this process among others, None where it is alone.
     """
 
     regions: tuple[RegionReport, ...] = field(default_factory=tuple)
@@ -87,6 +92,8 @@ class Explanation:
     unmet_marks: tuple[str, ...] = ()
     recordings: tuple[DeviceReport, ...] = ()
     graphs: tuple[GraphReport, ...] = ()
+    rank: int | None = None
+    world_size: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, as JSON has them."""
@@ -99,6 +106,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [_region_text(entry) for entry in self.regions] or ["multigraph: nothing compiled yet"]
+        if self.rank is not None:
+            lines.insert(0, f"rank {self.rank} of {self.world_size}")
         lines += [str(entry) for entry in self.recordings if entry.pieces]
         lines += [str(entry) for entry in self.graphs if entry.cuts or entry.refused is not None]
         if self.stance != "default":
@@ -122,6 +131,7 @@ def explain(model: object = None) -> Explanation:
     if model is not None:
         wanted = _names_of(model)
         entries = [entry for entry in entries if any(fnmatch.filter(entry.code.models, name) for name in wanted)]
+    where = groups.place()
     return Explanation(
         tuple(_report(entry, entries) for entry in entries),
         stance=regions.stance(),
@@ -129,6 +139,8 @@ def explain(model: object = None) -> Explanation:
         unmet_marks=marks.unmet(),
         recordings=_recordings(),
         graphs=_graphs(),
+        rank=None if where is None else where.rank,
+        world_size=None if where is None else where.world_size,
     )
 
 
@@ -209,6 +221,8 @@ def _variant_report(region: regions.Region, variant: Variant, linked: Sequence[r
     opaque = variant.condition.opaque_because if variant.condition is not None else None
     if opaque is not None and variant.exact is not None:
         opaque = f"{opaque}; compiled for {variant.exact} alone"
+    newest = variant.forms[-1].lowered.issued if variant.forms else None
+    issued = () if newest is None else (*newest.forward, *newest.backward)
     return VariantReport(
         condition=variant.text,
         state=variant.state,
@@ -221,6 +235,8 @@ def _variant_report(region: regions.Region, variant: Variant, linked: Sequence[r
         gain_calls=variant.gain.calls,
         user_stack=variant.user_stack,
         saved=tuple(entry for form in variant.forms for entry in form.lowered.saved),
+        collectives=tuple(map(str, issued)),
+        collective_bytes=sum(entry.nbytes or 0 for entry in issued),
     )
 
 
@@ -247,6 +263,9 @@ def _region_text(entry: RegionReport) -> str:
         if variant.user_stack:
             lines += [f"    {entry}" for entry in variant.user_stack.splitlines()]
         lines += [f"    {line}" for saved in variant.saved for line in saved.lines()]
+        if variant.collectives:
+            lines.append(f"    {len(variant.collectives)} collectives of {variant.collective_bytes} bytes in all:")
+            lines += [f"      {collective}" for collective in variant.collectives]
     said = {variant.reason for variant in entry.variants}
     lines += [f"  note: {note}" for note in entry.notes if note not in said]
     return "\n".join(lines)

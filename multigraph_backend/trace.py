@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from multigraph_backend import _compat
+from multigraph_backend.distributed import groups
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
     "unrecorded_pieces", "moved_outputs",
-    "refused_collectives",
+    "refused_collectives", "waited_for_ranks",
     "packed_tensors", "kept_tensors", "unpacked_retries",
 ]  # fmt: skip
 
@@ -130,6 +131,7 @@ def stats() -> dict[str, int]:
     `variant_calls`: calls run by them; `eager_calls`: calls run without compiled code; `failures`: compiles that
     failed, hung, or gave wrong outputs; `packed_tensors`, `kept_tensors`: tensors saved for backward, by compiles with
     rules for them; `refused_collectives`: variants refused because they would issue other collectives than generic;
+    `waited_for_ranks`: compiles that waited for another process of the host that compiled the same;
     `unpacked_retries`: compiles that failed with packs and were done again without.
     """
     with _lock:
@@ -150,4 +152,6 @@ def warn_once(key: str, message: str, *args: object) -> None:
     with _lock:
         first = key not in _said
         _said.add(key)
+    if (where := groups.place()) is not None and where.world_size > 1:
+        message = f"rank {where.rank}: {message}"
     log.log(logging.WARNING if first else logging.DEBUG, message, *args)

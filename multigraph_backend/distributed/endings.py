@@ -9,7 +9,7 @@ What torch offers no hook for is watched, and nothing of torch is replaced:
 - At the end of the process (normal, `sys.exit`, an exception, Ctrl-C) a function of `atexit` destroys the recordings.
   It runs before the process groups are destructed.
 - While such recordings are there, a thread looks some times a second whether any thread is inside of torch's
-  `destroy_process_group` or `_abort_process_group`.  The one that is waits in C++, without Python's lock, for the graphs
+  `destroy_process_group` or `_abort_process_group`.  That one waits in C++, without Python's lock, for the graphs
   to go; this thread destroys them.  Their code stays, and runs unrecorded.
 
 Not seen: `ProcessGroup.shutdown()` and `abort()` that a program calls itself.  `release()` before them does the same.

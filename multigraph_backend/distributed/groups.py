@@ -7,6 +7,7 @@ Out: rank and size, the backend behind a group, why its collectives cannot be in
 from __future__ import annotations
 
 import os
+import sys
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,11 @@ def backends() -> str:
     if place() is None:
         return ""
     return str(dist.get_backend_config())
+
+
+def gathers_parameters() -> bool:
+    """Whether FSDP2 may be at work in this process: parameters are then freed after their use and gathered again."""
+    return live() and "torch.distributed.fsdp" in sys.modules
 
 
 def registered_buffers() -> str | None:

@@ -32,6 +32,8 @@ from multigraph_backend.saved_tensors.rules import (
     decide,
 )
 
+GATHERED = "FSDP2 is at work, which frees what it has gathered and gathers it again before the backward"
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -72,8 +74,13 @@ def saved_tensors(forward: GraphModule, outputs: int) -> list[Node]:
     return found
 
 
-def choose(forward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule]) -> Choice:
-    """Decide about every saved tensor of `forward`, whose first `outputs` results are the caller's."""
+def choose(
+    forward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule], gathered: bool = False
+) -> Choice:
+    """Decide about every saved tensor of `forward`, whose first `outputs` results are the caller's.
+
+    `gathered`: what is given to the graph may be a parameter that is freed and gathered again; a pack would hold it.
+    """
     choice = Choice()
     families: dict[Node, list[Node]] = {}
     for node in saved_tensors(forward, outputs):
@@ -87,6 +94,9 @@ def choose(forward: GraphModule, outputs: int, static: Sequence[int], rules: Seq
     }
     for root, members in families.items():
         role = roles.get(root, "intermediate")
+        if gathered and role in ("parameter", "input"):
+            choice.kept += [Kept(node, describe(node, node, role), GATHERED) for node in members]
+            continue
         if root in odd:
             choice.kept += [Kept(node, describe(node, node, role), odd[root]) for node in members]
             continue

@@ -25,6 +25,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, trace
+from multigraph_backend.distributed import groups
 from multigraph_backend.saved_tensors import (
     account,
     choosing,
@@ -53,6 +54,7 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
 
     def __init__(self, inner: Any, rules: Sequence[Rule], budget: Budget | None = None) -> None:
         self.inner, self.rules, self.budget = inner, tuple(rules), budget
+        self.gathered = groups.gathers_parameters()
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **settings: Any) -> Any:
         forward, backward = self.inner(gm, joint_inputs, **settings)
@@ -60,12 +62,12 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
             return forward, backward
         outputs = settings["num_fwd_outputs"]
         static = settings.get("static_lifetime_input_indices") or ()
-        return pack_saved_tensors(forward, backward, outputs, static, self.rules, self.budget)
+        return pack_saved_tensors(forward, backward, outputs, static, self.rules, self.budget, self.gathered)
 
     def uuid(self) -> Any:
         theirs = self.inner.uuid()
         rules = json.dumps([rule_to_json(rule) for rule in self.rules])
-        return (source_hash(), rules, str(self.budget), sorted(transfers.STREAMS), theirs)
+        return (source_hash(), rules, str(self.budget), sorted(transfers.STREAMS), self.gathered, theirs)
 
     def __getstate__(self) -> dict[str, Any]:  # Inductor pickles its configuration for its caches' keys
         return {"key": self.uuid()}
@@ -81,10 +83,11 @@ def pack_saved_tensors(
     static: Sequence[int],
     rules: Sequence[Rule],
     budget: Budget | None = None,
+    gathered: bool = False,
 ) -> tuple[GraphModule, GraphModule]:
     """Both graphs with saved tensors packed as `rules` say; `outputs` of the forward's results are the caller's.
 
-    With a `budget` the rules say what may be done, and it says how much of that is.
+    With a `budget` the rules say what may be done, and it says how much of that is.  `gathered`: see `choosing.choose`.
 
     The modules that are returned may be the given ones, changed.  Nothing is raised for what cannot be packed.
     """
@@ -94,7 +97,7 @@ def pack_saved_tensors(
         if budget is not None or any(isinstance(rule.pack, Recompute) for rule in rules):
             lent = recompute.lend_parameters(forward, backward, outputs, static)
         if budget is None:
-            traced, kept = _by_rules(forward, backward, outputs, static, rules)
+            traced, kept = _by_rules(forward, backward, outputs, static, rules, gathered)
             said = None
         else:
             chosen = within_budget.choose(forward, backward, outputs, static, rules, budget)
@@ -121,10 +124,15 @@ def pack_saved_tensors(
 
 
 def _by_rules(
-    forward: GraphModule, backward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule]
+    forward: GraphModule,
+    backward: GraphModule,
+    outputs: int,
+    static: Sequence[int],
+    rules: Sequence[Rule],
+    gathered: bool,
 ) -> tuple[list[Traced], list[Kept]]:
     """What the first rule that matches says of each saved tensor."""
-    choice = choosing.choose(forward, outputs, static, rules)
+    choice = choosing.choose(forward, outputs, static, rules, gathered)
     tracer = Tracer(backward)
     # what is computed again leans on nothing that a rule is about
     taken = {member.name for unit in choice.units for member in unit.members}

@@ -165,6 +165,7 @@ def end(ending: str, rank: int, device: str, function: Any, held: torch.Tensor, 
         case "sys.exit":
             sys.exit(7)
         case "SIGINT":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is told to ignore it
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             time.sleep(30)
         case "one rank killed":
