@@ -181,7 +181,7 @@ def test_what_is_offloaded_is_not_on_the_gpu_between_forward_and_backward() -> N
         saved[name] = torch.cuda.memory_allocated() - before
         loss.backward()
         del loss
-    (said,) = [said for said in accounts() if said.packed]
+    said = [said for said in accounts() if said.packed][-1]  # of the graph that makes no gradient for x
     gone = sum(entry.bytes - entry.bytes_saved for entry in said.tensors if entry.with_ is None and entry.packed)
     assert gone > 0
     assert saved["plain"] - saved["offloaded"] > 0.8 * gone
@@ -299,4 +299,5 @@ def test_a_budget_is_kept_in_memory() -> None:
         loss.backward()
         del loss
     assert saved[0] > saved[1] > saved[2]
-    assert sum("budget" in str(said.budget) for said in accounts()) == 3
+    # each budget has a graph with a gradient for x, and one without
+    assert sum("budget" in str(said.budget) for said in accounts()) == 2 * 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multigraph_backend import Scaled, saved_hook
-from multigraph_backend.saved_tensors import partitioner, tracing
+from multigraph_backend.saved_tensors import tracing, units
 from tests.saved_tensors.partitioned import everything, gradients, partition
 
 
@@ -20,7 +20,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(unit.name)
         return tracing.trace(unit, *args)
 
-    monkeypatch.setattr(partitioner, "tracing", type("Counting", (), {**vars(tracing), "trace": counting}))
+    monkeypatch.setattr(units, "tracing", type("Counting", (), {**vars(tracing), "trace": counting}))
     return names
 
 
