@@ -66,6 +66,17 @@ Pool* Device::known(PoolId id) {
   return found == pools_.end() ? nullptr : found->second.get();
 }
 
+// Pools that nobody holds and that hold nothing: programs that record and drop graphs make ever new ones.
+void Device::forget_empty_pools() {
+  for (size_t i = pool_list_.size(); i-- > 0;) {
+    Pool* pool = pool_list_[i];
+    if (pool == default_pool_ || pool->users > 0 || !pool->segments().empty() || pool->use_on_oom || pool->limit != 0) continue;
+    pool_list_.erase(pool_list_.begin() + static_cast<std::ptrdiff_t>(i));
+    PoolId id = pool->id;
+    pools_.erase(id);
+  }
+}
+
 // The lock, and the pool that is right while it is held.
 Device::Lock Device::route(Stream stream, PoolId& pool) {
   Lock lock(mutex_);
@@ -235,6 +246,7 @@ Outcome Device::release_pool(PoolId id) {
   Pool* pool = known(id);
   if (pool == nullptr || pool == default_pool_ || pool->users == 0) return unknown_pool();
   pool->users--;
+  forget_empty_pools();
   return {};
 }
 
@@ -288,7 +300,9 @@ size_t Device::empty_cache() {
   lifetimes_.tend(nullptr, watched(), pool_list_);
   if (!quiet()) return 0;
   lifetimes_.await();
-  return give_back_all();
+  size_t bytes = give_back_all();
+  forget_empty_pools();
+  return bytes;
 }
 
 Stats Device::stats() {

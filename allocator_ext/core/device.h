@@ -104,6 +104,7 @@ class Device {
   Lock route(Stream stream, PoolId& pool);
   Pool& pool_of(PoolId id);
   Pool* known(PoolId id);
+  void forget_empty_pools();
   // No capture is under way that is known, and none may have begun unseen.
   bool quiet() const { return lifetimes_.quiet() && !scopes_.any(); }
   bool watched() const { return scopes_.any() || lifetimes_.captures.any(); }

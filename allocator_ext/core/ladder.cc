@@ -39,8 +39,10 @@ Block* Device::climb(Request& request, Lock& lock, std::string& reason) {
     if (!oom_callback_ || round == callback_rounds) return nullptr;
     auto callback = oom_callback_;
     lock.unlock();
+    PoolId pool = request.pool->id;
     bool again = callback(request.asked);
     lock.lock();
+    request.pool = &pool_of(pool);  // the callback may have emptied the cache
     if (!again) return nullptr;
     InContext in(*this);
     request.seen = lifetimes_.tend(request.stream, watched(), pool_list_);
@@ -84,7 +86,7 @@ Block* Device::find_covered(const Request& request) {
 
 bool Device::proven_again(const Request& request, const Block* block) {
   stats_.verified++;
-  bool full = block->tag % 2 == 1;
+  bool full = block->tag % 2 == 1 || block->stream != request.stream;
   return std::all_of(block->markers.begin(), block->markers.end(),
                      [&](Node marker) { return lifetimes_.captures.proves(request.stream, marker, full); });
 }

@@ -22,6 +22,19 @@ MG_EXPORT void* sim_stream(Simulator* sim) noexcept { return sim->stream(); }
 MG_EXPORT int sim_kernel(Simulator* sim, void* stream) noexcept {
   return sim->kernel(static_cast<mg::Stream>(stream))->number;
 }
+// Launched by a programmatic edge.
+MG_EXPORT int sim_early_kernel(Simulator* sim, void* stream) noexcept {
+  return sim->kernel(static_cast<mg::Stream>(stream), -1, true)->number;
+}
+// What the stream appends next depends on this node alone.
+MG_EXPORT int sim_set_terminal(Simulator* sim, void* stream, int node) noexcept {
+  return sim->set_terminals(static_cast<mg::Stream>(stream), {sim->nodes[static_cast<size_t>(node)].get()}) ? 0 : 1;
+}
+// `stream` captures the body of a conditional node that `on` launches.
+MG_EXPORT int sim_begin_body(Simulator* sim, void* stream, void* on) noexcept {
+  mg::sim::SimGraph* body = sim->conditional(static_cast<mg::Stream>(on));
+  return body != nullptr && sim->begin_capture(static_cast<mg::Stream>(stream), body) ? 0 : 1;
+}
 MG_EXPORT int sim_begin_capture(Simulator* sim, void* stream) noexcept {
   return sim->begin_capture(static_cast<mg::Stream>(stream)) ? 0 : 1;
 }
