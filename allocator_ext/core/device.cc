@@ -237,6 +237,10 @@ Outcome Device::end_pool(PoolId id) {
   std::shared_ptr<const Scopes::List> old;  // dropped without the lock: a filter's end is other people's code
   Lock lock(mutex_);
   old = scopes_.end(id);
+  if (lifetimes_.captures.any()) {  // often the last call before another capture
+    InContext in(*this);
+    lifetimes_.tend(nullptr, true, pool_list_);
+  }
   lock.unlock();
   return old != nullptr ? Outcome{} : unknown_pool();
 }

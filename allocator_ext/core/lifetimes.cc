@@ -21,13 +21,20 @@ Observation Lifetimes::tend(Stream stream, bool watched, const std::vector<Pool*
   Observation seen;
   if (watched) {
     std::vector<Ready> ready;
+    size_t before = captures.count();
     seen = captures.observe(stream, ready);
+    bool follows = before > 0 && captures.count() > before;
     if (config_.reuse == Reuse::graph_wide && seen.view != nullptr) captures.observe_all(*seen.view->capture, ready);
     release(ready);
     if (captures.count() > (seen.view != nullptr ? 1u : 0u)) {
       std::vector<Block*> left;
       captures.poll(left);
       for (Block* block : left) park(block);
+      if (follows && captures.count() == 1 && seen.view != nullptr) {
+        // All that was known has ended unnoticed, and this capture has freed nothing yet.
+        seen.view->capture->alone = true;
+        for (Pool* pool : pools) pool->settle();
+      }
     }
   }
   if (captures.any() || seen.status == Observation::unknown) return seen;

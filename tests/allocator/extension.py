@@ -131,8 +131,20 @@ class Allocator:
     def _sim_call(self, name: str, *arguments: Any) -> Any:
         return getattr(self._library, name)(self._sim, *arguments)
 
-    def kernel(self, stream: int) -> None:
-        self._sim_call("sim_kernel", ctypes.c_void_p(stream))
+    def kernel(self, stream: int) -> int:
+        """The number of its node."""
+        return int(self._sim_call("sim_kernel", ctypes.c_void_p(stream)))
+
+    def early_kernel(self, stream: int) -> int:
+        """One that may begin when the kernel before it on the stream has begun."""
+        return int(self._sim_call("sim_early_kernel", ctypes.c_void_p(stream)))
+
+    def set_terminal(self, stream: int, node: int) -> None:
+        assert self._sim_call("sim_set_terminal", ctypes.c_void_p(stream), node) == 0
+
+    def begin_body(self, stream: int, on: int) -> None:
+        """`stream` captures the body of a conditional node that `on` launches."""
+        assert self._sim_call("sim_begin_body", ctypes.c_void_p(stream), ctypes.c_void_p(on)) == 0
 
     def begin_capture(self, stream: int) -> None:
         assert self._sim_call("sim_begin_capture", ctypes.c_void_p(stream)) == 0
