@@ -24,8 +24,13 @@ Outcome unknown_state() { return {Status::invalid, "there is no such state"}; }
 std::string Device::in_the_way(Pool& pool) {
   InContext in(*this);
   lifetimes_.tend(nullptr, watched(), pool_list_);
-  if (quiet()) lifetimes_.await();
   if (mutated(config_, Mutant::restored_in_captures)) return "";
+  std::string found = obstacle(pool);
+  if (found.empty() || !quiet() || !lifetimes_.await()) return found;
+  return obstacle(pool);
+}
+
+std::string Device::obstacle(Pool& pool) const {
   for (auto& [address, segment] : pool.segments()) {
     for (const Block* block = segment->first; block != nullptr; block = block->next) {
       if (block->state == BlockState::waiting) return "a block of the pool is freed and waits for another stream or a capture";
@@ -41,8 +46,8 @@ std::string Device::in_the_way(Pool& pool) {
 Outcome Device::save_pool(PoolId id, uint64_t& state) {
   Lock lock(mutex_);
   Pool& pool = pool_of(id);
-  std::string obstacle = in_the_way(pool);
-  if (!obstacle.empty()) return {Status::invalid, obstacle};
+  std::string reason = in_the_way(pool);
+  if (!reason.empty()) return {Status::invalid, reason};
   PoolState made{id, {}};
   for (auto& [address, segment] : pool.segments()) {
     for (const Block* block = segment->first; block != nullptr; block = block->next) {
@@ -62,8 +67,8 @@ Outcome Device::restore_pool(uint64_t state) {
   if (found == states_.end()) return unknown_state();
   const PoolState& saved = found->second;
   Pool& pool = pool_of(saved.pool);
-  std::string obstacle = in_the_way(pool);
-  if (!obstacle.empty()) return {Status::invalid, obstacle};
+  std::string reason = in_the_way(pool);
+  if (!reason.empty()) return {Status::invalid, reason};
   for (const SavedBlock& block : saved.blocks) {
     if (!pool.maps(block.address, block.size)) {
       return {Status::invalid, "memory of this state has been given back to the driver"};

@@ -110,6 +110,7 @@ class Device {
   bool watched() const { return scopes_.any() || lifetimes_.captures.any(); }
   void unmap_all(const Segment& segment);
   std::string in_the_way(Pool& pool);
+  std::string obstacle(Pool& pool) const;
   void count_live(const Block& block, int sign);
   Outcome end(std::unordered_map<Address, Block*>::iterator place);
   void hand_out(Block* block, const Request& request, Address& out);
@@ -123,7 +124,7 @@ class Device {
   Block* find(Request& request);
   Block* find_covered(const Request& request);
   bool proven_again(const Request& request, const Block* block);
-  Block* extend(Pool& pool, const Request& request, std::string& reason);
+  Block* extend(Pool& pool, const Request& request, std::string& reason, bool& no_range);
   Segment* reserve(Pool& pool, const Request& request, std::string& reason);
   bool map(Address address, size_t bytes, size_t granule);
   void unmap_stuck();

@@ -161,11 +161,12 @@ void Device::unmap_stuck() {
   }
 }
 
-Block* Device::extend(Pool& pool, const Request& request, std::string& reason) {
+Block* Device::extend(Pool& pool, const Request& request, std::string& reason, bool& no_range) {
   bool small = size_class::is_small(request.size);
   Pool::Room room = pool.room(request.size, request.stream, small);
   if (room.unmapped == nullptr) {
-    if (reserve(pool, request, reason) == nullptr) return nullptr;
+    no_range = reserve(pool, request, reason) == nullptr;
+    if (no_range) return nullptr;
     room = pool.room(request.size, request.stream, small);
   }
   if (!room_for(pool, room.bytes, reason)) return nullptr;

@@ -105,7 +105,11 @@ bool Device::room_for(const Pool& pool, size_t bytes, std::string& reason) const
 }
 
 Block* Device::grow(Request& request, std::string& reason) {
-  if (config_.expandable) return extend(*request.pool, request, reason);
+  if (config_.expandable) {
+    bool no_range = false;  // addresses are not endless, and a plain segment is better than none
+    Block* block = extend(*request.pool, request, reason, no_range);
+    if (!no_range) return block;
+  }
   size_t bytes = size_class::segment(request.size);
   if (!room_for(*request.pool, bytes, reason)) return nullptr;
   Address address = 0;
@@ -136,8 +140,9 @@ Block* Device::last_resort(Request& request) {
     if (!pool->use_on_oom || pool == request.pool) continue;
     if (Block* block = pool->best(request.size, request.stream, &settled, 1)) return block;
     std::string unused;
+    bool no_range = false;
     if (config_.expandable) {  // less may be missing behind what is free there
-      if (Block* block = extend(*pool, request, unused)) return block;
+      if (Block* block = extend(*pool, request, unused, no_range)) return block;
     }
     if (!quiet()) continue;
     Block* block = pool->best_settled(request.size);

@@ -152,3 +152,17 @@ def test_reuse_in_captures_is_the_same(make: Make) -> None:
     assert allocator.stats.proven == 8
     assert allocator.stats.reserved == 20 * MIB
     allocator.end_capture(main)
+
+
+def test_without_a_range_of_addresses_there_are_plain_segments(make: Make) -> None:
+    kinds = set()
+    for call in range(1, 12):
+        allocator = make(expandable=True)
+        stream = allocator.stream()
+        allocator.fail_at(call)
+        block = allocator.allocate(20 * MIB, stream)
+        kinds.add(allocator.snapshot()["segments"][0]["is_expandable"])
+        allocator.free(block)
+        allocator.empty_cache()
+        assert allocator.driver_bytes == 0
+    assert kinds == {True, False}
