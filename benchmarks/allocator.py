@@ -275,7 +275,7 @@ class variables:
         self.before: dict[str, str | None] = {}
 
     def __enter__(self) -> None:
-        names = {name for form in FORMS.values() for name in form} | {"PYTORCH_ALLOC_CONF"}
+        names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MULTIGRAPH_ALLOCATOR"}
         self.before = {name: os.environ.pop(name, None) for name in names}
         os.environ.update(self.values)
 
