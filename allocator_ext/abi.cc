@@ -213,21 +213,6 @@ int mg_read_stats(mg_device* device, mg_stats* out) noexcept {
   });
 }
 
-int mg_read_levels(mg_device* device, int64_t* out, size_t count, size_t* length) noexcept {
-  return guarded([&] {
-    mg::Stats s = device->stats();
-    size_t at = 0;
-    for (const mg::Level& level :
-         {s.allocated_bytes, s.requested_bytes, s.reserved_bytes, s.active_bytes, s.allocations, s.segments}) {
-      for (int64_t number : {level.current, level.peak, level.up, level.down}) {
-        if (at++ < count) out[at - 1] = number;
-      }
-    }
-    *length = at;
-    return mg::Outcome{};
-  });
-}
-
 int mg_reset_peaks(mg_device* device) noexcept {
   return guarded([&] {
     device->reset_peaks();

@@ -98,9 +98,6 @@ MG_EXPORT int mg_oom_callback(mg_device* device, int (*callback)(void*, size_t),
 MG_EXPORT int mg_empty_cache(mg_device* device, size_t* bytes) noexcept;
 
 MG_EXPORT int mg_read_stats(mg_device* device, mg_stats* out) noexcept;
-// Of allocated, requested, reserved and active bytes, of allocations and of segments, in this order: now, at most, all
-// that was added, all that was taken away. Writes at most `count` numbers; `length` is how many there are.
-MG_EXPORT int mg_read_levels(mg_device* device, int64_t* out, size_t count, size_t* length) noexcept;
 MG_EXPORT int mg_reset_peaks(mg_device* device) noexcept;
 // Text of at most `capacity` bytes with its final 0; `length` is what the whole of it needs, so a first call can ask.
 MG_EXPORT int mg_snapshot(mg_device* device, char* out, size_t capacity, size_t* length) noexcept;

@@ -4,7 +4,9 @@
 
 #include <atomic>
 #include <mutex>
+#include <utility>
 
+#include "abi.h"
 #include "cuda/libcuda.h"
 
 namespace mg::torch_side {
@@ -12,7 +14,7 @@ namespace mg::torch_side {
 namespace {
 
 std::mutex making;
-Config wanted;  // under `making`
+std::string snapshot_path;  // under `making`
 std::atomic<Device*> devices[most_devices];
 std::atomic<bool> is_child{false};
 
@@ -56,14 +58,17 @@ Device* device_of(int index, std::string& reason) {
   if (driver == nullptr) return nullptr;
   std::lock_guard lock(making);
   if (Device* made = made_device(index)) return made;
-  auto* made = new Device(*driver, index, wanted, context);
+  auto* made = new Device(*driver, index, configured(), context);
+  if (!snapshot_path.empty()) {
+    made->snapshot_at_oom(index == 0 ? snapshot_path : snapshot_path + "." + std::to_string(index));
+  }
   devices[index].store(made, std::memory_order_release);
   return made;
 }
 
-void configure(const Config& config) {
+void snapshot_at_oom(std::string path) {
   std::lock_guard lock(making);
-  wanted = config;
+  snapshot_path = std::move(path);
 }
 
 }  // namespace mg::torch_side

@@ -19,8 +19,9 @@ const Driver* driver_for(int index, Context& context, std::string& reason);
 Device* device_of(int index, std::string& reason);
 Device* made_device(int index) noexcept;
 
-// What allocators that are made from now on are like.
-void configure(const Config& config);
+// Where allocators that are made from now on write a snapshot at out-of-memory: device 0 to `path`, device N to `path`.N;
+// empty: nowhere. What else they are like is mg_set_options' matter.
+void snapshot_at_oom(std::string path);
 
 // This process is the child of a fork that happened after the library was loaded.
 bool forked() noexcept;

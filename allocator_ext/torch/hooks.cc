@@ -68,16 +68,10 @@ MG_EXPORT int mg_torch_errors() noexcept {
   });
 }
 
-// What the allocators of devices are like that torch has not named yet: the rule of reuse (core/types.h), how many
-// entries of history are kept, above which part of the limit old cached segments go (0: never).
-MG_EXPORT int mg_torch_configure(int reuse, size_t history_entries, double garbage_threshold) noexcept {
+// Where the allocators of devices that torch has not named yet write a snapshot at out-of-memory; null: nowhere.
+MG_EXPORT int mg_torch_snapshot_at_oom(const char* path) noexcept {
   return with_status([&] {
-    if (reuse < 0 || reuse > 3) return mg::Outcome{mg::Status::invalid, "a rule of reuse is 0, 1, 2 or 3"};
-    mg::Config config;
-    config.reuse = static_cast<mg::Reuse>(reuse);
-    config.history_entries = history_entries;
-    config.garbage_threshold = garbage_threshold;
-    mg::torch_side::configure(config);
+    mg::torch_side::snapshot_at_oom(path != nullptr ? path : "");
     return mg::Outcome{};
   });
 }

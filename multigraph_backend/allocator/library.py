@@ -30,7 +30,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mg_message": (ctypes.c_char_p,),
     "mg_torch_ready": (ctypes.c_int,),
     "mg_torch_errors": (ctypes.c_int,),
-    "mg_torch_configure": (ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_double),
+    "mg_torch_snapshot_at_oom": (ctypes.c_int, ctypes.c_char_p),
+    "mg_set_options": (ctypes.c_int, ctypes.c_void_p),
     "mg_torch_device": (ctypes.c_void_p, ctypes.c_int),
     "mg_torch_make_device": (ctypes.c_void_p, ctypes.c_int),
     "mg_torch_begin_pool_on_thread": (ctypes.c_int, ctypes.c_int, *_POOL),
@@ -40,9 +41,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mg_pool_limit": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_size_t),
     "mg_empty_cache": (ctypes.c_int, ctypes.c_void_p, _OUT_SIZE),
     "mg_read_stats": (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-    "mg_read_levels": (
-        ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, _OUT_SIZE,
-    ),
     "mg_verify": (ctypes.c_int, ctypes.c_void_p),
     "mg_reset_peaks": (ctypes.c_int, ctypes.c_void_p),
     "mg_snapshot": (ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, _OUT_SIZE),
@@ -52,6 +50,19 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mg_segments_close": (None, ctypes.c_int),
     "mg_segments_read": (ctypes.c_int, ctypes.c_int, _OUT_SIZE, _OUT_SIZE, _OUT_SIZE, ctypes.POINTER(ctypes.c_uint64)),
 }  # fmt: skip
+
+
+class Options(ctypes.Structure):
+    """mg_options."""
+
+    _fields_ = (
+        ("reuse", ctypes.c_int),
+        ("empty_nodes", ctypes.c_int),
+        ("verify", ctypes.c_int),
+        ("expandable", ctypes.c_int),
+        ("garbage_threshold", ctypes.c_double),
+        ("history", ctypes.c_size_t),
+    )
 
 
 class Refused(RuntimeError):

@@ -7,6 +7,8 @@ Invariant: what fails leaves torch's own allocator in its place, and its reason 
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,13 +126,22 @@ def _gpus() -> int:
     return torch.cuda.device_count()  # of the management library: CUDA does not start
 
 
-def install(*, reuse: Rule = "own_stream", history: int = 0, garbage_threshold: float = 0.0) -> Status:
+def install(
+    *,
+    reuse: Rule = "own_stream",
+    expandable: bool = False,
+    history: int = 0,
+    snapshot_at_oom: str | os.PathLike[str] | None = None,
+    garbage_threshold: float = 0.0,
+) -> Status:
     """Make the extension the allocator of this process, before CUDA starts in it.
 
     reuse: which blocks a capture gives back before it ends: "strict" none that another stream used, "own_stream" those
     whose uses are proven over, to their own stream; "graph_wide" the same, asked of all capturing streams;
-    "any_stream" also to other streams.  history: how many events `memory_snapshot` shows, at most.
-    garbage_threshold: part of the memory limit above which cached segments are given back, 0 to 1; 0 never.
+    "any_stream" also to other streams.  expandable: segments are ranges of addresses that grow, which leaves fewer
+    holes.  history: how many events `memory_snapshot` shows, at most 1,500,000.  snapshot_at_oom: a file for a
+    snapshot, as JSON, whenever device 0 is out of memory; device N writes to the same name with ".N".
+    garbage_threshold: part of the memory limit above which cached segments are given back, 0 (never) to below 1.
 
     Where it cannot be done, one line is logged, torch's own allocator goes on, and the result is false with the reason.
     A second call changes nothing.  Raises ValueError for a wrong argument.
@@ -140,11 +151,15 @@ def install(*, reuse: Rule = "own_stream", history: int = 0, garbage_threshold: 
         raise ValueError(f"install: reuse is one of {', '.join(REUSE_RULES)}{did_you_mean(str(reuse), REUSE_RULES)}")
     if not 0 <= history <= 1_500_000:
         raise ValueError(f"install: history is a number of events from 0 to 1500000, got {history!r}")
-    if not 0 <= garbage_threshold <= 1:
+    if not 0 <= garbage_threshold < 1:
         raise ValueError(f"install: garbage_threshold lies between 0 and 1, got {garbage_threshold!r}")
+    options = library.Options(
+        reuse=REUSE_RULES.index(reuse), expandable=expandable, garbage_threshold=garbage_threshold, history=history
+    )
+    path = None if snapshot_at_oom is None else os.path.abspath(snapshot_at_oom)
     with _lock:
         if _installed is None:
-            made = _install(reuse, history, garbage_threshold)
+            made = _install(reuse, options, path)
             if isinstance(made, Installed):
                 _installed, _failure = made, None
                 trace.log.info("the allocator extension is installed; %s", status())
@@ -154,7 +169,7 @@ def install(*, reuse: Rule = "own_stream", history: int = 0, garbage_threshold: 
     return status()
 
 
-def _install(reuse: Rule, history: int, garbage_threshold: float) -> Installed | str:
+def _install(reuse: Rule, options: library.Options, snapshot_at_oom: str | None) -> Installed | str:
     """The whole way; a text is why it ended."""
     found = library.load()
     if found.library is None:
@@ -165,7 +180,10 @@ def _install(reuse: Rule, history: int, garbage_threshold: float) -> Installed |
     if reason is not None:
         return reason
     try:
-        found.library.call("mg_torch_configure", REUSE_RULES.index(reuse), history, garbage_threshold)
+        found.library.call("mg_set_options", ctypes.byref(options))
+        found.library.call(
+            "mg_torch_snapshot_at_oom", None if snapshot_at_oom is None else os.fsencode(snapshot_at_oom)
+        )
         allocator = torch.cuda.memory.CUDAPluggableAllocator(str(found.library.path), "mg_torch_alloc", "mg_torch_free")
         pluggable: Any = allocator.allocator()
         for setter, function in _SETTERS.items():

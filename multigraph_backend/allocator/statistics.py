@@ -26,11 +26,12 @@ _COUNTS = ("ooms", "retries", "freed_in_captures", "proven", "parked", "moved", 
 
 
 class _Stats(ctypes.Structure):
-    """mg_stats; only its counts are read, the levels have a call of their own.  The library's may have grown."""
+    """mg_stats, with room for what a later library has at its end."""
 
     _fields_ = (
-        ("levels", ctypes.c_int64 * 12),
+        *((f"{level}.all.{number}", ctypes.c_int64) for level in _LEVELS for number in ("current", "peak")),
         *((name, ctypes.c_uint64) for name in _COUNTS),
+        *((f"{level}.all.{number}", ctypes.c_int64) for level in _LEVELS for number in ("allocated", "freed")),
         ("later", ctypes.c_uint64 * 64),
     )
 
@@ -52,15 +53,12 @@ def memory_stats(device: torch.device | int | None = None) -> dict[str, int]:
 
 def stats_of(loaded: Library, handle: int) -> dict[str, int]:
     """`memory_stats` of one of the extension's allocators."""
-    numbers = (ctypes.c_int64 * 64)()
-    length = ctypes.c_size_t()
-    loaded.call("mg_read_levels", handle, numbers, len(numbers), ctypes.byref(length))
+    stats = _Stats()
+    loaded.call("mg_read_stats", handle, ctypes.byref(stats))
     names = [f"{level}.all.{number}" for level in _LEVELS for number in _NUMBERS]
-    found: dict[str, int] = dict(zip(names, numbers[: length.value], strict=False))
-    counts = _Stats()
-    loaded.call("mg_read_stats", handle, ctypes.byref(counts))
-    found["num_alloc_retries"], found["num_ooms"] = counts.retries, counts.ooms
-    found.update({f"multigraph.{name}": getattr(counts, name) for name in _COUNTS[2:]})
+    found: dict[str, int] = {name: getattr(stats, name) for name in names}
+    found["num_alloc_retries"], found["num_ooms"] = stats.retries, stats.ooms
+    found.update({f"multigraph.{name}": getattr(stats, name) for name in _COUNTS[2:]})
     return dict(sorted(found.items()))
 
 
@@ -151,18 +149,13 @@ def snapshot_of(loaded: Library, handle: int) -> dict[str, Any]:
         for block in segment["blocks"]:
             if block["state"] == "active_pending_free":
                 block["state"] = "active_awaiting_free"
-    for history in found["device_traces"]:
-        for number, entry in enumerate(history):
-            entry.setdefault("time_us", number)  # the page draws by time; events have an order alone
-            if entry["action"] == "oom":
-                entry.setdefault("device_free", 0)
     return found
 
 
 def merged(snapshots: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The snapshots of all devices as one, in which history stands at its device's place; an empty one has nothing."""
     segments = [segment for snapshot in snapshots for segment in snapshot.get("segments", ())]
-    return {"segments": segments, "device_traces": [each.get("device_traces", [[]])[0] for each in snapshots]}
+    return {"segments": segments, "device_traces": [each.get("device_traces", [[]])[-1] for each in snapshots]}
 
 
 def segments_of(loaded: Library, handle: int, pool: tuple[int, int]) -> list[dict[str, Any]]:

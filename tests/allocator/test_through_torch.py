@@ -46,7 +46,7 @@ def out_of_memory(nbytes):
 
 INSTALLED = """
 facts["first"] = str(allocator.status())
-status = allocator.install(reuse="any_stream", history=100)
+status = allocator.install(reuse="any_stream", history=100, snapshot_at_oom="oom.json")
 facts["installed"], facts["again"] = str(status), allocator.install() == status
 facts["backend"] = torch.cuda.get_allocator_backend()
 facts["nothing yet"] = [allocator.memory_stats(), allocator.memory_snapshot()["segments"], allocator.memory_summary()]
@@ -69,6 +69,8 @@ facts["pool of"] = {
 }
 torch.cuda.set_per_process_memory_fraction(0.5)
 facts["out of memory"] = out_of_memory(600 * MIB)
+with open("oom.json") as file:
+    facts["written"] = json.load(file)["device_traces"][0][-1]["action"]
 for address in (plain, pooled, after):
     free(address)
 facts["stats"], facts["summary"] = allocator.memory_stats(), allocator.memory_summary()
@@ -150,7 +152,7 @@ def run(script: str, simulated: Path, folder: Path) -> dict[str, Any]:
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-W", "ignore", "-c", COMMON + script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ, cwd=folder)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -180,6 +182,7 @@ def test_torch_s_pools_reach_it_with_their_filters(facts: dict[str, Any]) -> Non
 def test_out_of_memory_under_torch_s_memory_fraction(facts: dict[str, Any]) -> None:
     said = "CUDA out of memory. Tried to allocate 600.00 MiB on device 0; this process may use 512.00 MiB"
     assert facts["out of memory"].startswith(said)
+    assert facts["written"] == "oom"
 
 
 def test_statistics_have_torch_s_names(facts: dict[str, Any]) -> None:
