@@ -472,3 +472,30 @@ def a_forked_process_is_told_to_spawn() -> None:
     said = b"".join(iter(lambda: os.read(read, 4096), b"")).decode()
     expect(status == 0 and said.startswith("RuntimeError") and "spawn" in said, status, said)
     torch.testing.assert_close(tensor, copied)
+
+
+# ---------------------------------------------------------------- the same over segments that grow in place
+
+
+for _check in (
+    tensors_keep_what_was_written_to_them,
+    a_recorded_stream_is_waited_for,
+    graphs_share_a_pool,
+    random_program_on_two_streams,
+    random_program_on_four_streams,
+    in_capture_reclaim_on_two_streams,
+    in_capture_reclaim_on_four_streams,
+    out_of_memory_and_recovery,
+    out_of_memory_inside_a_capture,
+    a_thousand_failed_captures_leak_nothing,
+    a_pool_serves_at_out_of_memory,
+):
+    check("expandable")(_check)
+
+
+@check("expandable")
+def segments_are_expandable() -> None:
+    kept = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (3 * MIB, 30 * MIB, 300 * MIB)]
+    segments = allocator.memory_snapshot()["segments"]
+    expect(bool(segments) and all(entry["is_expandable"] for entry in segments), segments)
+    expect(allocator.memory_allocated() >= sum(tensor.numel() for tensor in kept))
