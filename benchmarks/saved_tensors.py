@@ -1,6 +1,7 @@
 """What packed saved tensors cost and save in training: steps of a decoder stack, run in forms that take turns.
 
 eager                     the program as it is
+eager, fp8                under torch.autograd.graph.saved_tensors_hooks to e4m3, which run in eager
 eager, save_on_cpu        under torch.autograd.graph.save_on_cpu, pinned on a GPU
 inductor                  torch.compile: the form that nothing is packed in
 inductor, fp8             under torch.autograd.graph.saved_tensors_hooks of graph modules, which stock inlines: to e4m3
@@ -10,6 +11,9 @@ inductor, checkpointing   each block under torch.utils.checkpoint
 multigraph                torch.compile(backend="multigraph"), no rules
 multigraph, fp8           options={"saved_tensors": [Rule(Match(...), Cast("float8_e4m3fn"))]}
 multigraph, int8          the same with Scaled("int8", per="row")
+multigraph, offload       Offload() for the first blocks, a twelfth of them: what a link can carry beside the step
+multigraph, budget 0.5    options={"saved_tensors_budget": 0.5} without rules: computed again
+multigraph, budget 0.3, int8   the same with 0.3, and int8 allowed
 
 Stock's hooks and the rules pack the same kind of tensor: of the type of the activations, and no smaller than one.
 
@@ -20,6 +24,7 @@ saved MiB          what is allocated when it is over
 backward MiB       the most that is allocated while the backward runs
 forward/stock      the peak over that of the form of stock that packs alike
 backward/stock     the same of the backward
+saving/theory      by how much the peak is lower than unpacked Inductor's, over the bytes that are offloaded
 gradient error     the largest relative error of a parameter's gradient against eager's, of all checks
 packed             how many tensors are
 
@@ -37,6 +42,12 @@ is about multigraph's rows alone.
 
     python benchmarks/saved_tensors.py --json saved_tensors.json
     python benchmarks/saved_tensors.py --layers 4 --only int8 --no-reordering
+    python benchmarks/saved_tensors.py --model gpt2-medium --only inductor --only "inductor, fp8" --only fp8
+    python benchmarks/saved_tensors.py --loss-curve 200
+
+`--model` takes language models with random weights in place of the stack; `--only` splits a run, and "inductor" has to
+be in each for ratios. `--loss-curve STEPS` trains a small language model on this repository's texts instead, once for
+each pack from the same start on the same batches, and compares the losses.
 """
 
 from __future__ import annotations
@@ -53,6 +64,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import loss_curve
 import torch
 import workloads
 from measure import (
@@ -73,7 +85,7 @@ from measure import (
 from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
-from multigraph_backend import Cast, Match, Rule, Scaled
+from multigraph_backend import Cast, Match, Offload, Rule, Scaled
 from multigraph_backend.backend import multigraph
 
 COLUMNS = (
@@ -85,13 +97,21 @@ COLUMNS = (
     Column("backward_mib", "backward MiB", 1),
     Column("forward_over_stock", "forward/stock", 3),
     Column("backward_over_stock", "backward/stock", 3),
+    Column("saving_over_theory", "saving/theory", 3),
     Column("gradient_error", "gradient error", 4),
     Column("packed", "packed"),
     Column("goals", "goals"),
 )
 
 QUICK = ("eager", "eager, save_on_cpu", "inductor", "inductor, int8", "multigraph, int8")
-STOCK = {"multigraph": "inductor", "multigraph, fp8": "inductor, fp8", "multigraph, int8": "inductor, int8"}
+STOCK = {
+    "multigraph": "inductor",
+    "multigraph, fp8": "inductor, fp8",
+    "multigraph, int8": "inductor, int8",
+    "multigraph, offload": "inductor",
+    "multigraph, budget 0.5": "inductor, budget 0.5",
+    "multigraph, budget 0.3, int8": "inductor, int8",
+}
 DEEP = 10  # layers, from which on the specification asks for more than "not above stock"
 
 # how far from eager's a gradient may be, by what is packed: a mistake is off by about 1
@@ -99,6 +119,7 @@ BOUNDS = {
     torch.float32: {"": 1e-3, "fp8": 0.1, "int8": 0.05},
     torch.bfloat16: {"": 0.05, "fp8": 0.15, "int8": 0.08},
 }
+LANGUAGE = 4  # how much farther in a language model: gradients of its norms and embeddings are small sums of much
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -139,6 +160,47 @@ class Stack:
             return x.pow(2).mean()
 
         return own_code(by_block if checkpointed else program)
+
+    def first_blocks(self) -> int:
+        return max(1, self.layers // 12)
+
+    def bound(self, pack: str) -> float:
+        """How far gradients may be from eager's."""
+        return BOUNDS[self.dtype].get(pack, BOUNDS[self.dtype][""])
+
+
+class Language(Stack):
+    """A language model and token ids, in place of the stack."""
+
+    def __init__(self, name: str, device: str, layers: int | None) -> None:
+        torch.manual_seed(0)
+        _, usual, (self.batch, self.length) = workloads.LANGUAGE_MODELS[name]
+        self.layers, self.device, self.dtype = layers or usual, device, workloads.dtype_on(device)
+        with torch.device(device):
+            self.language = workloads.language_model(name, layers).to(self.dtype)
+        self.parameters = tuple(self.language.parameters())
+        self.least = self.batch * self.length * self.language.width * self.dtype.itemsize
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return (torch.randint(self.language.words, (self.batch, self.length + 1), device=self.device),)
+
+    def program(self, checkpointed: bool = False) -> Call:
+        model = self.language
+
+        def program(ids: torch.Tensor) -> torch.Tensor:
+            loss = model(ids)
+            assert isinstance(loss, torch.Tensor)
+            return loss
+
+        def by_block(ids: torch.Tensor) -> torch.Tensor:
+            loss = model(ids, partial(checkpoint, use_reentrant=False))
+            assert isinstance(loss, torch.Tensor)
+            return loss
+
+        return own_code(by_block if checkpointed else program)
+
+    def bound(self, pack: str) -> float:
+        return LANGUAGE * super().bound(pack)
 
 
 # ---------------------------------------------------------------- stock's hooks
@@ -237,14 +299,18 @@ def forms_of(stack: Stack, options: Mapping[str, Any]) -> list[Form]:
     def inductor(of: Callable[[], Call] = program) -> Call:
         return torch.compile(of(), fullgraph=True)
 
-    def ours(*rules: Rule) -> Call:
-        given = {"on_failure": "raise", "saved_tensors": list(rules), **options}
+    def ours(*rules: Rule, budget: float | None = None) -> Call:
+        given = {"on_failure": "raise", "saved_tensors": list(rules), "saved_tensors_budget": budget, **options}
         return torch.compile(program(), backend=multigraph, fullgraph=True, options=given)
 
     pinned = partial(torch.autograd.graph.save_on_cpu, pin_memory=stack.device == "cuda")
     half = partial(torch._functorch.config.patch, activation_memory_budget=0.5)
+    first = [f"*blocks.{number}{end}" for number in range(stack.first_blocks()) for end in ("", ".*")]
+    offload = [Rule(Match(module=name, dtype=match.dtype, min_bytes=stack.least), Offload()) for name in first]
+    int8 = Rule(match, Scaled("int8", per="row"))
     return [
         Form("eager", program),
+        Form("eager, fp8", program, "fp8", inlined("fp8", stack)),
         Form("eager, save_on_cpu", program, around=pinned),
         Form("inductor", inductor),
         Form("inductor, fp8", inductor, "fp8", inlined("fp8", stack)),
@@ -253,7 +319,10 @@ def forms_of(stack: Stack, options: Mapping[str, Any]) -> list[Form]:
         Form("inductor, checkpointing", partial(inductor, blocks)),
         Form("multigraph", ours),
         Form("multigraph, fp8", partial(ours, Rule(match, Cast("float8_e4m3fn"))), "fp8"),
-        Form("multigraph, int8", partial(ours, Rule(match, Scaled("int8", per="row"))), "int8"),
+        Form("multigraph, int8", partial(ours, int8), "int8"),
+        *([Form("multigraph, offload", partial(ours, *offload), "offload")] if stack.device == "cuda" else []),
+        Form("multigraph, budget 0.5", partial(ours, budget=0.5), "recompute"),
+        Form("multigraph, budget 0.3, int8", partial(ours, int8, budget=0.3), "int8"),
     ]
 
 
@@ -351,9 +420,11 @@ class Comparison:
             row["packed"] = now["packed_tensors"] - before["packed_tensors"]
             if (row["packed"] > 0) != bool(form.pack):
                 raise WrongNumbers(f"{row['packed']} tensors are packed\n{multigraph_backend.explain()}")
+            row["offloaded_mib"] = offloaded() / 2**20
         elif form.pack:
             row["hook_calls"] = dict(_hook_calls)
-            if not _hook_calls["traced"] or _hook_calls["run"]:
+            eager = form.name.startswith("eager")
+            if bool(_hook_calls["run"]) != eager or bool(_hook_calls["traced"]) == eager:
                 raise WrongNumbers(f"the hooks are not inlined: {row['hook_calls']}")
         if with_bytes:
             inputs = self.stack.inputs()
@@ -367,10 +438,10 @@ class Comparison:
         """Compare loss and gradients of a step with eager's, on a new input."""
         inputs = self.stack.inputs()
         wanted, given = self._results(self.eager, inputs), self._results(step, inputs)
-        row, bounds = self.rows[form.name], BOUNDS[self.stack.dtype]
+        row, bound = self.rows[form.name], self.stack.bound
         loss = worst_difference(given[:1], wanted[:1])
         off = worst_difference(given[1:], wanted[1:])
-        if not loss < bounds[""] or not off < bounds[form.pack]:  # NaN is wrong too
+        if not loss < bound("") or not off < bound(form.pack):  # NaN is wrong too
             raise WrongNumbers(f"differs from eager by {loss:.2e} in the loss, {off:.2e} in gradients")
         row["gradient_error"] = max(off, row.get("gradient_error", 0.0))
 
@@ -399,6 +470,12 @@ class Comparison:
                     self.errors[form.name] = f"after it was timed: {error}"
 
 
+def offloaded() -> int:
+    """Bytes that the newest code offloads."""
+    saved = [said for region in multigraph_backend.explain().regions[-1:] for said in region.generic.saved]
+    return sum(entry.bytes for said in saved for entry in said.tensors if entry.packed == "offload")
+
+
 # ---------------------------------------------------------------- rows
 
 
@@ -409,6 +486,10 @@ def compare(rows: Mapping[str, dict[str, Any]]) -> None:
         for key in ("forward", "backward"):
             if f"{key}_mib" in row and f"{key}_mib" in stock:
                 row[f"{key}_over_stock"] = row[f"{key}_mib"] / stock[f"{key}_mib"]
+        plain = rows.get("inductor", {})
+        if row.get("offloaded_mib") and "backward_mib" in row and "backward_mib" in plain:
+            peaks = [max(entry["forward_mib"], entry["backward_mib"]) for entry in (plain, row)]
+            row["saving_over_theory"] = (peaks[0] - peaks[1]) / row["offloaded_mib"]
         if "over_inductor" in stock:
             row["half_of_stock"] = 1 + max(0.0, stock["over_inductor"] - 1) / 2
 
@@ -416,6 +497,13 @@ def compare(rows: Mapping[str, dict[str, Any]]) -> None:
 def goals_of(form: Form, layers: int, reordering: bool) -> tuple[Goal, ...]:
     if not form.ours:
         return ()
+    if form.pack == "offload":
+        return (
+            Goal("step/Inductor", "over_inductor", 1.02),
+            Goal("saving/theory", "saving_over_theory", 0.95, at_least=True),
+        )
+    if "budget" in form.name:
+        return (Goal("backward/stock", "backward_over_stock", 1.01),)
     forward = 0.5 if form.pack and layers >= DEEP and not reordering else 1.01
     backward = 0.8 if form.pack == "int8" and layers >= DEEP else 1.01
     peaks = (
@@ -426,23 +514,35 @@ def goals_of(form: Form, layers: int, reordering: bool) -> tuple[Goal, ...]:
 
 
 def add_rows(args: argparse.Namespace, results: Results) -> None:
-    stack = Stack(results.device, args.layers, args.quick)
+    stack: Stack = Stack(results.device, args.layers, args.quick)
+    if args.model != "stack":
+        stack = Language(args.model, results.device, args.layers)
     recording = results.device == "cuda" and args.cudagraphs == "auto"
     options = {"cudagraphs": "auto" if recording else False} if results.device == "cuda" else {}
     forms = forms_of(stack, options)
     if args.only is not None:
-        forms = [form for form in forms if args.only in form.name]
+        exact = {form.name for form in forms}.intersection(args.only)
+        forms = [
+            form
+            for form in forms
+            if form.name in exact or any(text in form.name for text in args.only if text not in exact)
+        ]
     elif args.quick:
         forms = [form for form in forms if form.name in QUICK]
     torch._dynamo.reset()
     comparison = Comparison(stack, forms)
     comparison.make(lambda form: not (recording and form.ours))
-    rounds = args.rounds or (3 if args.quick else 31 if results.device == "cuda" else 11)
+    rounds = args.rounds or (3 if args.quick else 31 if results.device == "cuda" and args.model == "stack" else 11)
     _, error = attempt(partial(comparison.measure, rounds, 3 if results.device == "cuda" else 1))
     compare(comparison.rows)
     for form in forms:
         row = comparison.rows[form.name]
-        row |= {"layers": stack.layers, "reordering": not args.no_reordering, "cudagraphs": recording and form.ours}
+        row |= {
+            "model": args.model,
+            "layers": stack.layers,
+            "reordering": not args.no_reordering,
+            "cudagraphs": recording and form.ours,
+        }
         if results.device == "cuda" and form.ours:
             row["goals"] = goals_text(goals_of(form, stack.layers, not args.no_reordering), row)
         results.add({"form": form.name}, row, comparison.errors.get(form.name, error), headline=True)
@@ -450,7 +550,11 @@ def add_rows(args: argparse.Namespace, results: Results) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
-    made.add_argument("--only", metavar="TEXT", help="forms whose name has this in it, of all; quick: some")
+    made.add_argument(
+        "--only", action="append", metavar="TEXT", help="the form of this name, else those that have it in theirs"
+    )
+    made.add_argument("--model", choices=("stack", *workloads.LANGUAGE_MODELS), default="stack")
+    made.add_argument("--loss-curve", type=int, metavar="STEPS", help="train on text, packed and not")
     made.add_argument("--layers", type=int, help="of the stack (12 on a GPU, 4 on a CPU)")
     made.add_argument("--rounds", type=int, help="passes of each form")
     made.add_argument("--cudagraphs", choices=("auto", "off"), default="off", help="multigraph's option")
@@ -462,6 +566,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
+    if args.loss_curve:
+        return loss_curve.main(args)
     results = Results("saved_tensors", "Saved tensors: memory and time of training steps, packed or not", COLUMNS, args)
     with torch._inductor.config.patch(reorder_for_peak_memory=not args.no_reordering):
         _, error = attempt(partial(add_rows, args, results))

@@ -86,6 +86,97 @@ class Decoder(torch.nn.Module):
         return x
 
 
+class WideAttention(torch.nn.Module):
+    """Causal attention, with or without biases and rotated positions, and with fewer heads of keys and values."""
+
+    def __init__(self, width: int, heads: int, shared: int, bias: bool, rotated: bool) -> None:
+        super().__init__()
+        self.heads, self.shared, self.size, self.rotated = heads, shared, width // heads, rotated
+        self.queries = torch.nn.Linear(width, width, bias=bias)
+        self.others = torch.nn.Linear(width, 2 * self.size * shared, bias=bias)
+        self.out = torch.nn.Linear(width, width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q = self.queries(x).view(batch, length, self.heads, self.size).transpose(1, 2)
+        k, v = self.others(x).view(batch, length, 2, self.shared, self.size).permute(2, 0, 3, 1, 4)
+        if self.rotated:
+            q, k = self._turned(q), self._turned(k)
+        if self.shared != self.heads:
+            k, v = (part.repeat_interleave(self.heads // self.shared, dim=1) for part in (k, v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        assert isinstance(mixed, torch.Tensor)
+        return mixed
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(0, self.size, 2, device=x.device, dtype=torch.float32) / self.size
+        angles = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] / 10000.0**steps
+        sin, cos = angles.sin().repeat(1, 2).to(x.dtype), angles.cos().repeat(1, 2).to(x.dtype)
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class WideBlock(torch.nn.Module):
+    """A block of GPT-2 (LayerNorm, biases, GELU) or of Llama (RMSNorm, SwiGLU, shared keys and values)."""
+
+    def __init__(self, width: int, heads: int, hidden: int, shared: int, llama: bool) -> None:
+        super().__init__()
+        norm: Callable[[int], torch.nn.Module] = torch.nn.RMSNorm if llama else torch.nn.LayerNorm
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.attention = WideAttention(width, heads, shared, bias=not llama, rotated=llama)
+        self.up = torch.nn.Linear(width, hidden, bias=not llama)
+        self.gate = torch.nn.Linear(width, hidden, bias=False) if llama else None
+        self.down = torch.nn.Linear(hidden, width, bias=not llama)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        h = self.norm2(x)
+        if self.gate is None:
+            h = torch.nn.functional.gelu(self.up(h), approximate="tanh")
+        else:
+            h = torch.nn.functional.silu(self.gate(h)) * self.up(h)
+        y = x + self.down(h)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+
+class LanguageModel(torch.nn.Module):
+    """Token ids, batch x length -> the loss of predicting each from those before."""
+
+    def __init__(self, words: int, layers: int, width: int, heads: int, hidden: int, shared: int, llama: bool) -> None:
+        super().__init__()
+        self.width, self.words = width, words
+        self.embed = torch.nn.Embedding(words, width)
+        self.blocks = torch.nn.ModuleList(WideBlock(width, heads, hidden, shared, llama) for _ in range(layers))
+        self.norm: torch.nn.Module = torch.nn.RMSNorm(width) if llama else torch.nn.LayerNorm(width)
+        self.head = torch.nn.Linear(width, words, bias=False)
+        torch.nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, ids: torch.Tensor, around: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
+        """`around`: called with a block and its input in place of the block."""
+        x = self.embed(ids[:, :-1])
+        for block in self.blocks:
+            x = block(x) if around is None else around(block, x)
+        logits = self.head(self.norm(x))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+# words, width, heads, hidden, heads of keys and values, of Llama's kind; layers; batch, length
+LANGUAGE_MODELS: dict[str, tuple[tuple[int, int, int, int, int, bool], int, tuple[int, int]]] = {
+    "gpt2-medium": ((50257, 1024, 16, 4096, 16, False), 24, (8, 1024)),
+    "llama-1b": ((128256, 2048, 32, 8192, 8, True), 16, (2, 2048)),
+    "small": ((256, 64, 4, 128, 2, True), 2, (2, 64)),
+}
+
+
+def language_model(name: str, layers: int | None = None) -> LanguageModel:
+    """Of the size of that name, with random weights."""
+    (words, *rest), usual, _ = LANGUAGE_MODELS[name]
+    width, heads, hidden, shared, llama = rest
+    return LanguageModel(words, layers or usual, width, heads, hidden, shared, bool(llama))
+
+
 @functools.cache
 def decoder(device: str, layers: int = 4) -> Decoder:
     """bfloat16 and 1024 wide on the GPU, float32 and 256 wide on the CPU."""
