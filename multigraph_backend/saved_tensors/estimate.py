@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend.saved_tensors import choosing, costs, graphs, placement, transfers
 from multigraph_backend.saved_tensors.rules import Offload, Recompute
@@ -18,9 +18,20 @@ from multigraph_backend.saved_tensors.tracing import Traced
 
 
 class Estimate:
-    """Both graphs as programs; `outputs` of the forward's results are the caller's, `static` its parameters."""
+    """Both graphs as programs; `outputs` of the forward's results are the caller's, `static` its parameters.
 
-    def __init__(self, forward: GraphModule, backward: GraphModule, outputs: int, static: Sequence[int]) -> None:
+    `reordered`: the compiler changes the order of operations to lower the peak.
+    """
+
+    def __init__(
+        self,
+        forward: GraphModule,
+        backward: GraphModule,
+        outputs: int,
+        static: Sequence[int],
+        reordered: bool = False,
+    ) -> None:
+        self._reordered = reordered
         self._outputs, self._results = outputs, graphs.results(forward.graph)
         self._backward = backward
         caller = [node.name for node in forward.graph.find_nodes(op="placeholder")]
@@ -29,7 +40,7 @@ class Estimate:
 
     def place(self, traced: Sequence[Traced]) -> placement.Placement:
         """The best places for the packs of these units."""
-        packings = [_packing(entry) for entry in traced]
+        packings = [_packing(entry, self._reordered) for entry in traced]
         members = {member for entry in traced for member in entry.unit.members}
         returned = [
             value
@@ -65,7 +76,7 @@ def _dead_views(members: set[Node], needed: set[Node]) -> frozenset[str]:
     return frozenset(node.name for node in dead)
 
 
-def _packing(traced: Traced) -> placement.Packing:
+def _packing(traced: Traced, reordered: bool) -> placement.Packing:
     unit = traced.unit
     packing, unpacking = traced.pack.graph, traced.unpack.graph
     tensors = unpacking.find_nodes(op="placeholder")[: len(traced.saved)]
@@ -83,7 +94,14 @@ def _packing(traced: Traced) -> placement.Packing:
         anchors=tuple(node.name for node in anchors),
         cheap=traced.cheap and not isinstance(unit.pack, Recompute),
         transfer=_transfer(traced),
+        floating=reordered and _element_by_element(packing),
     )
+
+
+def _element_by_element(pack: Graph) -> bool:
+    """Whether a pack is a cast, which the compiler can fuse with anything."""
+    made = [node for node in pack.nodes if node.op == "call_function" and graphs.viewed(node) is None]
+    return bool(made) and all(graphs.elementwise(node) for node in made)
 
 
 def _transfer(traced: Traced) -> placement.Transfer | None:

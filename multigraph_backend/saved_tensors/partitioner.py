@@ -62,7 +62,8 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
             return forward, backward
         outputs = settings["num_fwd_outputs"]
         static = settings.get("static_lifetime_input_indices") or ()
-        return pack_saved_tensors(forward, backward, outputs, static, self.rules, self.budget, self.gathered)
+        reordered = bool(_compat.inductor_config.reorder_for_peak_memory)
+        return pack_saved_tensors(forward, backward, outputs, static, self.rules, self.budget, reordered, self.gathered)
 
     def uuid(self) -> Any:
         theirs = self.inner.uuid()
@@ -83,11 +84,13 @@ def pack_saved_tensors(
     static: Sequence[int],
     rules: Sequence[Rule],
     budget: Budget | None = None,
+    reordered: bool = False,
     gathered: bool = False,
 ) -> tuple[GraphModule, GraphModule]:
     """Both graphs with saved tensors packed as `rules` say; `outputs` of the forward's results are the caller's.
 
-    With a `budget` the rules say what may be done, and it says how much of that is.  `gathered`: see `choosing.choose`.
+    With a `budget` the rules say what may be done, and it says how much of that is.  `reordered`: the compiler changes
+    the order of operations to lower the peak.  `gathered`: see `choosing.choose`.
 
     The modules that are returned may be the given ones, changed.  Nothing is raised for what cannot be packed.
     """
@@ -107,7 +110,7 @@ def pack_saved_tensors(
             kept = [entry for entry in kept if entry.node.name not in lent]
             account.add(SavedTensors(tuple(map(_kept, kept)), budget=said))
             return forward, backward
-        placed = Estimate(forward, backward, outputs, static).place(traced)
+        placed = Estimate(forward, backward, outputs, static, reordered).place(traced)
         surgery.carry_out(forward, backward, outputs, traced, placed)
         used = recompute.take_back(forward, backward, outputs, lent)
         kept = [entry for entry in kept if entry.node.name not in lent or entry.node.name in used]

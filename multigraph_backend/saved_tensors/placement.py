@@ -9,7 +9,7 @@ begins; `links` says when that is.
 A pack goes right after the last step that computes with the buffer; a view of it does not count, what is done with the
 view does.  An unpack goes right before the first such step; one that costs little is done again for uses far apart.
 
-Invariant: the peak of the chosen order is not above that of stock's order.  Pure: names, positions and sizes.
+Invariant: the estimated peak of the chosen order is not above that of stock's order.  Pure: names, positions and sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Packing:
 
     `pack` takes the memory, `unpack` what `pack` gives; the outputs of `unpack` stand for the members, in order.
     `transfer`: that the pack is an offload, and how its copies run.  `anchors`: buffers of the backward that `unpack`
-    takes besides, as its last inputs.
+    takes besides, as its last inputs.  `floating`: the compiler finds a place for the pack, which is to stand at
+    the end; peaks are estimated as if it were behind the last use.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Packing:
     anchors: tuple[str, ...] = ()
     cheap: bool = False
     transfer: Transfer | None = None
+    floating: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,10 @@ def place(
     peaks = {order: peak(packed_backward(backward, packings, unpacks, times)) for order, unpacks in candidates.items()}
     best = min(peaks, key=lambda order: peaks[order])  # the first of equals
     name: Callable[[int], str] = lambda index: backward.steps[index].name  # noqa: E731
+    floating = {packing.name for packing in packings if packing.floating}
     reloads = _in_order(packings, {unit: copies[0][0] for unit, copies in candidates[best].items()})
     return Placement(
-        pack_before={unit: forward.steps[index].name for unit, index in packs.items()},
+        pack_before={unit: forward.steps[end if unit in floating else at].name for unit, at in packs.items()},
         unpackings={
             unit: tuple(Unpacking(name(at), tuple(map(name, uses))) for at, uses in copies)
             for unit, copies in candidates[best].items()

@@ -577,3 +577,38 @@ def test_arguments(load: Callable[[str], Any], name: str, words: list[str]) -> N
     assert vars(parser.parse_args(words)) != vars(parser.parse_args([]))
     with pytest.raises(SystemExit):
         parser.parse_args(["--device", "tpu"])
+
+
+def test_losses_of_training_on_text(load: Callable[[str], Any]) -> None:
+    curve, unpacked = load("loss_curve"), []
+    plain, packed = (curve.row_of(name, 3, "cpu", True, unpacked) for name in ("unpacked", "int8"))
+    assert (plain["packed"], plain["over_unpacked"]) == (0, 1.0)
+    assert packed["packed"] > 0
+    assert packed["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-5)
+    assert packed["last_loss"] != plain["last_loss"]
+    assert packed["over_unpacked"] == pytest.approx(1, abs=0.02)
+
+
+def test_what_is_offloaded_is_held_against_what_it_could_save(load: Callable[[str], Any]) -> None:
+    saved, measure = load("saved_tensors"), load("measure")
+    rows: dict[str, dict[str, Any]] = {
+        "inductor": {"forward_mib": 100.0, "backward_mib": 110.0, "over_inductor": 1.0},
+        "multigraph, offload": {
+            "forward_mib": 90.0, "backward_mib": 100.4, "over_inductor": 1.01, "offloaded_mib": 10.0,
+        },
+    }  # fmt: skip
+    saved.compare(rows)
+    form = saved.Form("multigraph, offload", lambda: None, "offload")
+    said = measure.goals_text(saved.goals_of(form, 12, True), rows["multigraph, offload"])
+    assert said == "step/Inductor <= 1.02 met, saving/theory >= 0.95 met"
+
+
+def test_the_language_models_as_programs(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+    stack = saved.Language("small", "cpu", None)
+    inputs = stack.inputs()
+    torch.testing.assert_close(stack.program()(*inputs), stack.program(checkpointed=True)(*inputs))
+    assert stack.first_blocks() == 1
+    names = [form.name for form in saved.forms_of(stack, {})]
+    assert "multigraph, budget 0.5" in names
+    assert "multigraph, offload" not in names  # on the CPU
