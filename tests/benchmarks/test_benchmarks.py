@@ -102,6 +102,14 @@ def test_replay(tmp_path: Path) -> None:
     assert all(row["counts"]["generic_calls"] > 0 for row in whole if row["form"] == "multigraph")
 
 
+def test_distributed(tmp_path: Path) -> None:
+    rows = run("distributed", tmp_path)
+    assert [(row["work"], row["ranks"], row["form"]) for row in rows] == [
+        ("decoder", 2, form) for form in ("eager", "inductor", "multigraph")
+    ]
+    assert positive(rows, "us")
+
+
 def test_capture_sizes(tmp_path: Path) -> None:
     rows = run("capture_sizes", tmp_path)
     assert [(row["form"], row["order"], row["sizes"]) for row in rows] == [

@@ -93,7 +93,8 @@ def simulated(rank: int) -> Any:
 
 
 def program(x: torch.Tensor) -> torch.Tensor:
-    return functional.wait_tensor(functional.all_reduce(x.sin(), "sum", dist.group.WORLD.group_name)) * 2  # type: ignore[union-attr]
+    group: Any = dist.group.WORLD
+    return functional.wait_tensor(functional.all_reduce(x.sin(), "sum", group.group_name)) * 2
 
 
 def begin(rank: int, size: int, port: int, device: str) -> None:

@@ -21,7 +21,7 @@ def problem(ending: str, ranks: list[processes.Ended]) -> str | None:
     wanted = {"exception": 1, "sys.exit": 7, "SIGINT": -2}.get(ending, 0)
     for rank, ended in enumerate(ranks):
         status = -9 if (ending, rank) == ("one rank killed", 0) else wanted
-        if "recorded 1" not in ended.said:
+        if "recorded " not in ended.said or "nothing was recorded" in ended.said:
             return f"rank {rank} recorded nothing: {ended.said}"
         if ended.status is None:
             return f"rank {rank} hangs: {ended.said}"

@@ -19,7 +19,7 @@ collect_ignore = []
 if not torch.cuda.is_available():
     collect_ignore_glob = ["*"]
 if torch.cuda.device_count() < 2:
-    collect_ignore.append("test_two_devices_on_gpu.py")
+    collect_ignore += ["test_distributed_on_gpu.py", "test_two_devices_on_gpu.py"]
 if importlib.util.find_spec("multigraph_allocator") is None:  # `scripts/gpu --allocator` builds it
     collect_ignore.append("test_allocator_on_gpu.py")
 

@@ -1,0 +1,533 @@
+"""Several GPUs, one process each: what a step takes, beside stock's and a capture by hand, and how ranks start cold.
+
+decoder    tensor-parallel decoder, 4 layers, d = 4096, 16 tokens, two functional all-reduces a layer
+dtensor    four tensor-parallel MLPs through DTensor, d = 4096, 16 tokens
+ddp        a training step of 12 blocks, d = 1024, 4 x 1024 tokens, compiled as a whole and block by block
+fsdp       the same under FSDP2
+cold       seconds to the decoder's first result with empty caches, for 1, 2, ... ranks
+
+eager                  the program itself
+inductor               torch.compile
+stock                  torch.compile(mode="reduce-overhead")
+by hand                Inductor's code in a torch.cuda.graph, its input copied before each replay
+multigraph             torch.compile(backend="multigraph")
+
+All forms of a work share their processes and take turns, rank by rank in the same order; "us" is the median over passes
+of some calls in a row and the wait for them, on rank 0. Each form's result is compared with eager's first. Ranks write
+their answer and end at once: stock would wait forever for its graphs.
+
+    python benchmarks/distributed.py --json distributed.json
+    python benchmarks/distributed.py --work decoder --ranks 4
+    python benchmarks/distributed.py --quick --device cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import datetime
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from measure import (
+    Call,
+    Column,
+    Goal,
+    Results,
+    answer,
+    arguments,
+    attempt,
+    difference,
+    goals_text,
+    interleaved,
+    own_code,
+    paired_ratio,
+    wait,
+)
+
+import multigraph_backend
+
+WORKS = ("decoder", "dtensor", "ddp", "fsdp", "cold")
+FORMS = ("eager", "inductor", "by hand", "multigraph", "stock")
+TRAINING_FORMS = (
+    "eager",
+    *(f"{form}, {part}" for form in ("inductor", "multigraph", "stock") for part in ("whole", "blocks")),
+)
+COLUMNS = (
+    Column("work", "work"),
+    Column("ranks", "ranks"),
+    Column("form", "form"),
+    Column("us", "us", 1),
+    Column("over_hand", "over by hand", 3),
+    Column("over_stock", "over stock's best", 3),
+    Column("seconds", "cold seconds", 2),
+    Column("over_one", "over one rank", 2),
+    Column("recordings", "recordings"),
+    Column("goals", "goals"),
+)
+INFERENCE_GOALS = (Goal("over by hand", "over_hand", 1.02), Goal("over stock", "over_stock", 1.0))
+TRAINING_GOALS = (Goal("over stock's best", "over_stock", 0.97),)
+COLD_GOALS = (Goal("over one rank", "over_one", 1.15),)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the models: width, layers, tokens of a call; and how often is measured."""
+
+    width: int
+    layers: int
+    tokens: int
+    calls: int
+    rounds: int
+
+
+def size_of(work: str, quick: bool) -> Size:
+    if quick:
+        return Size(64, 2, 16, 2, 2)
+    if work in ("ddp", "fsdp"):
+        return Size(1024, 12, 1024, 4, 9)
+    return Size(4096, 4, 16, 40, 15)
+
+
+# ---------------------------------------------------------------- models
+
+
+class ParallelBlock(torch.nn.Module):
+    """A decoder block of which this rank has some heads and a part of the hidden layer."""
+
+    def __init__(self, width: int, ranks: int) -> None:
+        super().__init__()
+        self.width, self.heads = width // ranks, max(1, width // 128 // ranks)
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(width) for _ in range(2))
+        self.qkv = torch.nn.Linear(width, 3 * self.width, bias=False)
+        self.out = torch.nn.Linear(self.width, width, bias=False)
+        self.up = torch.nn.Linear(width, 4 * self.width, bias=False)
+        self.down = torch.nn.Linear(4 * self.width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.shape[0]
+        q, k, v = (
+            part.view(tokens, self.heads, -1).transpose(0, 1) for part in self.qkv(self.norms[0](x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        x = x + reduced(self.out(y.transpose(0, 1).reshape(tokens, self.width)))
+        return x + reduced(self.down(F.silu(self.up(self.norms[1](x)))))
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    group: Any = dist.group.WORLD
+    whole: torch.Tensor = functional.all_reduce(x, "sum", group)
+    return whole
+
+
+class Block(torch.nn.Module):
+    """A block of the models that are trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, width = x.shape
+        parts = self.qkv(self.norms[0](x)).view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(rows, tokens, width))
+        done: torch.Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return done
+
+
+# ---------------------------------------------------------------- forms of inference
+
+
+def inference_program(work: str, size: Size, device: str, dtype: torch.dtype) -> Call:
+    ranks = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    if work == "decoder":
+        model: torch.nn.Module = torch.nn.Sequential(*(ParallelBlock(size.width, ranks) for _ in range(size.layers)))
+        model = model.to(device, dtype)
+        return lambda x: model(x)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh(device, (ranks,))
+    parts = []
+    for _ in range(size.layers):
+        mlp = torch.nn.Sequential(
+            torch.nn.Linear(size.width, 4 * size.width, bias=False),
+            torch.nn.SiLU(),
+            torch.nn.Linear(4 * size.width, size.width, bias=False),
+        ).to(device, dtype)
+        parts.append(parallelize_module(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}))
+    whole = torch.nn.Sequential(*parts)
+    return lambda x: whole(x)
+
+
+def by_hand(plain: Call, x: torch.Tensor) -> Call:
+    """Inductor's code captured, with a place for its input."""
+    place = x.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            plain(place)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        output = plain(place)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        place.copy_(x)
+        graph.replay()
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    return call
+
+
+def inference_form(name: str, program: Call, x: torch.Tensor) -> Call:
+    match name:
+        case "eager":
+            return program
+        case "inductor":
+            return torch.compile(own_code(program), dynamic=False)
+        case "by hand":
+            return by_hand(torch.compile(own_code(program), dynamic=False), x)
+        case "multigraph":
+            return torch.compile(own_code(program), backend="multigraph", dynamic=False)
+    return torch.compile(own_code(program), mode="reduce-overhead", dynamic=False)
+
+
+def inference(work: str, size: Size, device: str, results: dict[str, dict[str, Any]]) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    program = inference_program(work, size, device, dtype)
+    torch.manual_seed(1)
+    inputs = [torch.randn(size.tokens, size.width, device=device, dtype=dtype) for _ in range(4)]
+    forms: dict[str, Call] = {}
+    with torch.no_grad():
+        expected = [program(x).clone() for x in inputs]
+        for name in FORMS:
+            if device == "cpu" and name in ("by hand", "stock"):
+                continue
+
+            def warm(name: str = name) -> Call:
+                form = inference_form(name, program, inputs[0])
+                for _ in range(4):
+                    for x, wanted in zip(inputs, expected, strict=True):
+                        off = difference(form(x), wanted)
+                        if not off < 3e-2:  # NaN is wrong too
+                            raise RuntimeError(f"wrong numbers: {off:.2e} from eager's")
+                return form
+
+            add_form(name, warm, forms, results)
+        passes = {name: timed(partial(run_all, form, inputs), size.calls, len(inputs)) for name, form in forms.items()}
+        take(passes, size, results)
+
+
+def run_all(form: Call, inputs: Sequence[torch.Tensor]) -> None:
+    for x in inputs:
+        form(x)
+
+
+# ---------------------------------------------------------------- forms of training
+
+
+def training_form(name: str, base: torch.nn.Module, work: str, x: torch.Tensor) -> Call:
+    """A step, which returns the loss."""
+    kind, _, part = name.partition(", ")
+    settings: dict[str, Any] = {"dynamic": False}
+    settings |= {"multigraph": {"backend": "multigraph"}, "stock": {"mode": "reduce-overhead"}}.get(kind, {})
+    model: Any = copy.deepcopy(base)
+    if part == "blocks":
+        for index, block in enumerate(model):
+            model[index] = torch.compile(block, **settings)
+    if work == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run = torch.compile(model, **settings) if part == "whole" else model
+
+    def step() -> torch.Tensor:
+        if kind == "stock":
+            torch.compiler.cudagraph_mark_step_begin()
+        loss = run(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        taken: torch.Tensor = loss.detach().clone()
+        return taken
+
+    return step
+
+
+def training(work: str, size: Size, device: str, results: dict[str, dict[str, Any]]) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(*(Block(size.width) for _ in range(size.layers))).to(device, dtype)
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(4, size.tokens, size.width, device=device, dtype=dtype)
+    forms: dict[str, Call] = {}
+    expected: list[float] = []
+    for name in TRAINING_FORMS:
+        if device == "cpu" and name.startswith("stock"):
+            continue
+
+        def warm(name: str = name) -> Call:
+            step = training_form(name, base, work, x)
+            losses = [float(step()) for _ in range(6)]
+            if not expected:
+                expected.extend(losses)
+            off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+            if not off < 2e-2:
+                raise RuntimeError(f"wrong numbers: losses {losses}, and eagerly {expected}")
+            return step
+
+        add_form(name, warm, forms, results)
+    take({name: timed(step, size.calls, 1) for name, step in forms.items()}, size, results)
+
+
+# ---------------------------------------------------------------- measuring on all ranks alike
+
+
+def agreed(error: str | None) -> str | None:
+    """The first error of any rank."""
+    every: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, error, group=control())
+    return next((entry for entry in every if entry is not None), None)
+
+
+_control: list[Any] = []
+
+
+def control() -> Any:
+    """A group over gloo, for what ranks say to each other beside the work."""
+    if not _control:
+        _control.append(dist.new_group(backend="gloo"))
+    return _control[0]
+
+
+def add_form(name: str, warm: Callable[[], Call], forms: dict[str, Call], results: dict[str, dict[str, Any]]) -> None:
+    before = multigraph_backend.stats()["recordings"]
+    form, error = attempt(warm)
+    wait()
+    recordings = multigraph_backend.stats()["recordings"] - before
+    if name.startswith("multigraph") and torch.cuda.is_initialized() and not recordings:
+        error = error or f"RuntimeError: nothing was recorded:\n{multigraph_backend.explain()}"
+    error = agreed(error)
+    results[name] = {"error": error, "recordings": recordings}
+    if error is None and form is not None:
+        forms[name] = form
+
+
+def timed(call: Callable[[], object], calls: int, each: int) -> Callable[[], float]:
+    def one() -> float:
+        wait()
+        dist.barrier(group=control())
+        began = time.perf_counter()
+        for _ in range(max(1, calls // each)):
+            call()
+        wait()
+        return (time.perf_counter() - began) * 1e6 / (max(1, calls // each) * each)
+
+    return one
+
+
+def take(passes: Mapping[str, Callable[[], float]], size: Size, results: dict[str, dict[str, Any]]) -> None:
+    taken = interleaved(passes, size.rounds)
+    stock = [name for name in passes if name.startswith("stock")]
+    best = min(stock, key=lambda name: statistics.median(taken[name])) if stock else None
+    for name, values in taken.items():
+        row = results[name]
+        row["us"] = statistics.median(values)
+        if best is not None:
+            row["over_stock"] = paired_ratio(values, taken[best])
+        if "by hand" in taken:
+            row["over_hand"] = paired_ratio(values, taken["by hand"])
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def rank_program(args: argparse.Namespace) -> int:
+    rank, ranks = args.rank
+    torch.set_num_threads(args.threads)
+    work, size = args.work[0], size_of(args.work[0], args.quick)
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+    settings: dict[str, Any] = {"device_id": torch.device("cuda", rank)} if args.device == "cuda" else {}
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120), **settings)
+    results: dict[str, dict[str, Any]] = {}
+
+    def measured() -> dict[str, dict[str, Any]]:
+        if work == "cold":
+            results["multigraph"] = cold(size, args.device)
+        elif work in ("ddp", "fsdp"):
+            training(work, size, args.device, results)
+        else:
+            inference(work, size, args.device, results)
+        return results
+
+    answer(args.answer.with_suffix(f".{rank}"), measured)
+    sys.stdout.flush()
+    os._exit(0)  # stock's graphs hold collectives: the group's destruction would wait for them forever
+
+
+def cold(size: Size, device: str) -> dict[str, Any]:
+    """Seconds to the first result, with caches that are empty and shared by all ranks."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    program = inference_program("decoder", size, device, dtype)
+    x = torch.randn(size.tokens, size.width, device=device, dtype=dtype)
+    with torch.no_grad():
+        expected = program(x)
+        wait()
+        dist.barrier(group=control())
+        began = time.perf_counter()
+        output = torch.compile(program, backend="multigraph", dynamic=False, options={"on_failure": "raise"})(x)
+        wait()
+        seconds = time.perf_counter() - began
+    off = difference(output, expected)
+    if not off < 3e-2:
+        raise RuntimeError(f"wrong numbers: {off:.2e} from eager's")
+    return {"seconds": seconds, "error": None, "waited": multigraph_backend.stats()["waited_for_ranks"]}
+
+
+@contextlib.contextmanager
+def _ranks(work: str, ranks: int, args: argparse.Namespace, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if work == "cold":
+        environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    started = []
+    for rank in range(ranks):
+        words = ["--work", work, "--rank", str(rank), str(ranks), "--answer", str(folder / "answer")]
+        words += ["--device", args.device, "--threads", str(args.threads), *(["--quick"] if args.quick else [])]
+        with (folder / f"log.{rank}").open("wb") as log:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(Path(__file__).resolve()), *words],
+                    env=environ,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    try:
+        yield started
+    finally:
+        for process in started:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def on_ranks(work: str, ranks: int, args: argparse.Namespace, seconds: float) -> list[dict[str, dict[str, Any]]]:
+    """What each rank measured.  Raises RuntimeError where one did not."""
+    import json
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        deadline = time.monotonic() + seconds
+        with _ranks(work, ranks, args, folder) as started:
+            for process in started:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0.1))
+        found = []
+        for rank in range(ranks):
+            path = folder / f"answer.{rank}"
+            if not path.exists():
+                log = (folder / f"log.{rank}").read_text(errors="replace").splitlines()[-12:]
+                raise RuntimeError(f"rank {rank} has no answer after {seconds:.0f} s: " + "\n".join(log))
+            told = json.loads(path.read_text())
+            if told["error"] is not None:
+                raise RuntimeError(f"rank {rank}: {told['error']}")
+            found.append(told["value"])
+        return found
+
+
+# ---------------------------------------------------------------- all
+
+
+def add_rows(work: str, ranks: int, args: argparse.Namespace, results: Results, seconds: float) -> None:
+    goals = TRAINING_GOALS if work in ("ddp", "fsdp") else INFERENCE_GOALS
+    found, error = attempt(lambda: on_ranks(work, ranks, args, seconds)[0])
+    for form, row in (found or {"multigraph": {"error": error}}).items():
+        failed = row.pop("error")
+        if form.startswith("multigraph") and args.device == "cuda":
+            row["goals"] = goals_text(goals, row)
+        results.add({"work": work, "ranks": ranks, "form": form}, row, failed, headline=True)
+
+
+def add_cold(counts: Sequence[int], args: argparse.Namespace, results: Results, seconds: float) -> None:
+    one: float | None = None
+    for ranks in counts:
+        told, error = attempt(partial(on_ranks, "cold", ranks, args, seconds))
+        row: dict[str, Any] = {}
+        if told is not None:
+            row["seconds"] = max(rank["multigraph"]["seconds"] for rank in told)
+            one = one or row["seconds"]
+            row["over_one"] = row["seconds"] / one
+            if ranks > 1:
+                row["goals"] = goals_text(COLD_GOALS, row)
+        results.add({"work": "cold", "ranks": ranks, "form": "multigraph"}, row, error, headline=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = arguments(__doc__)
+    made.add_argument("--work", nargs="+", choices=WORKS, help="all of them")
+    made.add_argument("--ranks", type=int, metavar="N", help="one for each GPU, at most 2 (2)")
+    made.add_argument("--seconds", type=float, default=100, help="of the processes of one work at most (100)")
+    made.add_argument("--rank", nargs=2, type=int, help=argparse.SUPPRESS)  # of a process: its rank, how many there are
+    made.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    return made
+
+
+def main() -> int:
+    args = parser().parse_args()
+    if args.rank is not None:
+        return rank_program(args)
+    results = Results("distributed", "Several GPUs: a step on all ranks, beside stock's", COLUMNS, args)
+    args.device = results.device
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 2
+    ranks = args.ranks or min(gpus, 2)
+    if ranks > gpus and args.device == "cuda":
+        parser().error(f"--ranks: there are {gpus} GPUs")
+    for work in args.work or (WORKS[:1] if args.quick else WORKS):
+        if work == "cold":
+            add_cold([count for count in (1, 2, 4) if count <= ranks], args, results, args.seconds)
+        else:
+            add_rows(work, ranks, args, results, args.seconds)
+    return results.finish(lambda row: str(row["form"]).startswith("multigraph"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
