@@ -354,7 +354,7 @@ def compiled_autograd(rank: int) -> None:
 def main() -> int:
     rank, size, port, names = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
+    faulthandler.dump_traceback_later(450, exit=True)  # a rank that hangs says where
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
     for name in names:

@@ -26,7 +26,7 @@ def test_two_ranks_are_right(names: tuple[str, ...], tmp_path: Path) -> None:
     port = str(processes.free_port())
     words = [[str(rank), "2", port, *names] for rank in range(2)]
     environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "NONCE": str(time.time())}
-    for ended in processes.run(processes.HERE / "ranks.py", words, 240, environ):
+    for ended in processes.run(processes.HERE / "ranks.py", words, 500, environ):
         assert ended.status == 0, ended.said
         assert [name for name in names if f"{name}: ok" not in ended.said] == []
 
