@@ -36,6 +36,7 @@ from multigraph_backend import _compat
 log = logging.getLogger(__name__)
 
 PERIOD = 0.05  # seconds between two looks
+_REST = 20  # looks after which it asks whether there is anything left to look for
 _PATIENCE = 5.0  # seconds that a call of compiled code may still take when the process ends
 
 DESTROYED = "its process group is being destroyed"
@@ -98,7 +99,7 @@ def _watch() -> None:
     """Until no tree holds any; `watch` begins anew."""
     global _thread
     codes = destroying()
-    resting = True
+    resting, looks = True, 0
     while not _ended.wait(PERIOD):
         if _inside(codes):
             resting = False
@@ -111,6 +112,9 @@ def _watch() -> None:
             resting = True
             for tree in _living():
                 tree.resume_collectives()
+        looks += 1
+        if looks % _REST:  # asking a tree takes its lock, which calls want
+            continue
         with _lock:
             if not any(tree.holds_collectives() for tree in list(_trees)):
                 _thread = None
