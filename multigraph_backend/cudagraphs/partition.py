@@ -121,17 +121,17 @@ def _put_together(code: Any, taken: Taken, graph: GraphSpec) -> GraphSpec:
     for made, entry in zip(call.pieces, maps, strict=True):
         _compare(made, entry)
     left_out = graph.cuts or (Cut(LEFT_OUT, call.ops),)
+    made_of_code = [
+        _piece_of_call(number, made, entry, graph)
+        for number, (made, entry) in enumerate(zip(call.pieces, maps, strict=True))
+    ]
+    pieces = _with_collectives(generated, made_of_code)
+    apart = tuple(Cut(piece.unrecorded, ("a piece of it",)) for piece in pieces if piece.unrecorded)
     return dataclasses.replace(
         graph,
-        pieces=_with_collectives(
-            generated,
-            [
-                _piece_of_call(number, made, entry, graph)
-                for number, (made, entry) in enumerate(zip(call.pieces, maps, strict=True))
-            ],
-        ),
-        whole=len(call.pieces) == 1 and not call.outside,
-        cuts=left_out if call.outside else (),
+        pieces=pieces,
+        whole=len(pieces) == 1 and not call.outside and not apart,
+        cuts=(left_out if call.outside else ()) + apart,
     )
 
 

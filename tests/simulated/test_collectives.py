@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from multigraph_backend.cudagraphs import cuts
+from multigraph_backend.cudagraphs import cuts, partition
 from multigraph_backend.cudagraphs.cuts import CutRules
 from multigraph_backend.cudagraphs.generated_code import GeneratedCode
+from multigraph_backend.cudagraphs.partition import Taken
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.simulated import SimulatedDevice
+from multigraph_backend.cudagraphs.spec import GraphSpec, Placeholder
 from multigraph_backend.cudagraphs.splitter import Split, split
 from multigraph_backend.cudagraphs.tree import Tree
 from multigraph_backend.distributed import groups
@@ -168,6 +172,29 @@ class Runner:
 runner = Runner(partitions=[partition_0])
 """
     )
+
+
+def as_inductor_says(code: GeneratedCode, source: str) -> GraphSpec:
+    """The spec of a graph of which Inductor has generated `source`."""
+    entry = SimpleNamespace(input_index_mapping=[0, 1], output_index_mapping=[None], constant_names=[])
+    compiled = SimpleNamespace(source_code=source, partition_maps=[entry], mutated_input_idxs=[])
+    names = (Placeholder("buf0"), Placeholder("arg1_1"))
+    graph = GraphSpec(False, names, 1, (), (), (True,), (), False, (), (0,))
+    return partition.from_inductor(compiled, Taken(graph, (), {}))
+
+
+def test_a_piece_with_half_of_a_collective_is_a_piece_that_is_not_recorded() -> None:
+    halves, whole = (REDUCED,), (REDUCED, f"{_HEAD}.wait_tensor.default(buf0)")
+    for lines, apart in ((halves, True), (whole, False)):
+        code = generated(*lines)
+        spec = as_inductor_says(code, "\n".join(code.lines))
+        assert spec.refused is None
+        (piece,) = spec.pieces
+        assert piece.groups == ("0",)
+        assert piece.unrecorded == (cuts.APART if apart else None)
+        assert spec.groups == (() if apart else ("0",))
+        assert (cuts.APART in [entry.reason for entry in spec.cuts]) == apart
+        assert GraphSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
 REDUCED = f"{_HEAD}.all_reduce_.default(buf0, 'sum', '0')"
