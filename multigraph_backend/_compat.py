@@ -152,6 +152,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("default_partition", "torch._functorch.partitioners", "default_partition", feature="changed inputs",
            shape=("joint_module", "num_fwd_outputs", "static_lifetime_input_indices")),
         # saved tensors
+        _S("force_stride_order", "torch._inductor.inductor_prims", "force_stride_order", feature="saved tensors"),
         _S("free_symbols", _SHAPES, "free_symbols", feature="saved tensors", shape=("val",)),
         _S("select_decomp_table", "torch._inductor.decomposition", "select_decomp_table", feature="saved tensors"),
         _S("replace_random_passes", "torch._inductor.fx_passes.replace_random", "replace_random_passes",

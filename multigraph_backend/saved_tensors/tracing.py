@@ -59,11 +59,14 @@ class Traced:
         return plain and len(made) <= 6 and not self.unpack.graph.find_nodes(op="get_attr")
 
 
-def trace(unit: Unit, pack: PackFunction, unpack: UnpackFunction, numbers: Sequence[Node]) -> Traced:
+def trace(
+    unit: Unit, pack: PackFunction, unpack: UnpackFunction, numbers: Sequence[Node], in_memory: bool = False
+) -> Traced:
     """Trace both functions for `unit`.
 
     `pack` gets the source as it lies in memory, and `unpack` has to return the same; `numbers` are the symbolic
-    numbers that the backward graph has as inputs.  Raises CannotPack.
+    numbers that the backward graph has as inputs.  `in_memory`: what is unpacked has to lie in memory as the source
+    did, whatever the compiler would rather do.  Raises CannotPack.
     """
     source = graphs.tensor(unit.source)
     assert source is not None
@@ -93,6 +96,8 @@ def trace(unit: Unit, pack: PackFunction, unpack: UnpackFunction, numbers: Seque
         if found.device != source.device:
             raise CannotPack(f"unpack returned a tensor on {found.device} where one on {source.device} was saved")
         found = found.contiguous()
+        if in_memory:
+            found = _compat.force_stride_order(found, found.stride())
         found = _permuted(found, order.inverse)
         return [_replayed(member, unit.source, found) for member in unit.members]
 
@@ -109,7 +114,7 @@ def trace(unit: Unit, pack: PackFunction, unpack: UnpackFunction, numbers: Seque
     return Traced(unit, packed, unpacked, tuple(saved), tuple(numbers))
 
 
-def form(unit: Unit) -> Hashable:
+def form(unit: Unit, in_memory: bool) -> Hashable:
     """What `trace` makes of a unit: for units of the same form it makes the same graphs."""
     source = graphs.tensor(unit.source)
     assert source is not None
@@ -120,7 +125,7 @@ def form(unit: Unit) -> Hashable:
             (node.target, str(_values_of((node.args[1:], node.kwargs)))) for node in graphs.chain(member, unit.source)
         ]
         members.append((tuple(views), _layout(graphs.tensor(member))))
-    return pack, _layout(source), source.device, tuple(members)
+    return pack, _layout(source), source.device, in_memory, tuple(members)
 
 
 def _layout(value: torch.Tensor | None) -> Hashable:

@@ -38,10 +38,11 @@ class Tracer:
             return recompute.trace(unit, self._backward, taken)
         if isinstance(unit.pack, Offload) and self._computes_bytes:
             raise CannotPack("the backward computes bytes on the CPU, which may come to lie in its copy")
-        form = tracing.form(unit)
+        in_memory = self._into_attention(unit)
+        form = tracing.form(unit, in_memory)
         if form not in self._known:
             try:
-                self._known[form] = self._first(unit)
+                self._known[form] = self._first(unit, in_memory)
             except CannotPack as reason:
                 self._known[form] = reason
         found = self._known[form]
@@ -57,18 +58,33 @@ class Tracer:
             if not self._placeholders[member.name].users:
                 raise CannotPack("the backward graph does not read it")
 
-    def _first(self, unit: Unit) -> Traced:
+    def _into_attention(self, unit: Unit) -> bool:
+        """Whether the backward of an attention reads it.
+
+        Inductor gives these operators tensors that lie otherwise than in its graph.  cuDNN's is then wrong: torch 2.11
+        keeps its plans by how query, key and value lie, and not by how the output does that they were made for.
+        """
+        reached = [self._placeholders[member.name] for member in unit.members]
+        for node in reached:
+            for user in node.users:
+                if "attention" in str(user.target) and user.op == "call_function":
+                    return True
+                if graphs.viewed(user) is node:
+                    reached.append(user)
+        return False
+
+    def _first(self, unit: Unit, in_memory: bool) -> Traced:
         value = graphs.tensor(unit.source)
         assert value is not None
         order = graphs.memory_order(value)
         assert order is not None
         assert not isinstance(unit.pack, Recompute)
         if isinstance(unit.pack, SavedHook):
-            return tracing.trace(unit, unit.pack.pack, unit.pack.unpack, self._numbers)
+            return tracing.trace(unit, unit.pack.pack, unit.pack.unpack, self._numbers, in_memory)
         found = packs.functions(unit.pack, value.permute(order.dims) if value.dim() else value)
         if isinstance(found, str):
             raise CannotPack(found)
-        traced = tracing.trace(unit, *found, self._numbers)
+        traced = tracing.trace(unit, *found, self._numbers, in_memory)
         if traced.saved_bytes >= unit.described.bytes:
             raise CannotPack(f"packed it would need {traced.saved_bytes} bytes of {unit.described.bytes}")
         return traced

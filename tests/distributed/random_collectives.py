@@ -30,14 +30,19 @@ from multigraph_backend.lowering import Lowered
 from multigraph_backend.options import Options
 
 Program = Callable[..., torch.Tensor]
+# named otherwise up to torch 2.12
+GATHER: Callable[..., torch.Tensor] = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+SCATTER: Callable[..., torch.Tensor] = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+)
 Entry = tuple[str, str, int]  # kind, type, elements
 
 _STEPS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "all_reduce": lambda y, group: functional.all_reduce(y, "sum", group),
     "all_reduce in bfloat16": lambda y, group: functional.all_reduce(y.bfloat16(), "sum", group).float(),
-    "gather rows": lambda y, group: functional.all_gather_tensor(y.contiguous(), 0, group),
-    "gather columns": lambda y, group: functional.all_gather_tensor(y.t().contiguous(), 0, group).t(),
-    "scatter rows": lambda y, group: functional.reduce_scatter_tensor(y, "sum", 0, group),
+    "gather rows": lambda y, group: GATHER(y.contiguous(), 0, group),
+    "gather columns": lambda y, group: GATHER(y.t().contiguous(), 0, group).t(),
+    "scatter rows": lambda y, group: SCATTER(y, "sum", 0, group),
     "of a part": lambda y, group: y + functional.all_reduce(y[1:].sum(0), "sum", group),
     "of the squares": lambda y, group: y * functional.all_reduce(y @ y.t(), "sum", group).mean().tanh(),
 }
