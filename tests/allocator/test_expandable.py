@@ -160,9 +160,11 @@ def test_without_a_range_of_addresses_there_are_plain_segments(make: Make) -> No
         allocator = make(expandable=True)
         stream = allocator.stream()
         allocator.fail_at(call)
-        block = allocator.allocate(20 * MIB, stream)
-        kinds.add(allocator.snapshot()["segments"][0]["is_expandable"])
-        allocator.free(block)
+        try:
+            allocator.free(allocator.allocate(20 * MIB, stream))
+            kinds.add(allocator.snapshot()["segments"][0]["is_expandable"])
+        except Refused:  # the mapping failed, as a plain segment's allocation may
+            kinds.add("refused")
         allocator.empty_cache()
         assert allocator.driver_bytes == 0
-    assert kinds == {True, False}
+    assert kinds == {True, False, "refused"}
