@@ -279,8 +279,11 @@ void Captures::lose(StreamView& view) {
 void Captures::poll(std::vector<Block*>& left) {
   for (size_t i = 0; i < captures_.size();) {
     Capture& capture = *captures_[i];
+    // Another thread may be capturing on the witness: the nodes are that thread's to look at.
     Terminals now;
-    bool told = Terminals::of(driver_, capture.witness, now);
+    Result asked = driver_.capture_info(capture.witness, &now.status, &now.id, &now.graph, nullptr, nullptr, nullptr);
+    if (asked == result::capture_implicit) now.status = not_capturing;
+    bool told = asked == result::success || asked == result::capture_implicit;
     // An invalidated capture is still one, and so is one of which the driver does not tell.
     bool ended = told && (now.status == not_capturing || now.id != capture.id || now.graph != capture.graph);
     if (!ended) {

@@ -419,6 +419,7 @@ struct Calls {
     *status = stream.capture->invalid ? capture_invalidated : capturing;
     *id = stream.capture->id;
     *graph = reinterpret_cast<Graph>(stream.capture->graph);
+    if (nodes == nullptr) return result::success;
     *nodes = reinterpret_cast<Node*>(stream.terminals.data());
     *edges = stream.edges.data();
     *count = stream.terminals.size();
