@@ -14,6 +14,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.background import CompileTimeout, compile_within, describe
+from multigraph_backend.compile_state import CompileState
 
 seen: contextvars.ContextVar[str] = contextvars.ContextVar("seen", default="nothing")
 
@@ -135,3 +136,16 @@ def test_waiting_for_another_compile_does_not_count_against_the_limit() -> None:
 def test_an_error_is_described_in_one_line() -> None:
     assert describe(ValueError("first\nsecond")) == "ValueError: first"
     assert describe(KeyError()) == "KeyError"
+
+
+def test_a_compile_that_is_left_inside_of_inductor_leaves_nothing_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundler = _compat.TritonBundler
+    monkeypatch.setattr(bundler, "is_enabled", classmethod(lambda cls: True))
+    process_wide = contextlib.ExitStack()
+    with CompileState.take().restored(process_wide, "", autograd_cache=False):
+        bundler.begin_compile()
+        with pytest.raises(AssertionError):
+            bundler.begin_compile()
+        process_wide.close()  # as the caller does whose compile hangs
+        bundler.begin_compile()
+        bundler.end_compile()
