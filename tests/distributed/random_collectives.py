@@ -38,11 +38,11 @@ SCATTER: Callable[..., torch.Tensor] = (
 Entry = tuple[str, str, int]  # kind, type, elements
 
 _STEPS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
-    "all_reduce": lambda y, group: functional.all_reduce(y, "sum", group),
-    "all_reduce in bfloat16": lambda y, group: functional.all_reduce(y.bfloat16(), "sum", group).float(),
+    "all_reduce": lambda y, group: functional.all_reduce(y.contiguous(), "sum", group),
+    "all_reduce in bfloat16": lambda y, group: functional.all_reduce(y.bfloat16().contiguous(), "sum", group).float(),
     "gather rows": lambda y, group: GATHER(y.contiguous(), 0, group),
     "gather columns": lambda y, group: GATHER(y.t().contiguous(), 0, group).t(),
-    "scatter rows": lambda y, group: SCATTER(y, "sum", 0, group),
+    "scatter rows": lambda y, group: SCATTER(y.contiguous(), "sum", 0, group),
     "of a part": lambda y, group: y + functional.all_reduce(y[1:].sum(0), "sum", group),
     "of the squares": lambda y, group: y * functional.all_reduce(y @ y.t(), "sum", group).mean().tanh(),
 }

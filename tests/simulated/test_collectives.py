@@ -73,9 +73,9 @@ def run_three_times(made: Split, function: Callable[..., Any]) -> SimulatedDevic
     device = SimulatedDevice()
     tree = Tree(device)
     call = made.bind(pieces(made, tree))
-    for _ in range(4):
-        x = torch.randn(4, 4)
-        (result,) = call([x.clone()])
+    inputs = [torch.randn(4, 4) for _ in range(4)]  # alive together: none comes at the address of another
+    for x, given in zip(inputs, [x.clone() for x in inputs], strict=True):
+        (result,) = call([given])
         torch.testing.assert_close(result, function(x))
     assert tree.counts["recordings"] == len(made.spec.pieces)
     assert tree.counts["failed"] == 0
