@@ -77,7 +77,9 @@ def run_three_times(made: Split, function: Callable[..., Any]) -> SimulatedDevic
     for x, given in zip(inputs, [x.clone() for x in inputs], strict=True):
         (result,) = call([given])
         torch.testing.assert_close(result, function(x))
-    assert tree.counts["recordings"] == len(made.spec.pieces)
+    # more than one of a piece where what runs between two happens to come at one address twice
+    functions = {node.function for node in tree.root.below()} - {None}
+    assert len(functions) == len(made.spec.pieces)
     assert tree.counts["failed"] == 0
     return device
 
