@@ -186,6 +186,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("dispatch_table", "torch._C", "_dispatch_dump_table", feature="cudagraphs"),
         _S("set_grad_enabled", "torch._C", "_set_grad_enabled", feature="cudagraphs"),
         _S("is_capturing", "torch._C", "_cuda_isCurrentStreamCapturing", feature="cudagraphs on CUDA"),
+        _S("current_device", "torch._C", "_cuda_getDevice", feature="cudagraphs on CUDA"),
         _S("raw_stream", "torch._C", "_cuda_getCurrentRawStream", feature="cudagraphs on CUDA"),
         _S("make_cuda_tensor", "torch._C", "_construct_CUDA_Tensor_From_Storage_And_Metadata",
            feature="cudagraphs on CUDA"),

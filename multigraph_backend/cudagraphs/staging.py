@@ -6,7 +6,7 @@ device's memory tells each program of the kernel which source it reads, which wo
 
 In:  the buffers, once.  Out: a function of sources, tensors of the same layouts, that copies them into the buffers.
 What the kernel does not serve goes to torch's copy: layouts with gaps, bytes that make no whole words, sources that do
-not lie on 16 bytes, much data, and machines where Triton cannot compile.
+not lie on 16 bytes, much data, calls while another device is current, and machines where Triton cannot compile.
 
 Kernels are compiled by `prepare`, in a compile, for round numbers of sources; a call never compiles.
 """
@@ -82,7 +82,10 @@ def stager(index: int, buffers: Sequence[torch.Tensor], stream: Callable[[], int
         "table": torch.tensor(table, dtype=torch.int64, device=buffers[0].device),
     }
     names["at"] = names["table"].data_ptr()
-    exec(compile(source(len(buffers), min(fits)), "<multigraph staging of a recording>", "exec"), names)
+    several = torch.cuda.device_count() > 1
+    if several:  # a launch goes to the device that is current
+        names.update(current=_compat.current_device, device=index)
+    exec(compile(source(len(buffers), min(fits), several), "<multigraph staging of a recording>", "exec"), names)
     made: Stager = names["stage"]
     return made
 
@@ -108,11 +111,14 @@ def rows(buffers: Sequence[torch.Tensor]) -> list[int]:
     return table
 
 
-def source(count: int, size: int) -> str:
-    """The text of a function of `count` sources for a kernel of `size`; the first stands for those that are missing."""
+def source(count: int, size: int, several: bool = False) -> str:
+    """The text of a function of `count` sources for a kernel of `size`; the first stands for those that are missing.
+    `several`: whether there are devices besides the one that it is for."""
     sources = ", ".join(f"s{number}" for number in range(count))
     addresses = [f"a{number}" for number in range(count)]
     lines = [f"def stage({sources}):"]
+    if several:
+        lines += ["    if current() != device:", f"        return slow({sources})"]
     lines += [f"    a{number} = s{number}.data_ptr()" for number in range(count)]
     passed = [*addresses, *addresses[:1] * (size - count)]
     lines += [

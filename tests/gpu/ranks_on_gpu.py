@@ -23,6 +23,7 @@ import torch.distributed._functional_collectives as functional
 
 import multigraph_backend
 from multigraph_backend.cudagraphs import cuts, output_code, runtime
+from multigraph_backend.cudagraphs.output_code import RecordedCode
 
 PROGRAMS: dict[str, Callable[[int], None]] = {}
 DEVICE = "cuda"
@@ -69,13 +70,21 @@ def right(function: Any, rank: int, steps: int = 12, rows: Callable[[int], int] 
             torch.testing.assert_close(function(x, *parts), mlp(x, *parts), rtol=1e-4, atol=1e-4)
 
 
+_earlier: list[RecordedCode] = []
+
+
+def made_here() -> list[RecordedCode]:
+    """What was compiled since the program began."""
+    return [code for code in output_code.living() if not any(code is other for other in _earlier)]
+
+
 @program
 def collectives_are_recorded_and_replayed(rank: int) -> None:
     right(compiled(mlp, cudagraphs="require"), rank)
     assert counts("recordings") == 1, multigraph_backend.explain()
     assert replays() >= 10
     assert any(tree.holds_collectives() for tree in runtime.trees())
-    (code,) = output_code.living()
+    (code,) = made_here()
     assert code.spec.whole
     assert [entry.kind for entry in code.spec.collectives] == ["all_reduce", "all_reduce"]
 
@@ -83,7 +92,7 @@ def collectives_are_recorded_and_replayed(rank: int) -> None:
 @program
 def collectives_are_cut_where_asked(rank: int) -> None:
     right(compiled(mlp, collectives="cut"), rank)
-    (code,) = output_code.living()
+    (code,) = made_here()
     assert code.spec.groups == ()
     assert {entry.reason for entry in code.spec.cuts} == {cuts.COLLECTIVES}
     assert not any(tree.holds_collectives() for tree in runtime.trees())
@@ -130,7 +139,7 @@ def a_wait_behind_a_cut_keeps_both_out_of_recordings(rank: int) -> None:
     for step in range(6):
         x = torch.full((1024,), float(step + rank), device=DEVICE)
         torch.testing.assert_close(function(x), apart(x))
-    specs = [code.spec for code in output_code.living()]
+    specs = [code.spec for code in made_here()]
     # either Inductor has moved the wait to its start, or neither is recorded
     halves = [piece for spec in specs for piece in spec.pieces if piece.groups]
     assert all(piece.unrecorded in (None, cuts.APART) for piece in halves)
@@ -234,6 +243,7 @@ def main() -> int:
         torch._dynamo.reset()
         gc.collect()
         multigraph_backend.reset_stats()
+        _earlier[:] = output_code.living()
         began = time.monotonic()
         PROGRAMS[name](rank)
         torch.cuda.synchronize()

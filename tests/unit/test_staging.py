@@ -161,3 +161,16 @@ def test_every_word_has_one_program() -> None:
     first, second = (buffer.data_ptr() for buffer in buffers)
     words, block = staging.BLOCK * 2 + 1, staging.BLOCK
     assert rows == [(0, 0, words, first), (0, block, words, first), (0, 2 * block, words, first), (1, 0, 3, second)]
+
+
+def test_torch_copies_where_another_device_is_current(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setitem(vars(_compat), "current_device", lambda: current[0])
+    buffers = [torch.zeros(64)]
+    stage = bench.stager(buffers)
+    for current[0], ways in ((0, (1, 0)), (1, (1, 1)), (0, (2, 1))):
+        source = torch.randn(64)
+        stage(source)
+        assert torch.equal(buffers[0], source)
+        assert (bench.launched, bench.by_torch) == ways
