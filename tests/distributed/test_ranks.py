@@ -21,7 +21,17 @@ TRAINING = ("functional_tensor_parallel_training", "ddp", "dtensor_tensor_parall
             "checkpointed", "compiled_autograd")  # fmt: skip
 
 
-@pytest.mark.parametrize("names", [LOCAL, TRAINING], ids=["local decisions", "training"])
+SLICE = (*LOCAL[:2], "ddp")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SLICE, id="a slice"),
+        pytest.param(LOCAL, id="local decisions", marks=pytest.mark.slow),
+        pytest.param(TRAINING, id="training", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_are_right(names: tuple[str, ...], tmp_path: Path) -> None:
     port = str(processes.free_port())
     words = [[str(rank), "2", port, *names] for rank in range(2)]

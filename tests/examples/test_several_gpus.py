@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -42,6 +44,7 @@ def test_a_tensor_parallel_decoder_is_served_and_ends_without_destroying_its_gro
     assert "all_reduce(float32[1024], sum) in group '0'" in text
 
 
+@pytest.mark.slow
 def test_a_model_trains_under_fsdp2(tmp_path: Path) -> None:
     text = printed("train_fsdp.py", tmp_path)
     assert number(text, "last loss") < number(text, "first loss")
