@@ -71,6 +71,7 @@ def test_dispatch(tmp_path: Path) -> None:
     assert all(isinstance(row["over_us"], float) for row in rows)
 
 
+@pytest.mark.slow
 def test_variants(tmp_path: Path) -> None:
     rows = run("variants", tmp_path)
     assert Counter((row["workload"], row["shape"]) for row in rows) == {
@@ -81,6 +82,7 @@ def test_variants(tmp_path: Path) -> None:
     assert positive(rows, "us", "generic_us", "static_us", "dynamic_us", "over_static", "over_generic", "over_dynamic")
 
 
+@pytest.mark.slow
 def test_compile_time(tmp_path: Path) -> None:
     rows = run("compile_time", tmp_path)
     assert [(row["model"], row["passes"], row["condition"]) for row in rows] == [
@@ -102,6 +104,7 @@ def test_replay(tmp_path: Path) -> None:
     assert all(row["counts"]["generic_calls"] > 0 for row in whole if row["form"] == "multigraph")
 
 
+@pytest.mark.slow
 def test_distributed(tmp_path: Path) -> None:
     rows = run("distributed", tmp_path)
     assert [(row["work"], row["ranks"], row["form"]) for row in rows] == [
@@ -587,6 +590,7 @@ def test_arguments(load: Callable[[str], Any], name: str, words: list[str]) -> N
         parser.parse_args(["--device", "tpu"])
 
 
+@pytest.mark.slow
 def test_losses_of_training_on_text(load: Callable[[str], Any]) -> None:
     curve, unpacked = load("loss_curve"), []
     plain, packed = (curve.row_of(name, 3, "cpu", True, unpacked) for name in ("unpacked", "int8"))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -48,6 +50,7 @@ def test_demo_serves_each_shape_with_its_variant(tmp_path: Path) -> None:
     assert "  def read(self|" in printed
 
 
+@pytest.mark.slow
 def test_demo_goes_on_without_a_compiler(tmp_path: Path) -> None:
     printed = _printed(tmp_path, CXX="/nowhere/c++", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     assert set(_shapes(printed).values()) == {"eager"}

@@ -35,6 +35,7 @@ def number(text: str, what: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_decoder_is_served_and_ends_without_destroying_its_group(tmp_path: Path) -> None:
     text = printed("serve_tp.py", tmp_path)
     assert number(text, "worst difference from the whole model") < 1e-3
