@@ -142,6 +142,11 @@ class GeneratedCode:
                         return number, name
         return None
 
+    @functools.cached_property
+    def communicates(self) -> bool:
+        """Whether a collective is anywhere in it."""
+        return _communicates("\n".join(self.lines))
+
     def issued(self) -> list[tuple[str, str]]:
         """Kind and group of each collective, in the order in which the code issues them.  Raises NotUnderstood."""
         function = self.functions.get("call")

@@ -2,15 +2,16 @@
 them to the next one as one value, and a recording knows tensors and numbers only.
 
 In:  per input of Inductor's function, of how many results it is a tuple.
-Out: positions, names and values of the inputs as they are when each result is an input of its own.
+Out: the piece's spec, its function and its caller, as they are when each result is an input of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from multigraph_backend.cudagraphs.spec import PartitionSpec
 
 
 class Opened:
@@ -20,20 +21,21 @@ class Opened:
         self.results = tuple(results)
         self._starts = [sum(count or 1 for count in self.results[:at]) for at in range(len(self.results))]
 
-    def positions(self, of: Iterable[int]) -> tuple[int, ...]:
+    def spec(self, part: PartitionSpec) -> PartitionSpec:
+        """`part`, with each result as an input."""
+        counted = list(zip(part.names, part.inputs, self.results, strict=True))
+        return dataclasses.replace(
+            part,
+            inputs=tuple(index for _, index, count in counted for _ in range(count or 1)),
+            names=tuple(f"{name}[{at}]" if count else name for name, _, count in counted for at in range(count or 1)),
+            static=self._positions(part.static),
+            mutated=self._positions(part.mutated),
+            results=(),
+        )
+
+    def _positions(self, of: Iterable[int]) -> tuple[int, ...]:
         """Where inputs that are no tuples are."""
         return tuple(self._starts[at] for at in of)
-
-    def each(self, values: Sequence[T]) -> list[T]:
-        """What holds for an input, for each of its results."""
-        return [value for value, count in zip(values, self.results, strict=True) for _ in range(count or 1)]
-
-    def names(self, names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(
-            f"{name}[{at}]" if count else name
-            for name, count in zip(names, self.results, strict=True)
-            for at in range(count or 1)
-        )
 
     def caller(self, piece: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """`piece`, which takes results one by one, as Inductor's code calls it.  Clears its list, as `piece` does."""

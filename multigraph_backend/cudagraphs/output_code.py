@@ -167,58 +167,37 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
     def _piece(self, tree: Tree, function: Any, number: int | None) -> tuple[Piece, Callable[..., Any]]:
         """Inductor's piece `number`, or all of its code (None), as it is recorded, and as it is called."""
         spec = self.spec
+        opened = None
         if number is None:
+            facts: GraphSpec | PartitionSpec = spec
+            of_graph: Sequence[int | None]
             names, of_graph = tuple(entry.name for entry in spec.inputs), tuple(range(len(spec.inputs)))
-            piece = self._make(tree, function, spec, names, of_graph, spec.static, spec.mutated, self.label)
-            return piece, piece
-        part, label = spec.pieces[number], f"{self.label}, piece {number}"
-        if not part.results:
-            piece = self._make(tree, function, part, part.names, part.inputs, part.static, part.mutated, label)
-            return piece, piece
-        opened = Opened(part.results)
-        piece = self._make(
-            tree,
-            opened.function(function),
-            part,
-            opened.names(part.names),
-            opened.each(part.inputs),
-            opened.positions(part.static),
-            opened.positions(part.mutated),
-            label,
-        )
-        return piece, opened.caller(piece)
-
-    def _make(
-        self,
-        tree: Tree,
-        function: Any,
-        facts: GraphSpec | PartitionSpec,
-        names: Sequence[str],
-        of_graph: Sequence[int | None],
-        static: Sequence[int],
-        mutated: Sequence[int],
-        label: str,
-    ) -> Piece:
-        spec = self.spec
-        tree.device.prepare(len(names) - len(static))
-        return Piece(
+        else:
+            part = spec.pieces[number]
+            if part.results:
+                opened = Opened(part.results)
+                part, function = opened.spec(part), opened.function(function)
+            facts, names, of_graph = part, part.names, part.inputs
+        tree.device.prepare(len(names) - len(facts.static))
+        piece = Piece(
             tree,
             function,
             names=names,
             visible=facts.visible,
-            static=static,
-            mutated=mutated,
+            static=facts.static,
+            mutated=facts.mutated,
             traces=[None if index is None else spec.inputs[index].stack_trace for index in of_graph],
             reused=[at for at, index in enumerate(of_graph) if index is None or spec.is_backward],
-            groups=spec.groups if isinstance(facts, GraphSpec) else facts.groups,
+            groups=facts.groups,
             constants=[value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)],
             is_backward=spec.is_backward,
-            label=label,
+            label=self.label if number is None else f"{self.label}, piece {number}",
             random=spec.random,
             required=self.wanted.required,
             must_pay=self.wanted.must_pay,
             most=self.wanted.most,
         )
+        return piece, piece if opened is None else opened.caller(piece)
 
 
 def _as_it_is(function: Any) -> Any:

@@ -224,6 +224,8 @@ def _kinds(entries: Iterable[tuple[str, str]]) -> str:
 
 def _with_collectives(generated: GeneratedCode, pieces: Sequence[PartitionSpec]) -> tuple[PartitionSpec, ...]:
     """Pieces, with the groups that they communicate in; one that holds half of a collective is not recorded."""
+    if not generated.communicates:
+        return tuple(pieces)
     return tuple(
         dataclasses.replace(
             piece,

@@ -60,14 +60,16 @@ class Recordings(Protocol):
 _lock = threading.Lock()
 _trees: weakref.WeakSet[Recordings] = weakref.WeakSet()
 _thread: threading.Thread | None = None
+_watched = 0  # calls of `watch`
 _ended = threading.Event()
 
 
 def watch(tree: Recordings) -> None:
-    """Called when `tree` has recorded a piece with collectives."""
-    global _thread
+    """Called when `tree` has recorded a piece with collectives, under the tree's lock."""
+    global _thread, _watched
     with _lock:
         _trees.add(tree)
+        _watched += 1
         if _ended.is_set():
             return
         if _thread is None:
@@ -115,8 +117,11 @@ def _watch() -> None:
         looks += 1
         if looks % _REST:  # asking a tree takes its lock, which calls want
             continue
+        seen = _watched
+        if any(tree.holds_collectives() for tree in _living()):  # not under `_lock`, which `watch` takes under a tree's
+            continue
         with _lock:
-            if not any(tree.holds_collectives() for tree in list(_trees)):
+            if _watched == seen:
                 _thread = None
                 return
 

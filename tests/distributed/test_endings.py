@@ -125,6 +125,36 @@ def test_the_thread_that_watches_ends_when_there_is_nothing_to_watch_for() -> No
     tree.resume_collectives()
 
 
+def test_a_tree_that_is_asked_while_it_records_does_not_wait_for_the_thread_that_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endings, "PERIOD", 0.001)
+    asked, answered = threading.Event(), threading.Event()
+
+    class Recording:
+        """Its lock is held by a call that records, until that has told of the recording."""
+
+        def release_collectives(self, why: str, patience: float) -> int:
+            return 0
+
+        def resume_collectives(self) -> None:
+            pass
+
+        def holds_collectives(self) -> bool:
+            asked.set()
+            return answered.wait(5)
+
+    tree = Recording()
+    endings.watch(tree)
+    assert asked.wait(5)
+    begun = threading.Thread(target=endings.watch, args=(tree,), daemon=True)
+    begun.start()
+    begun.join(2)
+    waited = begun.is_alive()
+    answered.set()
+    assert not waited
+
+
 def test_torchs_functions_that_end_groups_are_known_by_their_code() -> None:
     codes = endings.destroying()
     assert dist.destroy_process_group.__code__ in codes
