@@ -69,6 +69,13 @@ TRAINING_FORMS = (
     "eager",
     *(f"{form}, {part}" for form in ("inductor", "multigraph", "stock") for part in ("whole", "blocks")),
 )
+
+
+def chosen(forms: Sequence[str], only: Sequence[str] | None) -> tuple[str, ...]:
+    """Eager, which the others are compared with, and those asked for."""
+    return tuple(form for form in forms if only is None or form == "eager" or form in only)
+
+
 COLUMNS = (
     Column("work", "work"),
     Column("ranks", "ranks"),
@@ -217,7 +224,7 @@ def inference_form(name: str, program: Call, x: torch.Tensor) -> Call:
     return torch.compile(own_code(program), mode="reduce-overhead", dynamic=False)
 
 
-def inference(work: str, size: Size, device: str, results: dict[str, dict[str, Any]]) -> None:
+def inference(work: str, size: Size, device: str, names: Sequence[str], results: dict[str, dict[str, Any]]) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     program = inference_program(work, size, device, dtype)
     torch.manual_seed(1)
@@ -225,7 +232,7 @@ def inference(work: str, size: Size, device: str, results: dict[str, dict[str, A
     forms: dict[str, Call] = {}
     with torch.no_grad():
         expected = [program(x).clone() for x in inputs]
-        for name in FORMS:
+        for name in names:
             if device == "cpu" and name in ("by hand", "stock"):
                 continue
 
@@ -286,7 +293,7 @@ def training_form(name: str, base: torch.nn.Module, work: str, x: torch.Tensor) 
     return step
 
 
-def training(work: str, size: Size, device: str, results: dict[str, dict[str, Any]]) -> None:
+def training(work: str, size: Size, device: str, names: Sequence[str], results: dict[str, dict[str, Any]]) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     base = torch.nn.Sequential(*(Block(size.width) for _ in range(size.layers))).to(device, dtype)
@@ -294,7 +301,7 @@ def training(work: str, size: Size, device: str, results: dict[str, dict[str, An
     x = torch.randn(4, size.tokens, size.width, device=device, dtype=dtype)
     forms: dict[str, Call] = {}
     expected: list[float] = []
-    for name in TRAINING_FORMS:
+    for name in names:
         if device == "cpu" and name.startswith("stock"):
             continue
 
@@ -389,9 +396,9 @@ def rank_program(args: argparse.Namespace) -> int:
         if work == "cold":
             results["multigraph"] = cold(size, args.device)
         elif work in ("ddp", "fsdp"):
-            training(work, size, args.device, results)
+            training(work, size, args.device, chosen(TRAINING_FORMS, args.only), results)
         else:
-            inference(work, size, args.device, results)
+            inference(work, size, args.device, chosen(FORMS, args.only), results)
         return results
 
     answer(args.answer.with_suffix(f".{rank}"), measured)
@@ -430,6 +437,7 @@ def _ranks(work: str, ranks: int, args: argparse.Namespace, folder: Path) -> Ite
     for rank in range(ranks):
         words = ["--work", work, "--rank", str(rank), str(ranks), "--answer", str(folder / "answer")]
         words += ["--device", args.device, "--threads", str(args.threads), *(["--quick"] if args.quick else [])]
+        words += [word for name in args.only or () for word in ("--only", name)]
         with (folder / f"log.{rank}").open("wb") as log:
             started.append(
                 subprocess.Popen(
@@ -505,6 +513,7 @@ def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
     made.add_argument("--work", nargs="+", choices=WORKS, help="all of them")
     made.add_argument("--ranks", type=int, metavar="N", help="one for each GPU, at most 2 (2)")
+    made.add_argument("--only", action="append", metavar="FORM", help="eager and the form of this name (all)")
     made.add_argument("--seconds", type=float, default=100, help="of the processes of one work at most (100)")
     made.add_argument("--rank", nargs=2, type=int, help=argparse.SUPPRESS)  # of a process: its rank, how many there are
     made.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
