@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -523,6 +524,15 @@ def test_a_piece_that_pays_is_kept() -> None:
             close(run(x), many(x))
     assert runtime.tree(0).size >= 1
     assert unrecorded() == {}
+
+
+def test_what_loading_a_kernel_takes_is_no_cost_of_copying() -> None:
+    # in a process of its own: the first copy of a number of two bytes loads torch's kernel for that
+    environment = {name: value for name, value in os.environ.items() if name != "MULTIGRAPH_DEBUG"}
+    words = [sys.executable, str(Path(__file__).with_name("paying.py"))]
+    run = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout == ""
 
 
 def test_inputs_of_all_kinds_are_staged_by_one_launch() -> None:

@@ -1,0 +1,52 @@
+"""One result file from a benchmark that was run in parts, beside each other or one after the other.
+
+    python scripts/merge_results.py benchmarks/results/models.json out/gpt2/models.json out/llama/models.json
+
+The parts must be of one benchmark, commit, machine and set of versions; their rows come in the order given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+OWN = ("date", "rows")  # what may differ
+
+
+class NotAlike(ValueError):
+    """Parts that are not of one run's conditions."""
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All rows of `parts` under what they have in common, dated as the last of them.  Raises NotAlike."""
+    heads = [{key: value for key, value in part.items() if key not in OWN} for part in parts]
+    for head in heads[1:]:
+        different = sorted(key for key in heads[0].keys() | head.keys() if heads[0].get(key) != head.get(key))
+        if different:
+            told = "; ".join(f"{key}: {heads[0].get(key)!r} and {head.get(key)!r}" for key in different)
+            raise NotAlike(f"the parts differ: {told}")
+    rows = [row for part in parts for row in part["rows"]]
+    dates = max(str(part["date"]) for part in parts)
+    return {key: {"date": dates, "rows": rows}.get(key, value) for key, value in parts[0].items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("to", type=Path)
+    parser.add_argument("parts", type=Path, nargs="+")
+    args = parser.parse_args()
+    try:
+        result = merged([json.loads(path.read_text()) for path in args.parts])
+    except (OSError, ValueError) as error:
+        print(f"scripts/merge_results.py: {error}", file=sys.stderr)
+        return 1
+    args.to.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""scripts/merge_results.py: parts of one benchmark's run become one file, and nothing else does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "merge_results.py"
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("merge_results", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+merge_results = _load()
+
+
+def part(date: str, *rows: int, **others: Any) -> dict[str, Any]:
+    head = {"benchmark": "models", "commit": "0123", "torch": "2.11.0", "columns": [{"key": "n", "title": "n"}]}
+    return {**head, "date": date, **others, "rows": [{"n": row} for row in rows]}
+
+
+def test_rows_come_in_the_order_given_under_what_is_common() -> None:
+    whole = merge_results.merged([part("2026-11-21T10", 2, 1), part("2026-11-21T09", 3)])
+    assert whole == part("2026-11-21T10", 2, 1, 3)
+
+
+@pytest.mark.parametrize(("key", "other"), [("commit", "4567"), ("torch", "2.13.0"), ("columns", []), ("device", "x")])
+def test_parts_of_other_conditions_are_refused(key: str, other: Any) -> None:
+    with pytest.raises(merge_results.NotAlike, match=f"the parts differ: {key}: "):
+        merge_results.merged([part("2026-11-21", 1), part("2026-11-21", 2, **{key: other})])
+
+
+def test_one_that_differs_leaves_the_old_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / name for name in ("whole.json", "a.json", "b.json")]
+    for path, written in zip(paths, (part("1", 0), part("1", 1), part("1", 2, commit="4567")), strict=True):
+        path.write_text(json.dumps(written))
+    with mock.patch.object(sys, "argv", ["merge_results.py", *map(str, paths)]):
+        assert merge_results.main() == 1
+    assert "commit: '0123' and '4567'" in capsys.readouterr().err
+    assert json.loads(paths[0].read_text()) == part("1", 0)
