@@ -62,6 +62,7 @@ from measure import (
 )
 
 import multigraph_backend
+from multigraph_backend import _compat
 
 WORKS = ("decoder", "dtensor", "ddp", "fsdp", "cold")
 FORMS = ("eager", "inductor", "by hand", "multigraph", "stock")
@@ -190,7 +191,10 @@ def inference_program(work: str, size: Size, device: str, dtype: torch.dtype) ->
 
 
 def by_hand(plain: Call, x: torch.Tensor) -> Call:
-    """Inductor's code captured, with a place for its input."""
+    """Inductor's code captured, with a place for its input.
+
+    With cuBLAS' workspaces in the graph's own pool: outside they are anybody's, and stock's capture frees them.
+    """
     place = x.clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -199,8 +203,10 @@ def by_hand(plain: Call, x: torch.Tensor) -> Call:
             plain(place)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    _compat.clear_cublas_workspaces()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         output = plain(place)
+    _compat.clear_cublas_workspaces()
 
     def call(x: torch.Tensor) -> torch.Tensor:
         place.copy_(x)

@@ -425,6 +425,10 @@ class Results:
         self._print(row)
         self._write()
 
+    def sort(self, key: Callable[[Mapping[str, Any]], Any]) -> None:
+        """Put the rows that were added in this order, in the file."""
+        self.rows.sort(key=key)
+
     def finish(self, ours: Callable[[Mapping[str, Any]], bool] = lambda row: True) -> int:
         """The exit status: 1 if a row failed that is `ours`, or if there is no row."""
         self._write()

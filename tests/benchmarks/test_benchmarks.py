@@ -624,3 +624,34 @@ def test_the_language_models_as_programs(load: Callable[[str], Any]) -> None:
     names = [form.name for form in saved.forms_of(stack, {})]
     assert "multigraph, budget 0.5" in names
     assert "multigraph, offload" not in names  # on the CPU
+
+
+# ---------------------------------------------------------------- architectures
+
+
+def test_architectures_are_compared_with_eager_in_both_loops(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo = load("zoo")
+
+    def toy(device: str) -> Any:
+        layers = (torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+        module = torch.nn.Sequential(*layers).to(device)
+        return zoo.Model(module, lambda rows: {"input": torch.randn(rows, 8, device=device)})
+
+    monkeypatch.setitem(zoo.MODELS, "toy", toy)
+    monkeypatch.setattr(zoo, "compiled", lambda form, module: torch.compile(module, backend="aot_eager"))
+    for mode in zoo.MODES:
+        told = zoo.measured("multigraph", "toy", mode, "cpu")
+        assert (told["steps"], told["raised"], told["wrong"], told["why"]) == (6, 0, 0, None)
+    monkeypatch.setattr(zoo, "compiled", lambda form, module: lambda input: module(input) * 1.01)
+    off = zoo.loop_of("multigraph", "toy", "inference", "cpu")
+    assert off.wrong(zoo.BOUND) == 6
+    told = zoo.measured("multigraph", "toy", "training", "cpu")  # where Inductor is as far off, it is no error
+    assert (told["wrong"], told["inductor"]) == (0, told["worst"])
+
+
+def test_every_float_of_an_output_is_compared(load: Callable[[str], Any]) -> None:
+    zoo = load("zoo")
+    one, two, whole = torch.ones(1), torch.ones(2), torch.ones(3, dtype=torch.int64)
+    assert [found.numel() for found in zoo.tensors({"a": one, "b": (whole, [two, None])})] == [1, 2]
