@@ -9,7 +9,7 @@ training       gradients of two backward passes, the outputs held, then an optim
 Every step runs eagerly first, with the same weights and inputs, and outputs and gradients are compared. "worst" is the
 largest relative difference. A step is wrong above 1e-3; where one is, or raises, torch.compile's own code runs the same
 loop ("inductor"), and what counts is three times its difference. "in graphs": percent of the kernels of one more step
-that a CUDA graph launched, in training of its first forward and backward. "stock" is
+that a CUDA graph launched, in training of a forward, the loss, which is eager, and its backward. "stock" is
 torch.compile(mode="reduce-overhead"), its steps that raised or were wrong.
 
     python benchmarks/zoo.py --json zoo.json --jobs 16
@@ -276,6 +276,7 @@ def measured(form: str, name: str, mode: str, device: str) -> dict[str, Any]:
 def share(model: Model, form: Call, mode: str) -> float | None:
     events: list[Mapping[str, Any]] = []
     given = model.inputs(4)
+    model.module.zero_grad()
     with profiled_kernels(events), torch.set_grad_enabled(mode == "training"):
         output = tensors(form(**given))
         if mode == "training":
