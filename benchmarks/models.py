@@ -473,7 +473,7 @@ def add_row(name: str, mode: str, args: argparse.Namespace, results: Results) ->
         stock, stock_error = in_own_process(str(Path(__file__).resolve()), words, SECONDS)
         row |= {f"stock_{key}": value for key, value in (stock or {}).items() if key != "counts"}
         said = stock_error or row.get("stock_said")
-        row["stock_said"] = None if said is None else said.splitlines()[0][:160]
+        row["stock_said"] = None if said is None else said.splitlines()[0].split(" Stack trace")[0][:160]
     if results.device == "cuda":
         row["goals"] = goals_text(GOALS, row)
     results.add({"model": name, "mode": mode, "dtype": args.dtype}, row, error, headline=True)
