@@ -24,6 +24,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -456,7 +457,8 @@ class Results:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         written = self._path.with_name(f".{self._path.name}.part")
         text = json.dumps({**self._head, "rows": self.rows}, indent=1) + "\n"
-        written.write_text(text.replace(f"{CHECKOUT}/", ""))  # where it lies is nobody's business
+        # where the checkout and the libraries lie is nobody's business
+        written.write_text(re.sub(r'[^\s"(]*/(?=site-packages/)', "", text.replace(f"{CHECKOUT}/", "")))
         written.replace(self._path)
 
 
