@@ -90,9 +90,16 @@ class Issued:
 
 
 def holds_collectives(module: torch.nn.Module) -> bool:
-    """Whether a graph, as Dynamo or AOTAutograd makes it, or a graph inside of it, issues a collective or waits."""
+    """Whether a graph, as Dynamo or AOTAutograd makes it, or a graph inside of it, issues a collective or waits.
+
+    Where Dynamo's graph makes a DTensor, any of its operators may issue some, which only AOTAutograd's graph shows.
+    """
     graphs = [inner for inner in module.modules() if isinstance(inner, GraphModule)]
-    return any(_namespace(target) in NAMESPACES for inner in graphs for target in _targets(inner))
+    return any(_namespace(target) in NAMESPACES for inner in graphs for target in _targets(inner)) or any(
+        type(node.meta.get("example_value")).__module__.startswith("torch.distributed.")
+        for inner in graphs
+        for node in inner.graph.nodes
+    )
 
 
 def of_graph(gm: GraphModule) -> tuple[Collective, ...]:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import multigraph_backend
 from multigraph_backend import registry
+from multigraph_backend.cudagraphs import output_code
 
 PROGRAMS: dict[str, Callable[[int], None]] = {}
 
@@ -40,6 +41,11 @@ def compiled(function: Any, **options: Any) -> Any:
 def only_region() -> Any:
     (region,) = registry.living()
     return region
+
+
+def everything_issued() -> list[Any]:
+    """What all compiled graphs of this process issue."""
+    return [entry for code in output_code.living() for entry in code.spec.collectives]
 
 
 def synced(seed: int) -> None:
@@ -343,12 +349,103 @@ def compiled_autograd(rank: int) -> None:
     synced(8)
     base = Model()
     theirs = DistributedDataParallel(copy.deepcopy(base))
-    wanted = trained(theirs, sgd(theirs), rank, 6)
-    ours = DistributedDataParallel(copy.deepcopy(base))
+    wanted = trained(theirs, sgd(theirs), rank)
+    captures = counters["compiled_autograd"]["captures"]
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss = ours(x).square().mean()
+        loss.backward()
+        return loss
+
+    got = []
     with torch._dynamo.config.patch(compiled_autograd=True, optimize_ddp="python_reducer"):
-        got = trained(compiled(ours, dynamic=False), sgd(ours), rank, 6)
+        ours = DistributedDataParallel(copy.deepcopy(base))
+        optimizer = sgd(ours)
+        step = compiled(loss_of, dynamic=False)  # torch compiles the backwards that run inside of it
+        for number in range(20):
+            torch.manual_seed(1000 * number + rank)
+            got.append(step(torch.randn(4, 8)).detach())
+            optimizer.step()
+            optimizer.zero_grad()
     assert_trained_alike(got, wanted)
-    ran_compiled(6)
+    assert counters["compiled_autograd"]["captures"] > captures
+    # the graph of the backward came to multigraph too, with the gradients' reduction inside
+    assert multigraph_backend.stats()["regions"] >= 2
+    issued = [str(entry) for entry in everything_issued()]
+    assert any("all_reduce" in entry for entry in issued), issued
+    ran_compiled(40)
+
+
+@program
+def context_parallel(rank: int) -> None:
+    """Attention over a sequence of which each rank has a part.  On the CPU torch serves attention as its math alone."""
+    from torch.distributed.tensor.experimental import context_parallel as divided
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    synced(9)
+    weights = [(torch.randn(16, size) / 4).requires_grad_() for size in (48, 16)]
+
+    def attention(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x @ qkv).view(x.shape[0], x.shape[1], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + y.transpose(1, 2).reshape(x.shape) @ out
+
+    def step(function: Any, rows: int, seed: int, trains: bool) -> list[torch.Tensor]:
+        """The output for the whole sequence, and each rank's part of the gradients."""
+        x = torch.randn(rows, 8, 16, generator=torch.Generator().manual_seed(seed))
+        with divided(mesh, buffers=[x], buffer_seq_dims=[1]), torch.set_grad_enabled(trains):
+            torch._dynamo.mark_dynamic(x, 0)  # torch cannot trace it where the sequence's length is a symbol too
+            y = function(x, *weights)
+            gradients = torch.autograd.grad(y.square().sum(), weights) if trains else ()
+        (whole,) = context_parallel_unshard(mesh, [y.detach()], [1])
+        return [whole, *gradients]
+
+    # ranks choose on their own here too: one has a variant for three rows
+    settings = {"specialize": [{"x[0]": 3}]} if rank == 0 else {}
+    with sdpa_kernel(SDPBackend.MATH):
+        for trains in (False, True):
+            torch._dynamo.reset()
+            function = compiled(attention, dynamic=None, on_failure="raise", **settings)
+            for seed, rows in enumerate((2, 3, 2, 3)):
+                ours, theirs = step(function, rows, seed, trains), step(attention, rows, seed, trains)
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+                x = torch.randn(rows, 8, 16, generator=torch.Generator().manual_seed(seed))
+                torch.testing.assert_close(ours[0], attention(x, *weights).detach(), rtol=1e-4, atol=1e-5)
+            variants = [variant for region in registry.living() for variant in region.variants]
+            assert sum(variant.calls for variant in variants) == (2 if rank == 0 else 0)
+            assert all(form.lowered.issued.forward for variant in variants for form in variant.forms)
+            assert any(entry.kind.startswith("all_gather") for entry in everything_issued()), everything_issued()
+    ran_compiled(8)
+
+
+@program
+def pipeline_stages(rank: int) -> None:
+    """Each rank has a stage; microbatches go through them in turns, forward and backward."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    synced(10)
+    base = torch.nn.Sequential(Model(), Model())
+    mine = copy.deepcopy(base[rank])
+    stage = PipelineStage(compiled(mine, dynamic=False, on_failure="raise"), rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, wanted: (y - wanted).square().mean())
+    ours, theirs = sgd(mine), sgd(base)
+    for step in range(20):
+        generator = torch.Generator().manual_seed(step)
+        x, wanted = torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)
+        found: list[torch.Tensor] = []
+        schedule.step(x) if rank == 0 else schedule.step(target=wanted, losses=found)
+        for part, goal in zip(x.chunk(2), wanted.chunk(2), strict=True):
+            loss = (base(part) - goal).square().mean()
+            (loss / 2).backward()
+            if rank == 1:
+                torch.testing.assert_close(found.pop(0), loss, rtol=1e-4, atol=1e-5)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(list(mine.parameters()), list(base[rank].parameters()), rtol=1e-4, atol=1e-5)
+    ran_compiled(40)
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ LOCAL = ("another_variant_on_each_rank_with_ragged_sizes", "one_rank_compiles_la
          "the_same_variant_is_compiled_once_for_all_ranks", "a_compile_that_hangs_on_one_rank")  # fmt: skip
 TRAINING = ("functional_tensor_parallel_training", "ddp", "dtensor_tensor_parallel", "fsdp2_block_by_block",
             "checkpointed", "compiled_autograd")  # fmt: skip
+DIVIDED = ("context_parallel", "pipeline_stages")
 
 
 SLICE = (*LOCAL[:2], "ddp")
@@ -30,6 +31,7 @@ SLICE = (*LOCAL[:2], "ddp")
         pytest.param(SLICE, id="a slice"),
         pytest.param(LOCAL, id="local decisions", marks=pytest.mark.slow),
         pytest.param(TRAINING, id="training", marks=pytest.mark.slow),
+        pytest.param(DIVIDED, id="divided", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_are_right(names: tuple[str, ...], tmp_path: Path) -> None:
