@@ -207,6 +207,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         # several processes
         _S("resolve_process_group", "torch.distributed.distributed_c10d", "_resolve_process_group",
            feature="distributed"),
+        _S("ProcessGroup", "torch.distributed", "ProcessGroup", feature="watchdog",
+           shape=("_get_backend", "_device_types")),
         _S("cache_dir", "torch._inductor.runtime.cache_dir_utils", "cache_dir", feature="one compile"),
         _S("abort_process_group", "torch.distributed.distributed_c10d", "_abort_process_group", feature="endings",
            shape=("group",)),
@@ -406,6 +408,16 @@ def traced_from_user_code() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def group_timeout(name: str) -> float | None:
+    """Seconds after which collectives of the process group of that name are given up; None where it does not tell."""
+    try:
+        group = __getattr__("resolve_process_group")(name)
+        kinds = sorted({kind.type for kind in group._device_types}, reverse=True)  # cuda before cpu
+        return float(group._get_backend(torch.device(kinds[0])).options._timeout.total_seconds())
+    except Exception:  # another kind of group, or none of that name any more
+        return None
 
 
 def lookup_compiler(compiler: str | Callable[..., Any]) -> Callable[..., Any]:

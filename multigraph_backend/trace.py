@@ -29,7 +29,7 @@ Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
     "unrecorded_pieces", "moved_outputs",
-    "refused_collectives", "waited_for_ranks",
+    "refused_collectives", "waited_for_ranks", "late_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries",
 ]  # fmt: skip
 
@@ -132,6 +132,7 @@ def stats() -> dict[str, int]:
     failed, hung, or gave wrong outputs; `packed_tensors`, `kept_tensors`: tensors saved for backward, by compiles with
     rules for them; `refused_collectives`: variants refused because they would issue other collectives than generic;
     `waited_for_ranks`: compiles that waited for another process of the host that compiled the same;
+    `late_collectives`: warnings that this rank waits in a collective for others;
     `unpacked_retries`: compiles that failed with packs and were done again without.
     """
     with _lock:

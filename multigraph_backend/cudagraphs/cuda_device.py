@@ -7,6 +7,7 @@ gives it, and all tensors that share it, other memory: that is how what a user k
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -208,6 +209,39 @@ class CudaDevice:
 
     def wait_for(self, stream: int) -> None:
         torch.cuda.current_stream(self.index).wait_stream(torch.cuda.ExternalStream(stream, device=self._device))
+
+    def mark(self, stream: int) -> Callable[[], bool] | None:
+        torch.cuda.set_device(self.index)  # a thread that comes from another device would make a context there
+        event = torch.cuda.Event()
+        with _beside_captures(), torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device)):
+            if self.capturing():
+                return None
+            event.record()
+
+        def done() -> bool:
+            with _beside_captures():
+                return bool(event.query())
+
+        return done
+
+
+_RELAXED = 2  # the driver's CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Calls of this thread that the driver would take for a mistake while another thread captures in global mode.
+
+    Raises OSError where the driver does not say that it lets them.
+    """
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_RELAXED)
+    if status := exchange(ctypes.byref(mode)):
+        raise OSError(f"cuThreadExchangeStreamCaptureMode returned {status}")
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 @contextlib.contextmanager

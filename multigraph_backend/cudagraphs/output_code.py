@@ -28,6 +28,7 @@ from multigraph_backend.cudagraphs.piece import MOST, Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.tree import Tree
+from multigraph_backend.distributed import watchdog
 from multigraph_backend.options import Options
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,8 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         _living[id(self)] = self
         if (attached := _attached.get()) is not None:
             attached.append(self)
+        if self.spec.collectives:
+            watchdog.watch()
         self.run = self.inner
         if not self.spec.devices:  # nothing of it runs on a GPU
             return

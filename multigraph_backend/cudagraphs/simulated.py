@@ -101,6 +101,8 @@ class SimulatedDevice:
         self.copies_us: float | None = 0.0
         #: set it to make `capturing` say that the user records on his own
         self.user_captures = False
+        #: set it to have the device finish nothing any more, as `mark` tells
+        self.stuck = False
         self._capacity = pool_bytes
         self._granularity = granularity
         self._numbers = itertools.count()
@@ -311,6 +313,9 @@ class SimulatedDevice:
         self._driver("wait_for", (self.stream(), stream))
         for pool in self._pools.values():
             pool.timeline.wait(self.stream(), stream)
+
+    def mark(self, stream: int) -> Callable[[], bool] | None:
+        return None if self.user_captures else lambda: not self.stuck
 
     # ---------------------------------------------------------------- beneath
 

@@ -34,6 +34,7 @@ from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
 from multigraph_backend.distributed import endings
+from multigraph_backend.distributed.watchdog import Launched
 
 log = logging.getLogger(__name__)
 
@@ -456,6 +457,19 @@ class Tree:
                 destroyed += 1
             self.counts["released"] += destroyed
             return destroyed
+        finally:
+            self.lock.release()
+
+    def launched_collectives(self, patience: float) -> Launched | None:
+        """For the watchdog; None where a call holds the tree for `patience` seconds."""
+        if not self.lock.acquire(timeout=patience):
+            return None
+        try:
+            calls: Counter[str] = Counter()
+            for node in self.communicating:
+                if node.function is not None and node.calls:
+                    calls[node.function.piece.label] += node.calls
+            return Launched(calls, self.device.mark(self.stream) if calls else None)
         finally:
             self.lock.release()
 

@@ -1,0 +1,245 @@
+"""Says what a rank was in when the other ranks do not come.
+
+A collective waits until all ranks of its group have entered it.  Where one never does, torch ends the group when its
+timeout is over, and says at which of the group's collectives; of collectives that a recording replays it knows
+nothing, and waits forever.  Neither knows of variants.  So a thread looks from time to time, while there is compiled
+code with collectives and other ranks, and says once, after half of the timeout:
+
+- which code a thread of the host has been in, and at which collective: where collectives block the host (gloo), or
+  the queue of the device is full.  It is read off the stacks of the threads: a line of generated code.
+- what was launched that the device has not finished.  A mark is put behind what was launched last; while it is not
+  reached, so are the forms that were called since the mark before.
+
+In:  nothing; calls leave no trace for it beyond the counts that they leave anyway, and wait for nothing.
+Out: warnings with the rank, the count `late_collectives`, `said()`.
+
+A mark of a device is an event on the stream of its recordings; code that was never recorded is seen on the host alone.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+from multigraph_backend import _compat, trace
+from multigraph_backend.distributed import groups, sequence
+from multigraph_backend.distributed.sequence import Collective
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.output_code import RecordedCode
+    from multigraph_backend.cudagraphs.tree import Tree
+
+log = logging.getLogger(__name__)
+
+PART = 0.5  # of a group's timeout, after which it is said
+LOOKS = 20  # in a timeout
+LONGEST = 10.0  # seconds between two looks at most
+TIMEOUT = 600.0  # seconds, of a group that does not tell
+LOCK = 0.05  # seconds to wait for a tree that a call holds
+
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+_said: deque[str] = deque(maxlen=64)
+
+
+def watch() -> None:
+    """Called when there is code with collectives, just compiled or from a cache."""
+    global _thread
+    if not groups.live():
+        return
+    with _lock:
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_watch, name="multigraph-watchdog", daemon=True)
+            _thread.start()
+
+
+def said() -> list[str]:
+    """The last warnings of this process."""
+    return list(_said)
+
+
+def _watch() -> None:
+    global _thread
+    looks = Looks()
+    while True:
+        codes = _communicating()
+        with _lock:
+            if not codes or not groups.live():
+                _thread = None
+                return
+        timeout = min((_compat.group_timeout(group) or TIMEOUT for group in _groups(codes)), default=TIMEOUT)
+        del codes
+        time.sleep(min(timeout / LOOKS, LONGEST))
+        for text in looks.look(time.monotonic(), timeout * PART):
+            trace.count("late_collectives")
+            place = groups.place()
+            line = f"rank {place.rank}: {text}" if place is not None else text
+            _said.append(line)
+            log.warning("%s (the group's timeout is %g s)", line, timeout)
+
+
+def _communicating() -> list[RecordedCode]:
+    from multigraph_backend.cudagraphs import output_code
+
+    return [code for code in output_code.living() if code.spec.collectives]
+
+
+def _groups(codes: Sequence[RecordedCode]) -> set[str]:
+    return {entry.group for code in codes for entry in code.spec.collectives}
+
+
+# ---------------------------------------------------------------- looking
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread is: frames as numbers, so that nothing of them is kept alive, and how many calls there were."""
+
+    thread: int
+    frame: int
+    at: int
+    calls: int
+
+
+class Launched(NamedTuple):
+    """What a tree has replayed: how often each piece with collectives, by its label; and whether the device has
+    finished all of it (None: that cannot be asked now)."""
+
+    calls: Mapping[str, int]
+    done: Callable[[], bool] | None
+
+
+@dataclass
+class Marked:
+    """A mark behind what a device was given to do: whether it is `done`, when it was put there, which pieces lie
+    before it, and how often each was replayed by then."""
+
+    done: Callable[[], bool]
+    since: float
+    before: tuple[str, ...]
+    calls: Mapping[str, int]
+    told: bool = False
+
+
+@dataclass
+class Looks:
+    """What earlier looks have found."""
+
+    places: dict[Place, float] = field(default_factory=dict)
+    told: set[Place] = field(default_factory=set)
+    marks: dict[int, Marked] = field(default_factory=dict)
+    finished: dict[int, Mapping[str, int]] = field(default_factory=dict)
+
+    def look(self, now: float, patience: float) -> Iterator[str]:
+        """What has lasted for `patience` seconds and was not said yet."""
+        yield from self._at_host(now, patience)
+        yield from self._at_devices(now, patience)
+
+    def _at_host(self, now: float, patience: float) -> Iterator[str]:
+        calls = trace.stats()
+        number = calls["generic_calls"] + calls["variant_calls"]
+        here = {Place(thread, key, at, number): text for thread, key, at, text in _inside_generated_code()}
+        self.places = {place: self.places.get(place, now) for place in here}
+        self.told &= set(here)
+        for place, since in self.places.items():
+            if now - since >= patience and place not in self.told:
+                self.told.add(place)
+                yield f"for {now - since:.0f} s it has been in {here[place]}"
+
+    def _at_devices(self, now: float, patience: float) -> Iterator[str]:
+        for tree in _trees():
+            mark = self.marks.get(tree.device.index)
+            if mark is None or mark.done():
+                self._put_mark(tree, now)
+            elif now - mark.since >= patience and not mark.told:
+                mark.told = True
+                yield f"for {now - mark.since:.0f} s its device has not finished {_named(mark.before)}"
+
+    def _put_mark(self, tree: Tree, now: float) -> None:
+        """Behind what was replayed since the last mark, which is done, if that is anything."""
+        index = tree.device.index
+        if (mark := self.marks.pop(index, None)) is not None:
+            self.finished[index] = mark.calls
+        try:
+            launched = tree.launched_collectives(LOCK)
+        except Exception as error:  # the driver's
+            log.debug("no mark: %s", error)
+            return
+        if launched is None:  # a call holds the tree
+            return
+        finished = self.finished.get(index, {})
+        before = tuple(name for name, count in launched.calls.items() if count != finished.get(name, 0))
+        if before and launched.done is not None:
+            self.marks[index] = Marked(launched.done, now, before, launched.calls)
+
+
+def _trees() -> list[Tree]:
+    runtime = sys.modules.get("multigraph_backend.cudagraphs.runtime")  # not loaded: nothing was recorded
+    return [] if runtime is None else runtime.trees()
+
+
+def _named(labels: Sequence[str]) -> str:
+    """Recorded pieces with what their code issues."""
+    issued = {code.label: code.spec.collectives for code in _communicating()}
+    return "; ".join(
+        f"{label}: {_listed(found)}" if (found := issued.get(label.split(", piece ")[0])) else label for label in labels
+    )
+
+
+def _listed(issued: Sequence[Collective]) -> str:
+    more = f" and {len(issued) - 4} more" if len(issued) > 4 else ""
+    return ", ".join(map(str, issued[:4])) + more
+
+
+# ---------------------------------------------------------------- generated code on the stack of a thread
+
+
+def _inside_generated_code() -> Iterator[tuple[int, int, int, str]]:
+    """For each thread in generated code that communicates: the thread, its frame, where in it, and that as text."""
+    sources = {source: code for code in _communicating() if (source := getattr(code.inner, "source_code", None))}
+    for thread, start in sys._current_frames().items():
+        frame: FrameType | None = start
+        while frame is not None and sources:
+            text = "".join(linecache.getlines(frame.f_code.co_filename))
+            code = sources.get(text)
+            if code is not None:
+                yield thread, id(frame), frame.f_lasti, f"{code.label}: {_at(code, text, frame.f_lineno)}"
+                break
+            frame = frame.f_back
+
+
+_OPERATOR = re.compile(r"torch\.ops\.([A-Za-z_]\w*\.\w+(?:\.\w+)?)\((.*)")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def _at(code: RecordedCode, text: str, line: int) -> str:
+    """Which of the code's collectives generated code is at in `line`."""
+    lines = text.splitlines()
+    found = _OPERATOR.search(lines[line - 1])
+    issuing = [(number, said) for number, entry in enumerate(lines, 1)
+               if (said := _OPERATOR.search(entry)) is not None and sequence.issues(said.group(1))]  # fmt: skip
+    issued = code.spec.collectives
+    if found is None or len(issuing) != len(issued):
+        return f"line {line}, {lines[line - 1].strip()}; it issues {_listed(issued)}"
+    if sequence.issues(found.group(1)):
+        at = next(index for index, (number, _) in enumerate(issuing) if number == line)
+        return f"collective {at}, {issued[at]}"
+    if sequence.waits(found.group(1)):
+        waited = set(_NAME.findall(found.group(2)))
+        for at in reversed(range(len(issuing))):
+            number, _ = issuing[at]
+            if number < line and waited & set(_NAME.findall(lines[number - 1])) - _WORDS:
+                return f"the wait for collective {at}, {issued[at]}"
+    return f"line {line}, {lines[line - 1].strip()}; it issues {_listed(issued)}"
+
+
+_WORDS = frozenset(("torch", "ops", "_c10d_functional", "default"))
