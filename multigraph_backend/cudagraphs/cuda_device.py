@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -223,6 +224,25 @@ class CudaDevice:
                 return bool(event.query())
 
         return done
+
+    def settle(self, seconds: float) -> bool:
+        finished = []
+
+        def wait() -> None:
+            torch.cuda.set_device(self.index)
+            with _beside_captures():
+                torch.cuda.synchronize(self.index)
+            finished.append(True)
+
+        thread = threading.Thread(target=_quietly, args=(wait,), name="multigraph-settle", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return bool(finished)
+
+
+def _quietly(function: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):
+        function()
 
 
 _RELAXED = 2  # the driver's CU_STREAM_CAPTURE_MODE_RELAXED

@@ -196,3 +196,6 @@ class Device(Protocol):
         """Whether the device has finished what was launched on `stream` so far, as a function that waits for nothing;
         None where that cannot be known (the stream is being recorded).  Neither disturbs a capture of anybody.  The
         calling thread is multigraph's own, and stays on this device."""
+
+    def settle(self, seconds: float) -> bool:
+        """Wait for all that was launched on any stream, for so long at most; whether it is done."""

@@ -314,6 +314,10 @@ class SimulatedDevice:
         for pool in self._pools.values():
             pool.timeline.wait(self.stream(), stream)
 
+    def settle(self, seconds: float) -> bool:
+        self.log.append(("settle", seconds))
+        return not self.stuck
+
     def mark(self, stream: int) -> Callable[[], bool] | None:
         return None if self.user_captures else lambda: not self.stuck
 

@@ -33,10 +33,12 @@ from multigraph_backend.cudagraphs import planning, recording, replay
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
-from multigraph_backend.distributed import endings
+from multigraph_backend.distributed import endings, groups
 from multigraph_backend.distributed.watchdog import Launched
 
 log = logging.getLogger(__name__)
+
+_PATIENCE = 5.0  # seconds that the device is waited for before outputs are moved
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class Tree:
         #: addresses of parameters and buffers that forward pieces were recorded with
         self.lasting: set[int] = set()
         self._dropped: deque[Piece] = deque()
+        self._not_before = 0.0  # when the device is next waited for
         self._busy = False
         self._seen = device.generation  # pools up to here are in _old, or were left
         self._old: set[int] = set()
@@ -311,7 +314,7 @@ class Tree:
         """Begin a new step: move out what is alive, if all of it can be moved."""
         use_count = self.device.use_count
         alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
-        if not all(slot.movable for _, slot in alive):
+        if not all(slot.movable for _, slot in alive) or (alive and not self._settled()):
             return
         for (
             node,
@@ -333,6 +336,23 @@ class Tree:
         self.path.clear()
         for node in {id(node): node for node, _ in alive}.values():
             node.build()
+
+    def _settled(self) -> bool:
+        """Whether nothing reads or writes, on a stream that is not known here, what is about to be moved.
+
+        A collective that a user has begun on an output and not waited for yet does.  It may be waiting for another
+        rank, which may be waiting for this one: so it is given some time, and then the path goes on.
+        """
+        if not groups.live():
+            return True
+        now = time.monotonic()
+        if now < self._not_before:
+            return False
+        settled = self.device.settle(_PATIENCE)
+        if not settled:
+            self._not_before = now + 20 * _PATIENCE
+            log.info("outputs that are held stay where they are: the device is busy, maybe with other ranks")
+        return settled
 
     # ---------------------------------------------------------------- recording
 

@@ -22,6 +22,7 @@ from multigraph_backend.cudagraphs.spec import GraphSpec, Placeholder
 from multigraph_backend.cudagraphs.splitter import Split, split
 from multigraph_backend.cudagraphs.tree import Tree
 from multigraph_backend.distributed import groups
+from tests.simulated.pieces import Bench, call_right, values
 
 c10d: Any = torch.ops._c10d_functional
 RECORDED = CutRules(device_type="cpu", backends=frozenset({"gloo"}))
@@ -237,3 +238,53 @@ def test_code_that_waits_where_it_starts_is_recorded(lines: tuple[str, ...]) -> 
 )  # fmt: skip
 def test_code_that_does_not_is_not(lines: tuple[str, ...]) -> None:
     assert generated(*lines).waits_elsewhere(0)
+
+
+# ---------------------------------------------------------------- collectives of the user on outputs
+
+
+def doubled(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x * 2,)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "live", lambda: True)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_with_other_ranks_the_device_is_waited_for_before_outputs_are_moved() -> None:
+    bench = Bench()
+    piece = bench.piece(doubled, 1, 1)
+    held = []
+    for _ in range(5):
+        x = values()
+        held.append((x, *call_right(piece, doubled, x)))
+    assert bench.clones() == 1
+    assert len(bench.device.calls("settle")) == 1
+    for x, y in held:
+        torch.testing.assert_close(y, x * 2)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_outputs_stay_where_they_are_while_the_device_does_not_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that a user has begun on them, and that waits for another rank, may be reading them."""
+    bench = Bench()
+    piece = bench.piece(doubled, 1, 1)
+    bench.device.stuck = True
+    held = []
+    for _ in range(5):
+        x = values()
+        held.append((x, *call_right(piece, doubled, x)))
+    addresses = [y.data_ptr() for _, y in held]
+    assert bench.clones() == 0
+    assert len(bench.device.calls("settle")) == 1, "it is not waited for at each call"
+    bench.device.stuck = False
+    monkeypatch.setattr(bench.tree, "_not_before", 0.0)
+    for _ in range(3):
+        x = values()
+        held.append((x, *call_right(piece, doubled, x)))
+    assert bench.clones() >= 1
+    assert len(set(addresses)) == len(addresses)
+    for x, y in held:
+        torch.testing.assert_close(y, x * 2)
