@@ -6,27 +6,43 @@ Collected where there are two GPUs or more.
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+from multigraph_backend.allocator import library
 from tests.distributed import endings, processes, soak_endings
 
 PROGRAM = Path(__file__).with_name("ranks_on_gpu.py")
 
 
-def names() -> list[str]:
+def names(kind: str = "program") -> list[str]:
     """Of the programs, read off their file: importing it would set up CUDA here."""
     functions = [node for node in ast.parse(PROGRAM.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return [entry.name for entry in functions if any(ast.unparse(word) == "program" for word in entry.decorator_list)]
+    return [entry.name for entry in functions if any(ast.unparse(word) == kind for word in entry.decorator_list)]
+
+
+def run(wanted: list[str], seconds: float, environ: Mapping[str, str] | None = None) -> None:
+    port = str(processes.free_port())
+    words = [[str(rank), "2", port, *wanted] for rank in range(2)]
+    for ended in processes.run(PROGRAM, words, seconds, environ):
+        assert ended.status == 0, ended.said
+        assert [name for name in wanted if f"{name}: ok" not in ended.said] == []
 
 
 def test_two_ranks_are_right() -> None:
-    port = str(processes.free_port())
-    words = [[str(rank), "2", port] for rank in range(2)]
     assert len(names()) >= 8
-    for ended in processes.run(PROGRAM, words, 115):
-        assert ended.status == 0, ended.said
-        assert [name for name in names() if f"{name}: ok" not in ended.said] == []
+    run(names(), 235)
+
+
+if library.load().library is not None:  # where the extension is built: scripts/gpu --allocator
+
+    @pytest.mark.parametrize(("kind", "asked"), [("installed", "1"), ("beside", "0")])
+    def test_two_ranks_with_the_allocator_extension(kind: str, asked: str) -> None:
+        assert names(kind)
+        run(names(kind), 115, {"MULTIGRAPH_ALLOCATOR": asked})
 
 
 def test_every_ending_ends() -> None:
