@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +27,22 @@ class Ended:
     said: str
 
 
+_lock = threading.Lock()
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """A port that is free, and the one after it too.  Given to nobody else of this process, and below those that the
+    system gives to connections."""
+    with _lock:
+        while True:
+            port = random.randrange(10_000, 32_000, 2)
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                for number in (port, port + 1):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
+                if port not in _given:
+                    _given.add(port)
+                    return port
 
 
 def run(

@@ -1,60 +1,106 @@
 """Every ending of `endings.py` many times over, each run with a time limit; the exit status says whether one hung.
 
-python tests/distributed/soak_endings.py --runs 100
-python tests/distributed/soak_endings.py --runs 20 --device cuda --seconds 90
+    python tests/distributed/soak_endings.py --runs 100 --jobs 2 --json endings.json
+    python tests/distributed/soak_endings.py --runs 20 --device cuda --seconds 90 --jobs 4 --json endings.json
+
+A run has ended when all its ranks have, by themselves and with the status that this ending should have.
 """
 
 from __future__ import annotations
 
-import argparse
+import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.distributed import endings, processes
 
+#: Python's own for an interrupt that nobody catches, by signal or as a shell has it; torch's hook for errors
+_INTERRUPTED = (-2, 130, 1)
+
+
+class Run(NamedTuple):
+    """What is wrong with how the ranks ended, None if nothing is; whether one had to be ended; seconds."""
+
+    problem: str | None
+    hung: bool
+    seconds: float
+
 
 def problem(ending: str, ranks: list[processes.Ended]) -> str | None:
     """What is wrong with how the ranks ended, None if nothing is."""
-    wanted = {"exception": 1, "sys.exit": 7, "SIGINT": -2}.get(ending, 0)
     for rank, ended in enumerate(ranks):
-        status = -9 if (ending, rank) == ("one rank killed", 0) else wanted
+        wanted = {"exception": (1,), "sys.exit": (7,), "SIGINT": _INTERRUPTED}.get(ending, (0,))
+        if (ending, rank) == ("one rank killed", 0):
+            wanted = (-9,)
         if "recorded " not in ended.said or "nothing was recorded" in ended.said:
             return f"rank {rank} recorded nothing: {ended.said}"
         if ended.status is None:
             return f"rank {rank} hangs: {ended.said}"
-        if ended.status != status and (ending, ended.status) != ("SIGINT", 1):  # torch's own hook for exceptions says 1
-            return f"rank {rank} ended with {ended.status}, not {status}: {ended.said}"
+        if ended.status not in wanted:
+            return f"rank {rank} ended with {ended.status}, not {wanted[0]}: {ended.said}"
+        if ending == "SIGINT" and "KeyboardInterrupt" not in ended.said:
+            return f"rank {rank} was not interrupted: {ended.said}"
     return None
 
 
-def run(ending: str, size: int, device: str, seconds: float) -> str | None:
+def once(ending: str, size: int, device: str, seconds: float) -> Run:
+    """One run of `size` ranks."""
     port = str(processes.free_port())
     words = [[ending, str(rank), str(size), port, "--device", device] for rank in range(size)]
-    return problem(ending, processes.run(processes.HERE / "endings.py", words, seconds))
+    began = time.monotonic()
+    ranks = processes.run(processes.HERE / "endings.py", words, seconds)
+    hung = any(rank.status is None for rank in ranks)
+    return Run(problem(ending, ranks), hung, time.monotonic() - began)
+
+
+def run(ending: str, size: int, device: str, seconds: float) -> str | None:
+    """What is wrong with one run, None if nothing is."""
+    return once(ending, size, device, seconds).problem
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=1)
+    sys.path.insert(0, str(processes.CHECKOUT / "benchmarks"))
+    from measure import Column, Goal, Results, arguments, goals_text
+
+    parser = arguments(__doc__)
+    parser.add_argument("--runs", type=int, default=1, help="of each ending (1)")
     parser.add_argument("--size", type=int, default=2, help="ranks (2)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=60, help="of one run at most (60)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--only", metavar="TEXT", default="", help="endings whose name has this in it")
     args = parser.parse_args()
-    failed = 0
-    for ending in [name for name in endings.ENDINGS if args.only in name]:
-        began = time.monotonic()
-        for _ in range(args.runs):
-            said = run(ending, args.size, args.device, args.seconds)
-            if said is not None:
-                failed += 1
-                print(f"{ending}: {said}", flush=True)
-        print(f"{ending}: {args.runs} runs in {time.monotonic() - began:.0f} s", flush=True)
-    print(f"{failed} failed")
-    return int(failed > 0)
+    columns = (
+        Column("ending", "ending"),
+        Column("ranks", "ranks"),
+        Column("runs", "runs"),
+        Column("hung", "hung"),
+        Column("wrong", "ended otherwise"),
+        Column("median", "median seconds", 1),
+        Column("worst", "worst seconds", 1),
+        Column("goals", "goals"),
+    )
+    results = Results("endings", "Several ranks: runs of every ending, and how many hang", columns, args)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for ending in [name for name in endings.ENDINGS if args.only in name]:
+            again = [(ending, args.size, results.device, args.seconds)] * args.runs
+            runs = list(pool.map(lambda one: once(*one), again))
+            problems = [entry.problem for entry in runs if entry.problem is not None]
+            row = {
+                "runs": len(runs),
+                "hung": sum(entry.hung for entry in runs),
+                "wrong": len(problems) - sum(entry.hung for entry in runs),
+                "median": statistics.median(entry.seconds for entry in runs),
+                "worst": max(entry.seconds for entry in runs),
+            }
+            row["goals"] = goals_text((Goal("hung", "hung", 0), Goal("otherwise", "wrong", 0)), row)
+            error = "\n".join(problems) if problems else None
+            results.add({"ending": ending, "ranks": args.size}, row, error, headline=True)
+    return results.finish()
 
 
 if __name__ == "__main__":
