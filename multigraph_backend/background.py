@@ -7,7 +7,8 @@ torch allows one compile at a time, under Dynamo's compile lock, which the compi
 backward takes it too.  When time is up the thread is asked to end by an exception; one that does not come back (it
 waits in C code) is abandoned: the lock is taken over, process-wide changes are undone by the caller.  Should it come
 back later, it is parked for good: unwinding would set random states and configurations back to what they were before
-the compile, under the feet of a program that has gone on.
+the compile, under the feet of a program that has gone on.  Locks on files it gives back first: Inductor holds one while
+a C++ compiler runs, and other compiles, of other processes too, would wait for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import gc
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -102,7 +105,20 @@ class _Job(Generic[Result]):
         with self._lock:
             self._unwinding = not self._abandoned
         if not self._unwinding:
+            _let_go_of_files()
             threading.Event().wait()
+
+
+def _let_go_of_files() -> None:
+    """Release the locks on files that the calling thread holds, as far as they know their thread."""
+    kind = getattr(sys.modules.get("filelock"), "BaseFileLock", None)
+    if kind is None:  # the package is not loaded
+        return
+    for entry in gc.get_objects():
+        if issubclass(type(entry), kind):
+            with contextlib.suppress(Exception):
+                if entry.is_thread_local() and entry.is_locked:
+                    entry.release(force=True)
 
 
 def compile_within(

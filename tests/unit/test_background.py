@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import filelock
 import pytest
 import torch
 
@@ -110,6 +112,22 @@ def test_a_compile_that_comes_back_after_it_was_given_up_undoes_nothing_any_more
     second = torch.rand(4)
     torch.manual_seed(0)
     torch.testing.assert_close((torch.rand(4), torch.rand(4)), (first, second), rtol=0, atol=0)
+
+
+def test_a_compile_that_was_given_up_gives_locks_on_files_back_when_it_comes_back(tmp_path: Path) -> None:
+    """As where a C++ compiler takes longer than the limit; no name holds the lock there."""
+
+    def compile(process_wide: contextlib.ExitStack) -> None:
+        with filelock.FileLock(tmp_path / "lock"):
+            time.sleep(2)
+
+    other = filelock.FileLock(tmp_path / "other")
+    with other:
+        with pytest.raises(CompileTimeout):
+            compile_within(0.1, compile, here())
+        with filelock.FileLock(tmp_path / "lock", timeout=30):  # raises where it is not given back
+            pass
+        assert other.is_locked, "locks of other threads are theirs"
 
 
 def _sleeps_in(thread: threading.Thread, function: str) -> bool:
