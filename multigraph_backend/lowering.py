@@ -35,7 +35,7 @@ from multigraph_backend.options import Options
 from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.hooks import without_hooks
-from multigraph_backend.saved_tensors.rules import hook_rules
+from multigraph_backend.saved_tensors.rules import Offload, hook_rules
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.direct_call import DirectCall
@@ -293,6 +293,8 @@ def compile_module(
 
         inner = output_code.inner_compile(options, label, how)
         knobs.update(output_code.KNOBS if how == "recorded" else {})
+        if any(isinstance(rule.pack, Offload) for rule in options.saved_tensors):
+            knobs.setdefault(*output_code.PLACED)
     around = None
     if options.packing and (lacking := _lacks_for_packing()):
         message = f"saved tensors stay as they are; this torch differs: {lacking}"

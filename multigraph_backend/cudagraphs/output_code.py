@@ -38,6 +38,8 @@ _OutputCode: Any = object if _compat.missing("cudagraphs") else _compat.OutputCo
 
 #: what makes Inductor part a graph into pieces that can be recorded; torch's own trees stay out all the same
 KNOBS: Mapping[str, object] = {"triton.cudagraphs": True, "graph_partition": True}
+#: what keeps Inductor from gathering what cannot be recorded; copies to the host run beside what is between them
+PLACED = ("triton.reorder_for_reducing_graph_partitions", False)
 
 
 _living: weakref.WeakValueDictionary[int, RecordedCode] = weakref.WeakValueDictionary()

@@ -33,7 +33,7 @@ class Estimate:
     ) -> None:
         self._reordered = reordered
         self._outputs, self._results = outputs, graphs.results(forward.graph)
-        self._backward = backward
+        self._forward, self._backward = forward, backward
         caller = [node.name for node in forward.graph.find_nodes(op="placeholder")]
         self.forward_program = graphs.program(forward.graph, caller)
         self.backward_program = graphs.program(backward.graph, choosing.held(forward, outputs, static))
@@ -55,12 +55,12 @@ class Estimate:
             packings,
             still,
             dead_views=_dead_views(members - sources, set(returned) | sources),
-            seconds=self._seconds if any(packing.transfer for packing in packings) else None,
+            seconds=self._seconds if any(packing.transfer for packing in packings) else ({}, {}),
         )
 
     @functools.cached_property
-    def _seconds(self) -> dict[str, float]:
-        return costs.seconds_of(self._backward.graph)
+    def _seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        return costs.least_seconds_of(self._forward.graph), costs.least_seconds_of(self._backward.graph)
 
 
 def _dead_views(members: set[Node], needed: set[Node]) -> frozenset[str]:
@@ -108,5 +108,6 @@ def _transfer(traced: Traced) -> placement.Transfer | None:
     unit, value = traced.unit, graphs.tensor(traced.unit.source)
     if not isinstance(unit.pack, Offload) or value is None:
         return None
-    _, back = transfers.of(value.device).stream.bytes_per_second()
-    return placement.Transfer(unit.pack.waiting, unit.pack.ahead, unit.described.bytes / back)
+    out, back = transfers.of(value.device).stream.bytes_per_second()
+    size = unit.described.bytes
+    return placement.Transfer(unit.pack.waiting, unit.pack.ahead, size / out, size / back)

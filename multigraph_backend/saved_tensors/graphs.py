@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step
-from multigraph_backend.saved_tensors.offloading import OFFLOAD, SETTLE
+from multigraph_backend.saved_tensors.offloading import BEGIN, OFFLOAD, SETTLE
 
 _SHARES_FIRST = {torch.ops.aten._unsafe_view.default, torch.ops.aten.copy_.default}
 _UNKNOWN_SIZE = 4096  # for a size that only a run knows
@@ -66,7 +66,7 @@ def tensor(node: Node) -> torch.Tensor | None:
 
 def on_host(node: Node) -> bool:
     """Whether `node` is bytes that were offloaded: they take no memory of the device."""
-    return node.op == "call_function" and node.target in (OFFLOAD, SETTLE)
+    return node.op == "call_function" and node.target in (OFFLOAD, SETTLE, BEGIN)
 
 
 def storage_bytes(value: torch.Tensor) -> int:

@@ -1,87 +1,119 @@
-"""Which offload waits for which, and which reload begins which: the order of copies, written into both graphs.
+"""The order of copies, written into both graphs: who waits for which copy where, and where copies back begin.
 
-    offload(a)                        reload(c, following=[b])
-    offload(b)                        reload(b, following=[a])
-    offload(c, kept=[a])              reload(a)
-    settle(kept=[b, c])
+    offload(a)                        begun = begin([a, b], after=[x])
+    offload(b)                        reload(a, begun=[begun], after=[y])
+    s = settle(kept=[a, b])           reload(b, begun=[begun], after=[z])
+    settle(after=[s])
 
-In: the offloads of a forward and the reloads of a backward, in order.  Out: for each offload the earlier ones that it
-lets go (`waits`), for each reload the later ones that it begins (`starts`); `link_forward` and `link_backward` write
-them into graphs.
+In: graphs with offloads and reloads in them, and a placement.  Out: the same graphs, linked.
 
-A copy to the host has until `waiting` further tensors are offloaded.  A copy from the host begins at the last reload
-from which it still arrives in time, by estimated seconds of the steps and measured bandwidth.
+A copy depends on nothing that is computed around the place that was chosen for it, so that a compiler may move it: to
+the very front, for one.  So each of these operators names, as `after`, a tensor that is computed shortly before that
+place, and that lives until after it anyway; it is not read.
 
-Invariant: each offloaded tensor is let go once, after its own copy; each reload is begun at itself or before, no
-earlier than `ahead` reloads before, in the order in which they are needed.
+Invariant: each offloaded tensor is let go once, after its own copy; each reload comes after what begins it; no tensor
+lives longer for being named, and none is made that would not be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
 
-from multigraph_backend.saved_tensors.offloading import OFFLOAD, RELOAD, SETTLE
+from multigraph_backend.saved_tensors import graphs
+from multigraph_backend.saved_tensors.offloading import BEGIN, RELOAD, SETTLE
 
 
-def waits(waiting: Sequence[int]) -> list[list[int]]:
-    """For each offload, and behind them for the end of the forward, which earlier ones are let go there.
+def link_forward(graph: Graph, offloads: Mapping[str, Node], settles: Sequence[tuple[str, Sequence[str]]]) -> Node:
+    """Let offloaded tensors go where `settles` say; the node that ends it all, for saving.
 
-    `waiting`: for each, how many further ones it stays for; 0: until the next.
+    `offloads`: by name; `settles`: steps, and the names of what is let go before each.
     """
-    freed: list[list[int]] = [[] for _ in range(len(waiting) + 1)]
-    for index, further in enumerate(waiting):
-        freed[min(index + max(further, 1), len(waiting))].append(index)
-    return freed
+    left = dict(offloads)
+    tokens: list[Node] = []
+    steps = {node.name: node for node in graph.nodes}
+    for step, names in settles:
+        copies = [left.pop(name) for name in names]
+        with graph.inserting_before(steps[step]):
+            token = graph.call_function(SETTLE, ([copy.args[0] for copy in copies], copies, []))
+        tokens.append(_with_meta(token, copies[-1]))
+        token.update_arg(2, anchors(token))
+    with graph.inserting_before(graph.output_node()):
+        settled = graph.call_function(SETTLE, ([copy.args[0] for copy in left.values()], [*left.values()], tokens))
+    return _with_meta(settled, next(iter(offloads.values())))
 
 
-def starts(needed: Sequence[float], seconds: Sequence[float], ahead: Sequence[int]) -> list[int]:
-    """For each reload, the one at which its copy begins.
+def link_backward(
+    graph: Graph, copies: Mapping[str, Node], begins: Sequence[tuple[str, Sequence[str]]], settled: Node
+) -> None:
+    """Begin copies where `begins` say, and keep reloads where they stand; `copies`: on the host, by name."""
+    steps = {node.name: node for node in graph.nodes}
+    reloads = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=RELOAD)}
+    for step, names in begins:
+        begun = [copies[name] for name in names]
+        first = reloads[begun[0]]
+        with graph.inserting_before(steps[step]):
+            token = graph.call_function(BEGIN, (begun, first.args[2], []))
+        _with_meta(token, first)
+        token.update_arg(2, anchors(token))
+        for copy in begun:
+            reloads[copy].update_arg(3, [token])
+    for node in reloads.values():
+        node.update_arg(4, anchors(node))
+        node.meta.pop("eager_input_vals", None)  # of other arguments
+    first_of_all = next(node for node in graph.nodes if node.target in (BEGIN, RELOAD))
+    at = 4 if first_of_all.target is RELOAD else 2
+    first_of_all.update_arg(at, [*first_of_all.args[at], settled])
 
-    `needed`: seconds from the start of the backward at which each is needed, in order; `seconds`: what its copy takes;
-    `ahead`: at most so many reloads before it.
+
+def anchors(node: Node) -> list[Node]:
+    """What was computed last before `node` and is needed behind it anyway; nothing where there is no such tensor.
+
+    It is the result of a matmul, a convolution or attention, which has memory of its own in any case; rather one that
+    several operations read or that is returned: in another one a compiler may find a pattern, which a further reader
+    would spoil.
     """
-    latest = float("inf")
-    begin = [0.0] * len(needed)
-    for index in reversed(range(len(needed))):
-        latest = min(needed[index], latest) - seconds[index]
-        begin[index] = latest
-    found: list[int] = []
-    for index, moment in enumerate(begin):
-        at = index
-        while at > max(index - ahead[index], 0) and needed[at] > moment:
-            at -= 1
-        found.append(max(at, found[-1]) if found else at)
+    order = {entry: index for index, entry in enumerate(node.graph.nodes)}
+    second: Node | None = None
+    entry = node.prev
+    while entry.op != "root":
+        if _computed(entry) and any(order[user] > order[node] for user in _readers(entry)):
+            if len(entry.users) > 1 or _returned(entry):
+                return [entry]
+            second = second or entry
+        entry = entry.prev
+    return [second] if second is not None else []
+
+
+def _computed(node: Node) -> bool:
+    if graphs.tensor(node) is None or node.op != "call_function":
+        return False
+    made = node.args[0] if node.target is operator.getitem and isinstance(node.args[0], Node) else node
+    return getattr(made.target, "overloadpacket", None) in flop_registry
+
+
+def _readers(node: Node) -> list[Node]:
+    """What computes with the memory of `node`."""
+    found: list[Node] = []
+    for user in node.users:
+        found += _readers(user) if graphs.viewed(user) is node else [user]
     return found
 
 
-def link_forward(graph: Graph, waiting: Sequence[int]) -> Node:
-    """Put `waits` into the offloads of `graph`, in its order; the node that lets the last ones go, for saving."""
-    nodes = graph.find_nodes(op="call_function", target=OFFLOAD)
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    nodes.sort(key=order.__getitem__)
-    sources = [node.args[0] for node in nodes]
-    *freed, last = waits(waiting)
-    for node, earlier in zip(nodes, freed, strict=True):
-        node.args = (node.args[0], [sources[index] for index in earlier], [nodes[index] for index in earlier])
-        node.meta.pop("eager_input_vals", None)  # of other arguments
-    with graph.inserting_before(graph.output_node()):
-        settled = graph.call_function(SETTLE, ([sources[at] for at in last], [nodes[at] for at in last]))
-    fake = nodes[-1].meta["val"]
-    settled.meta.update({**nodes[-1].meta, "val": fake.new_empty(1)})
+def _returned(node: Node) -> bool:
+    return all(user.op == "output" for user in _readers(node))
+
+
+def _with_meta(node: Node, like: Node) -> Node:
+    """Give `node` the place of `like` in the user's code, and the value of a token."""
+    value = graphs.tensor(like)
+    assert value is not None
+    node.meta.update(like.meta)
+    node.meta["val"] = value.new_empty(1, dtype=torch.uint8, device="cpu")
     for entry in ("tensor_meta", "eager_input_vals"):
-        settled.meta.pop(entry, None)
-    return settled
-
-
-def link_backward(graph: Graph, begun: Sequence[int], settled: Node) -> None:
-    """Put `begun`, as `starts` gives it, into the reloads of `graph`, in its order."""
-    nodes = graph.find_nodes(op="call_function", target=RELOAD)
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    nodes.sort(key=order.__getitem__)
-    copies = [node.args[0] for node in nodes]
-    for index, node in enumerate(nodes):
-        following = [copies[later] for later, at in enumerate(begun) if at == index and later != index]
-        node.meta.pop("eager_input_vals", None)
-        node.args = (*node.args[:3], following, [settled] if index == 0 else [])
+        node.meta.pop(entry, None)
+    return node

@@ -1,12 +1,14 @@
 """Offloading as operators, for graphs: bytes of a tensor to the host in forward, back in backward.
 
-    copy = offload(x, kept, copies)
-    settled = settle(kept, copies)
-    x = reload(copy, dtype, device, following, settled)
+    copy = offload(x)
+    settled = settle(kept, copies, after)
+    begun = begin(copies, device, after)
+    x = reload(copy, dtype, device, begun, after)
 
 Inductor knows nothing of other streams, and would use the memory of a tensor again after its last reader.  So what is
-being copied is read once more, as `kept`, by the operator that waits for the copy: the offload some tensors later, and
-for the last ones `settle`, whose small result is saved too, so that nothing drops it.  `links` puts that in.
+being copied is read once more, as `kept`, by the `settle` that waits for the copy.  The small result of the last one is
+saved too, so that nothing drops it.  `begun` and `after` are not read: they say what has to be done before.  `links`
+puts all that in.
 
 In: graphs that call these operators.  Out: calls of `transfers`.
 
@@ -27,47 +29,47 @@ _library = torch.library.Library("multigraph", "DEF")
 _tags = tuple(
     tag for name in ("cudagraph_unsafe", "needs_fixed_stride_order") if (tag := getattr(torch.Tag, name, None))
 )
-_library.define("offload(Tensor x, Tensor[] kept, Tensor[] copies) -> Tensor", tags=_tags)
-_library.define("settle(Tensor[] kept, Tensor[] copies) -> Tensor", tags=_tags)
+_library.define("offload(Tensor x) -> Tensor", tags=_tags)
+_library.define("settle(Tensor[] kept, Tensor[] copies, Tensor[] after) -> Tensor", tags=_tags)
+_library.define("begin(Tensor[] copies, Device device, Tensor[] after) -> Tensor", tags=_tags)
 _library.define(
-    "reload(Tensor copy, ScalarType dtype, Device device, Tensor[] following, Tensor[] settled) -> Tensor", tags=_tags
+    "reload(Tensor copy, ScalarType dtype, Device device, Tensor[] begun, Tensor[] after) -> Tensor", tags=_tags
 )
 
-
-def _offload(x: torch.Tensor, kept: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> torch.Tensor:
-    return transfers.of(x.device).offload(x, kept, copies)
+_Tensors = Sequence[torch.Tensor]
 
 
-def _settle(kept: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> torch.Tensor:
+def _offload(x: torch.Tensor) -> torch.Tensor:
+    return transfers.of(x.device).offload(x)
+
+
+def _settle(kept: _Tensors, copies: _Tensors, after: _Tensors) -> torch.Tensor:
     if kept:
-        transfers.of(kept[0].device).settle(kept, copies)
+        transfers.of(kept[0].device).settle(copies)
+    return torch.empty(1, dtype=torch.uint8)
+
+
+def _begin(copies: _Tensors, device: torch.device, after: _Tensors) -> torch.Tensor:
+    transfers.of(device).begin(copies, device)
     return torch.empty(1, dtype=torch.uint8)
 
 
 def _reload(
-    copy: torch.Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    following: Sequence[torch.Tensor],
-    settled: Sequence[torch.Tensor],
+    copy: torch.Tensor, dtype: torch.dtype, device: torch.device, begun: _Tensors, after: _Tensors
 ) -> torch.Tensor:
-    return transfers.of(device).reload(copy, dtype, device, following)
+    return transfers.of(device).reload(copy, dtype, device)
 
 
-def _fake_offload(x: torch.Tensor, kept: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> torch.Tensor:
+def _fake_offload(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(host_shape(x), dtype=torch.uint8, device="cpu")
 
 
-def _fake_settle(kept: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> torch.Tensor:
+def _fake_token(*arguments: object) -> torch.Tensor:
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
 def _fake_reload(
-    copy: torch.Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    following: Sequence[torch.Tensor],
-    settled: Sequence[torch.Tensor],
+    copy: torch.Tensor, dtype: torch.dtype, device: torch.device, begun: _Tensors, after: _Tensors
 ) -> torch.Tensor:
     shape = (*copy.shape[:-1], copy.shape[-1] // dtype.itemsize)
     return torch.empty(shape, dtype=dtype, device=device)
@@ -75,7 +77,8 @@ def _fake_reload(
 
 for _name, _function, _fake in (
     ("offload", _offload, _fake_offload),
-    ("settle", _settle, _fake_settle),
+    ("settle", _settle, _fake_token),
+    ("begin", _begin, _fake_token),
     ("reload", _reload, _fake_reload),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
@@ -83,4 +86,5 @@ for _name, _function, _fake in (
 
 OFFLOAD = torch.ops.multigraph.offload.default
 SETTLE = torch.ops.multigraph.settle.default
+BEGIN = torch.ops.multigraph.begin.default
 RELOAD = torch.ops.multigraph.reload.default

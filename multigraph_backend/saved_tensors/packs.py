@@ -93,7 +93,7 @@ def _offload(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
     if value.dim() == 0:
         return "it is a single number"
     return (
-        lambda x: (offloading.OFFLOAD(x, [], []),),
+        lambda x: (offloading.OFFLOAD(x),),
         lambda packed: offloading.RELOAD(packed[0], dtype, device, [], []),
     )
 

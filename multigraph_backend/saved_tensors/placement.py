@@ -4,7 +4,7 @@ In: both programs as they are, and for each unit its pack and unpack as fragment
 the order that was chosen and of stock's (all packs at the end of forward, all unpacks at the start of backward).
 
 An offloaded tensor stays in forward until the copy of it is waited for, and in backward is there from when its copy
-begins; `links` says when that is.
+begins; `windows` says when that is.
 
 A pack goes right after the last step that computes with the buffer; a view of it does not count, what is done with the
 view does.  An unpack goes right before the first such step; one that costs little is done again for uses far apart.
@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from multigraph_backend.saved_tensors import links
-from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step, inserted, peak
+from multigraph_backend.saved_tensors import windows
+from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step, inserted, live_bytes, peak
 
 FAR = 8  # steps between two uses from which on unpacking twice is tried
 
@@ -51,11 +51,12 @@ class Packing:
 
 @dataclass(frozen=True)
 class Transfer:
-    """See `rules.Offload`; `seconds`: what the copy from the host takes."""
+    """See `rules.Offload`; `out`, `back`: the seconds that the copies to the host and from it take."""
 
     waiting: int
     ahead: int
-    seconds: float
+    out: float
+    back: float
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ class Unpacking:
 class Placement:
     """For each packing the step before which it is packed, and its unpackings; how they were found.
 
-    `offloads`, `reloads`: the packings that are transfers, in the order in which they leave and come back; `begun`: for
-    each of `reloads` the one at which its copy begins.
+    `offloads`, `reloads`: the packings that are transfers, in the order in which they leave and come back.  `settles`:
+    steps of the forward, and those that are let go before each, their copies having arrived; the others stay to its
+    end.  `begins`: steps of the backward, and those whose copies begin before each; the others' begin with the reload.
     """
 
     pack_before: Mapping[str, str]
@@ -86,7 +88,8 @@ class Placement:
     unpacked_backward_peak: int
     offloads: tuple[str, ...] = ()
     reloads: tuple[str, ...] = ()
-    begun: tuple[int, ...] = ()
+    settles: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    begins: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 _Packs = dict[str, int]
@@ -99,52 +102,112 @@ def place(
     packings: Sequence[Packing],
     returned: frozenset[str],
     dead_views: frozenset[str] = frozenset(),
-    seconds: Mapping[str, float] | None = None,
+    seconds: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
 ) -> Placement:
     """Choose positions for `packings`.
 
     `returned`: buffers that forward still returns when all members are gone; `dead_views`: its steps that nobody needs
-    then; `seconds`: estimated time of steps of the backward.
+    then; `seconds`: estimated times of steps, of the forward and of the backward, by which copies are begun and
+    awaited.
     """
     end = len(forward.steps) - 1  # the step that returns
+    forward_times, times = _times(forward, seconds[0]), _times(backward, seconds[1])
     placed_packs = {packing.name: _after_last_use(forward, packing) for packing in packings}
     stock_packs = {packing.name: end for packing in packings}
 
-    def forward_peak(packs: _Packs) -> int:
-        return peak(packed_forward(forward, packings, packs, returned, dead_views))
+    def with_packs(packs: _Packs, let_go: _Packs) -> Program:
+        return packed_forward(forward, packings, packs, returned, dead_views, let_go)
 
-    stock_forward, placed_forward = forward_peak(stock_packs), forward_peak(placed_packs)
+    let_go, arrived = _let_go(packings, placed_packs, forward_times, end)
+    placed, stock = with_packs(placed_packs, let_go), with_packs(stock_packs, {})
+    stock_forward, placed_forward = peak(stock), peak(placed)
     packs = placed_packs if placed_forward <= stock_forward else stock_packs
+    offloads = _in_order(packings, packs)
+    if packs is placed_packs:
+        ends = [let_go[packing.name] for packing in offloads]
+        sizes = [forward.sizes[packing.memory] for packing in offloads]
+        let_go = _named(offloads, windows.later(_room(forward, placed), ends, arrived, sizes))
 
     candidates: dict[Order, _Unpacks] = {
         "placed": {packing.name: _clusters(backward, packing, False) for packing in packings},
         "placed, repeated": {packing.name: _clusters(backward, packing, packing.cheap) for packing in packings},
         "stock": {packing.name: [(0, _uses(backward, packing))] for packing in packings},
     }
-    times = _times(backward, seconds or {})
-    peaks = {order: peak(packed_backward(backward, packings, unpacks, times)) for order, unpacks in candidates.items()}
-    best = min(peaks, key=lambda order: peaks[order])  # the first of equals
-    name: Callable[[int], str] = lambda index: backward.steps[index].name  # noqa: E731
+    plans = {order: _Reloads(backward, packings, unpacks, times) for order, unpacks in candidates.items()}
+    best = min(plans, key=lambda order: plans[order].peak)  # the first of equals
+    plan = plans[best]
     floating = {packing.name for packing in packings if packing.floating}
-    reloads = _in_order(packings, {unit: copies[0][0] for unit, copies in candidates[best].items()})
+    name: Callable[[int], str] = lambda index: backward.steps[index].name  # noqa: E731
     return Placement(
         pack_before={unit: forward.steps[end if unit in floating else at].name for unit, at in packs.items()},
         unpackings={
             unit: tuple(Unpacking(name(at), tuple(map(name, uses))) for at, uses in copies)
-            for unit, copies in candidates[best].items()
+            for unit, copies in plan.unpacks.items()
         },
         forward_order="placed" if packs is placed_packs else "stock",
         backward_order=best,
         forward_peak=min(placed_forward, stock_forward),
-        backward_peak=peaks[best],
+        backward_peak=plan.peak,
         stock_forward_peak=stock_forward,
-        stock_backward_peak=peaks["stock"],
+        stock_backward_peak=plans["stock"].peak,
         unpacked_forward_peak=peak(forward),
         unpacked_backward_peak=peak(backward),
-        offloads=tuple(packing.name for packing in _in_order(packings, packs)),
-        reloads=tuple(packing.name for packing in reloads),
-        begun=tuple(_begun(reloads, candidates[best], times)),
+        offloads=tuple(packing.name for packing in offloads),
+        reloads=tuple(packing.name for packing in plan.order),
+        settles=_by_step(forward, {} if packs is stock_packs else {n: at for n, at in let_go.items() if at < end}),
+        begins=_by_step(backward, plan.begins()),
     )
+
+
+def _let_go(
+    packings: Sequence[Packing], packs: _Packs, times: Sequence[float], end: int
+) -> tuple[dict[str, int], list[int]]:
+    """Where each offloaded tensor is let go at the soonest, by name; where its copy has arrived, in order."""
+    order = _in_order(packings, packs)
+    leaving = [packs[packing.name] for packing in order]
+    transfers = [packing.transfer for packing in order if packing.transfer is not None]
+    arrived = [min(at, end) for at in windows.arrivals(leaving, [entry.out for entry in transfers], times)]
+    ends = windows.let_go(leaving, [entry.waiting for entry in transfers], end)
+    return _named(order, ends), arrived
+
+
+class _Reloads:
+    """When what is offloaded comes back, in one order of unpacks: where it is waited for, where its copy begins."""
+
+    def __init__(
+        self, backward: Program, packings: Sequence[Packing], unpacks: _Unpacks, times: Sequence[float]
+    ) -> None:
+        self._backward, self._packings, self._times = backward, packings, times
+        self.unpacks = unpacks
+        self.order = _in_order(packings, {unit: copies[0][0] for unit, copies in unpacks.items()})
+        self._transfers = [packing.transfer for packing in self.order if packing.transfer is not None]
+        self.peak = peak(self._program(unpacks))
+        if self.order:
+            needed = windows.together([unpacks[packing.name][0][0] for packing in self.order], times)
+            nearer = {**unpacks, **{
+                packing.name: [(at, unpacks[packing.name][0][1])]
+                for packing, at in zip(self.order, needed, strict=True)
+            }}  # fmt: skip
+            if (found := peak(self._program(nearer))) <= self.peak:
+                self.unpacks, self.peak = nearer, found
+
+    def begins(self) -> dict[str, int]:
+        """Where copies begin that begin before they are needed."""
+        needed, departing, starts = self._starts(self.unpacks)
+        room = _room(self._backward, self._program(self.unpacks))
+        sizes = [self._backward.sizes[packing.members[0]] for packing in self.order]
+        found = windows.earlier(room, starts, departing, sizes)
+        return {
+            packing.name: at for packing, at, by in zip(self.order, found, needed, strict=True) if at < by
+        }  # fmt: skip
+
+    def _starts(self, unpacks: _Unpacks) -> tuple[list[int], list[int], list[int]]:
+        needed = [unpacks[packing.name][0][0] for packing in self.order]
+        departing = windows.departures(needed, [entry.back for entry in self._transfers], self._times)
+        return needed, departing, windows.begun(needed, departing, [entry.ahead for entry in self._transfers])
+
+    def _program(self, unpacks: _Unpacks) -> Program:
+        return packed_backward(self._backward, self._packings, unpacks, _named(self.order, self._starts(unpacks)[2]))
 
 
 def packed_forward(
@@ -153,42 +216,49 @@ def packed_forward(
     packs: Mapping[str, int],
     returned: frozenset[str],
     dead_views: frozenset[str] = frozenset(),
+    let_go: Mapping[str, int] | None = None,
 ) -> Program:
-    """`forward` with each pack before the position that `packs` gives."""
+    """`forward` with each pack before the position that `packs` gives.
+
+    `let_go`: before which positions what is offloaded is needed no more; where it says nothing, that is at the end.
+    """
     before: dict[int, list[Step]] = {}
     sizes: dict[str, int] = {}
     saved: set[str] = set()
-    offloads = _in_order(packings, packs)
-    *freed, last = links.waits([packing.transfer.waiting for packing in offloads if packing.transfer is not None])
-    kept = dict(zip((packing.name for packing in offloads), freed, strict=True))
+    end = len(forward.steps) - 1
+    last: set[str] = set()
+    settles: dict[int, list[Step]] = {}
     for packing in packings:
         steps, made, outputs = packing.pack.placed(f"{packing.name}.pack.", [packing.memory])
-        if earlier := kept.get(packing.name):
-            reads = steps[-1].reads | {offloads[index].memory for index in earlier}
-            steps[-1] = replace(steps[-1], reads=reads)
         before.setdefault(packs[packing.name], []).extend(steps)
         sizes.update(made)
         saved.update(outputs)
+        if packing.transfer is not None and (at := (let_go or {}).get(packing.name, end)) < end:
+            settles.setdefault(at, []).append(Step(f"{packing.name}.settle", frozenset({packing.memory})))
+        elif packing.transfer is not None:
+            last.add(packing.memory)
+    for at, waits in settles.items():
+        before.setdefault(at, []).extend(waits)
     results = returned | saved
-    settled = replace(forward.steps[-1], reads=frozenset(results) | {offloads[index].memory for index in last})
+    settled = replace(forward.steps[-1], reads=frozenset(results | last))
     whole = inserted(replace(forward, steps=(*forward.steps[:-1], settled)), before, sizes)
     steps = [step for step in whole.steps if step.name not in dead_views]
     return replace(whole, steps=tuple(steps), results=results)
 
 
 def packed_backward(
-    backward: Program, packings: Sequence[Packing], unpacks: _Unpacks, times: Sequence[float] = ()
+    backward: Program, packings: Sequence[Packing], unpacks: _Unpacks, begins: Mapping[str, int] | None = None
 ) -> Program:
     """`backward` with what is saved in place of the members, and each unpack before the positions that it is given.
 
-    `times`: when each step begins, for transfers.
+    `begins`: before which positions copies begin; where it says nothing, that is when they are needed.
     """
     before: dict[int, list[Step]] = {}
     sizes: dict[str, int] = {}
     given = set(backward.given)
     gone = {member for packing in packings for member in packing.members}
     reads = [set(step.reads) - gone for step in backward.steps]
-    reloaded: dict[str, list[Step]] = {}
+    early: dict[int, list[Step]] = {}
     for packing in packings:
         saved = [f"{packing.name}.saved.{index}" for index in range(len(packing.pack.outputs))]
         held = set(packing.members) & backward.held
@@ -202,29 +272,22 @@ def packed_backward(
             steps, made, outputs = packing.unpack.placed(
                 f"{packing.name}.unpack{copy or ''}.", [*own, *packing.anchors]
             )
-            if packing.transfer is not None:
-                reloaded[packing.name] = steps
+            if packing.transfer is not None and (begin := (begins or {}).get(packing.name, at)) < at:
+                makes = next(step.makes for step in steps if step.makes)
+                early.setdefault(begin, []).append(Step(f"{packing.name}.begin", makes=makes))
             before.setdefault(at, []).extend(steps)
             sizes.update(made)
             for use in uses:
                 for member, output in zip(packing.members, outputs, strict=True):
                     if member in backward.steps[use].reads:
                         reads[use].add(output)
-    reloads = _in_order(packings, {unit: copies[0][0] for unit, copies in unpacks.items()})
-    for packing, index in zip(reloads, _begun(reloads, unpacks, times), strict=True):
-        first = reloaded[reloads[index].name][0].name
-        makes = next(step.makes for step in reloaded[packing.name] if step.makes)
-        for steps in before.values():
-            steps[:] = [replace(step, makes=_with(step.makes, makes)) if step.name == first else step for step in steps]
+    for at, steps in early.items():
+        before.setdefault(at, []).extend(steps)
     kept = [replace(step, reads=frozenset(read)) for step, read in zip(backward.steps, reads, strict=True)]
     whole = inserted(replace(backward, steps=tuple(kept), given=frozenset(given)), before, sizes)
     rewound = [step for step in whole.steps if not (step.view and not step.reads)]
     results = (backward.results - gone) | kept[-1].reads
     return replace(whole, steps=tuple(rewound), results=results, same=_without(backward.same, gone))
-
-
-def _with(makes: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*makes, *more)))
 
 
 def _in_order(packings: Sequence[Packing], positions: Mapping[str, int]) -> list[Packing]:
@@ -233,19 +296,34 @@ def _in_order(packings: Sequence[Packing], positions: Mapping[str, int]) -> list
     return sorted(found, key=lambda packing: positions[packing.name])
 
 
-def _begun(reloads: Sequence[Packing], unpacks: _Unpacks, times: Sequence[float]) -> list[int]:
-    """For each of `reloads`, in order, the one at which its copy begins."""
-    transfers = [packing.transfer for packing in reloads if packing.transfer is not None]
-    return links.starts(
-        [times[unpacks[packing.name][0][0]] for packing in reloads],
-        [transfer.seconds for transfer in transfers],
-        [transfer.ahead for transfer in transfers],
-    )
+def _named(order: Sequence[Packing], positions: Sequence[int]) -> dict[str, int]:
+    return {packing.name: at for packing, at in zip(order, positions, strict=True)}
 
 
-def _times(backward: Program, seconds: Mapping[str, float]) -> list[float]:
+def _by_step(program: Program, positions: Mapping[str, int]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The names at each position, in order, under the step that is there."""
+    found: dict[int, list[str]] = {}
+    for name, at in positions.items():
+        found.setdefault(at, []).append(name)
+    return tuple((program.steps[at].name, tuple(names)) for at, names in sorted(found.items()))
+
+
+def _room(program: Program, whole: Program) -> list[int]:
+    """What could be alive besides at each step of `program` without a higher peak; `whole` has further steps in it."""
+    positions = {step.name: index for index, step in enumerate(program.steps)}
+    curve = live_bytes(whole)
+    most, at = [0] * len(program.steps), len(program.steps) - 1
+    for step, alive in zip(reversed(whole.steps), reversed(curve), strict=True):
+        at = positions.get(step.name, at)
+        most[at] = max(most[at], alive)
+    for index in range(len(most) - 1):  # steps that `whole` has no more
+        most[index] = most[index] or (most[index - 1] if index else 0)
+    return [max(curve) - alive for alive in most]
+
+
+def _times(program: Program, seconds: Mapping[str, float]) -> list[float]:
     """When each step begins, one after the other."""
-    return list(itertools.accumulate((seconds.get(step.name, 0.0) for step in backward.steps), initial=0.0))
+    return list(itertools.accumulate((seconds.get(step.name, 0.0) for step in program.steps), initial=0.0))
 
 
 def _without(same: Mapping[str, str], gone: set[str]) -> dict[str, str]:

@@ -99,7 +99,9 @@ class Offload:
     """Save in pinned memory of the host, exactly; on a GPU alone.
 
     waiting: a tensor stays on the device until so many further ones are offloaded; its copy has that long
-    ahead: at most so many are on their way back before they are needed
+    ahead: so many are on their way back before they are needed
+    Both are for where memory is short.  Where keeping a tensor longer, or taking it back sooner, leaves the estimated
+    peak as it is, copies have the time that they take.
     """
 
     waiting: int = 2

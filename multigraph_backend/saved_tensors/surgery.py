@@ -17,7 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend.saved_tensors import graphs, links, tracing
 from multigraph_backend.saved_tensors.placement import Placement, Unpacking
-from multigraph_backend.saved_tensors.rules import Offload
 from multigraph_backend.saved_tensors.tracing import Traced
 
 _NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
@@ -30,15 +29,15 @@ def carry_out(
     replaced: dict[Node, list[Node]] = {}
     placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     unpacked: list[_Unit] = []
-    transfers = {traced.unit.name: traced.unit.pack for traced in units if isinstance(traced.unit.pack, Offload)}
     packed: dict[str, list[Node]] = {}
     for traced in units:
         name = traced.unit.name
         saved = _pack(forward, traced, _step(forward.graph, placement.pack_before[name]))
         packed[name] = saved
     settled: Node | None = None
-    if transfers:
-        settled = links.link_forward(forward.graph, [transfers[name].waiting for name in placement.offloads])
+    offloads = {name: packed[name][0] for name in placement.offloads}
+    if offloads:
+        settled = links.link_forward(forward.graph, offloads, placement.settles)
         packed[placement.offloads[-1]].append(settled)
     for traced in units:
         name, saved = traced.unit.name, packed[traced.unit.name]
@@ -48,11 +47,13 @@ def carry_out(
         inputs = _inputs(backward.graph, members[0], saved)
         unpacked.append(_Unit(traced, members, inputs, placement.unpackings[name]))
     _exchange_results(forward.graph, outputs, replaced)
-    for unit in unpacked:
+    reloads = {name: index for index, name in enumerate(placement.reloads)}
+    for unit in sorted(unpacked, key=lambda unit: reloads.get(unit.traced.unit.name, -1)):
         _unpack(backward, unit)
     if settled is not None:
-        (given,) = (node for node in backward.graph.find_nodes(op="placeholder") if node.name == settled.name)
-        links.link_backward(backward.graph, placement.begun, given)
+        given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        copies = {name: given[node.name] for name, node in offloads.items()}
+        links.link_backward(backward.graph, copies, placement.begins, given[settled.name])
     for unit in unpacked:
         for member in unit.members:
             _erase(backward.graph, member)

@@ -1,11 +1,12 @@
 """Saved tensors on their way to the host and back: a copy stream, pinned buffers, copies that wait for copies.
 
-    copy = transfers.offload(x, kept=[earlier], copies=[its copy])    in forward
-    x = transfers.reload(copy, dtype, device, following=[next copy])  in backward
+    copy = transfers.offload(x)                      in forward
+    transfers.settle([copy])                         later; until then x stays as it is
+    transfers.begin([copy, another], device)         in backward
+    x = transfers.reload(copy, dtype, device)        when it is needed
 
-A copy to the host begins when the work before it is done, and the caller does not wait for it: it names the tensor
-again, as `kept`, in a later call, and until then nothing else may be in that memory.  A copy from the host begins with
-the call that names it as `following`, and the caller waits for it when it needs it.
+A copy to the host begins when the work before it is done, and the caller does not wait for it before `settle`.  A copy
+from the host begins with `begin`, and the caller waits for it when it needs it; one that nobody has begun, then.
 
 In: tensors, and a `CopyStream` for their device.  Out: bytes on the host in buffers of a pool, and tensors again.
 
@@ -116,14 +117,13 @@ def _measured(to: torch.Tensor, source: torch.Tensor) -> float:
 @dataclass(eq=False)
 class _Buffer:
     """Memory on the host.  `own`: how many refer to it when nobody else does; `done`: the last copy into it; `begun`:
-    where, into what, and by which copy it is on its way back; `reloaded`: whether it has come back already.
+    where, into what, and by which copy it is on its way back.
     """
 
     memory: torch.Tensor
     own: int = 0
     done: Any = None
     begun: tuple[Any, torch.Tensor, Any] | None = None
-    reloaded: bool = False
 
     @property
     def handle(self) -> int:
@@ -157,13 +157,9 @@ class Transfers:
         """Of all buffers, in use or not."""
         return sum(buffer.memory.nbytes for buffer in self._buffers.values())
 
-    def offload(self, x: torch.Tensor, kept: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The bytes of `x` on the host.
-
-        `x` stays as it is until it is `kept` in a later call, or in `settle`: they wait for its copy.
-        """
+    def offload(self, x: torch.Tensor) -> torch.Tensor:
+        """The bytes of `x` on the host; `x` stays as it is until they are settled."""
         with self._lock:
-            self._await(copies)
             buffer = self._take(x.nbytes)
             # not a view: its version is its own
             host: torch.Tensor = torch.empty(0, dtype=torch.uint8)
@@ -175,19 +171,26 @@ class Transfers:
             self.copies += 1
         return host
 
-    def settle(self, kept: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-        """After this call `kept` may go.  Where somebody may read copies at once, they are there."""
+    def settle(self, copies: Sequence[torch.Tensor]) -> None:
+        """After this call what `copies` are of may go.  Where somebody may read them at once, they are there."""
         with self._lock:
-            self._await(copies)
-            if _compat.top_saved_tensors_hooks(True) and not self.stream.capturing():
-                for copy in copies:
-                    if (buffer := self._find(copy)) is not None:
+            now = _compat.top_saved_tensors_hooks(True) and not self.stream.capturing()
+            for copy in copies:
+                if (buffer := self._find(copy)) is not None:
+                    self.stream.wait(buffer.done)
+                    if now:
                         self.stream.finish(buffer.done)
 
-    def reload(
-        self, copy: torch.Tensor, dtype: torch.dtype, device: torch.device, following: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """What `copy` is of, on the device again; the copies of `following` begin too."""
+    def begin(self, copies: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Have `copies` come back, one after the other; each takes memory of `device` from now on."""
+        with self._lock:
+            here = self.stream.at()
+            for copy in copies:
+                if (buffer := self._find(copy)) is not None:
+                    self._begin(buffer, copy, device, here)
+
+    def reload(self, copy: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What `copy` is of, on the device again."""
         with self._lock:
             buffer = self._find(copy)
             if buffer is None:  # somebody has put another tensor in its place: hooks of the user's
@@ -197,14 +200,10 @@ class Transfers:
                 self._give_up(buffer)
             self.begun_before += buffer.begun is not None
             self._begin(buffer, copy, device, here)
-            for other in following:
-                later = self._find(other)
-                if later is not None and not later.reloaded:  # the compiler may have put it before this one
-                    self._begin(later, other, device, here)
             assert buffer.begun is not None
             made: torch.Tensor
             _, made, token = buffer.begun
-            buffer.begun, buffer.reloaded = None, True
+            buffer.begun = None
             self.stream.wait(token)
         return made.view(dtype)
 
@@ -220,12 +219,6 @@ class Transfers:
             self.stream.wait(token, at)
             buffer.begun = None
 
-    def _await(self, copies: Sequence[torch.Tensor]) -> None:
-        for copy in copies:
-            buffer = self._find(copy)
-            if buffer is not None:
-                self.stream.wait(buffer.done)
-
     def _find(self, copy: torch.Tensor) -> _Buffer | None:
         return self._buffers.get(copy.untyped_storage()._cdata)
 
@@ -237,7 +230,6 @@ class Transfers:
             if buffer.free:
                 sized.next = at + 1
                 self._give_up(buffer)
-                buffer.reloaded = False
                 if self.stream.capturing():  # the user's recording writes into it at each replay
                     sized.buffers.remove(buffer)
                 return buffer

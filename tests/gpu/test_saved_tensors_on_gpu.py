@@ -207,6 +207,47 @@ def test_offloads_cut_recordings_and_both_are_at_work() -> None:
     assert sum(piece.replays for device in explained.recordings for piece in device.pieces) > 8
 
 
+def test_the_first_layers_are_away_while_the_others_run() -> None:
+    """Both peaks are lower by what is offloaded; copies back begin before they are needed, in recordings too."""
+    model = torch.nn.Sequential(*[Block(1024, 8) for _ in range(8)]).to(CUDA, torch.bfloat16)
+    x = torch.randn(BATCH, 512, 1024, device=CUDA, dtype=torch.bfloat16)
+    first = [Rule(Match(module=name), Offload()) for name in ("0", "0.*")]
+    made, peaks, results = copies(), {}, {}
+    for name, rules in (("plain", []), ("offloaded", first)):
+        for cudagraphs in (False, True):
+            run = compiled(model, saved_tensors=rules, cudagraphs=cudagraphs)
+            began, begun = made.copies, made.begun_before
+            for _ in range(4):
+                results[name, cudagraphs] = gradients(model, run, x)
+            count = (made.copies - began) // 4
+            assert (count > 4) == bool(rules)
+            assert (made.begun_before - begun > 2 * count) == bool(rules)
+            if not cudagraphs:
+                peaks[name] = peaks_of(model, run, x)
+    for one, other in zip(results["plain", False], results["offloaded", False], strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(results["plain", True], results["offloaded", True], strict=True):
+        assert torch.equal(one, other)
+    said = next(said for said in accounts() if said.packed)
+    gone = sum(entry.bytes for entry in said.tensors if entry.packed == "offload" and entry.with_ is None)
+    for before, after in zip(peaks["plain"], peaks["offloaded"], strict=True):
+        assert before - after > 0.8 * gone
+
+
+def peaks_of(model: torch.nn.Module, run: Callable[..., Any], x: torch.Tensor) -> tuple[int, int]:
+    """Bytes allocated at most while the forward runs, and while the backward does."""
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    loss = run(x).float().square().mean()
+    torch.cuda.synchronize()
+    forward = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss.backward()
+    torch.cuda.synchronize()
+    return forward, torch.cuda.max_memory_allocated()
+
+
 def test_inside_a_capture_of_the_user() -> None:
     model = block(torch.float32)
     run, plain = (

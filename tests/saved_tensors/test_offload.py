@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
 import multigraph_backend
 from multigraph_backend import Offload, Scaled
@@ -41,29 +44,30 @@ def stream(made: Transfers) -> LateStream:
 
 def test_a_copy_has_arrived_when_it_is_waited_for_and_not_before(late: Transfers) -> None:
     x, y = torch.randn(4, 8), torch.randn(4, 8)
-    first, second = late.offload(x, [], []), late.offload(y, [], [])
+    first, second = late.offload(x), late.offload(y)
     assert first.shape == (4, 32)
     assert stream(late).waiting == 2
-    late.settle([x], [first])
+    late.settle([first])
     assert stream(late).waiting == 1
     assert torch.equal(first.view(torch.float32), x)
-    late.settle([y], [second])
-    assert torch.equal(late.reload(first, torch.float32, CPU, [second]), x)
+    late.settle([second])
+    assert torch.equal(late.reload(first, torch.float32, CPU), x)
     assert late.begun_before == 0
-    assert torch.equal(late.reload(second, torch.float32, CPU, []), y)
+    late.begin([second], CPU)
+    assert torch.equal(late.reload(second, torch.float32, CPU), y)
     assert late.begun_before == 1
 
 
 def test_a_buffer_serves_again_when_nobody_has_it_any_more(late: Transfers) -> None:
-    held = [late.offload(torch.randn(64), [], []) for _ in range(3)]
+    held = [late.offload(torch.randn(64)) for _ in range(3)]
     assert stream(late).host == 3
     view = held[1][:4]
     del held
     gc.collect()
-    again = [late.offload(torch.randn(64), [], []) for _ in range(2)]
+    again = [late.offload(torch.randn(64)) for _ in range(2)]
     assert stream(late).host == 3
     assert all(entry.data_ptr() != view.data_ptr() for entry in again)
-    late.offload(torch.randn(65), [], [])
+    late.offload(torch.randn(65))
     assert stream(late).host == 4
     assert late.host_bytes == 3 * 256 + 260
 
@@ -71,51 +75,52 @@ def test_a_buffer_serves_again_when_nobody_has_it_any_more(late: Transfers) -> N
 def test_what_was_begun_for_an_earlier_use_of_a_buffer_is_never_handed_out(late: Transfers) -> None:
     """A backward that ends in an error leaves a copy that nobody takes."""
     x, y = torch.randn(8), torch.randn(8)
-    held = [late.offload(x, [], []), late.offload(y, [], [])]
-    late.reload(held[0], torch.float32, CPU, [held[1]])  # begins the second one; it is never asked for
+    held = [late.offload(x), late.offload(y)]
+    late.begin(held, CPU)  # the second one is never asked for
+    late.reload(held[0], torch.float32, CPU)
     del held
     fresh = [torch.randn(8), torch.randn(8)]
-    held = [late.offload(entry, [], []) for entry in fresh]
+    held = [late.offload(entry) for entry in fresh]
     assert stream(late).host == 2
-    late.settle(fresh, held)
+    late.settle(held)
     for entry, host in zip(fresh, held, strict=True):
-        assert torch.equal(late.reload(host, torch.float32, CPU, []), entry)
+        assert torch.equal(late.reload(host, torch.float32, CPU), entry)
 
 
 def test_what_was_begun_at_another_place_is_begun_anew(late: Transfers) -> None:
     x, y = torch.randn(8), torch.randn(8)
-    held = [late.offload(x, [], []), late.offload(y, [], [])]
-    late.reload(held[0], torch.float32, CPU, [held[1]])
+    held = [late.offload(x), late.offload(y)]
+    late.begin(held[1:], CPU)
     stream(late).place = "elsewhere"
-    assert torch.equal(late.reload(held[1], torch.float32, CPU, []), y)
+    assert torch.equal(late.reload(held[1], torch.float32, CPU), y)
 
 
 def test_a_tensor_that_is_not_contiguous_and_one_from_elsewhere(late: Transfers) -> None:
     x = torch.randn(8, 4).t()
-    host = late.offload(x, [], [])
-    assert torch.equal(late.reload(host, torch.float32, CPU, []), x)
+    host = late.offload(x)
+    assert torch.equal(late.reload(host, torch.float32, CPU), x)
     other = torch.randn(4, 4)
-    assert torch.equal(late.reload(other.view(torch.uint8), torch.float32, CPU, []), other)
+    assert torch.equal(late.reload(other.view(torch.uint8), torch.float32, CPU), other)
 
 
 def test_inside_a_capture_a_buffer_is_given_away_for_good_and_none_is_made(late: Transfers) -> None:
-    host = late.offload(torch.randn(8), [], [])
+    host = late.offload(torch.randn(8))
     del host
     stream(late).recording = True
-    late.offload(torch.randn(8), [], [])
+    late.offload(torch.randn(8))
     with pytest.raises(RuntimeError, match="run the step once before it is captured"):
-        late.offload(torch.randn(8), [], [])
+        late.offload(torch.randn(8))
     stream(late).recording = False
-    late.offload(torch.randn(8), [], [])
+    late.offload(torch.randn(8))
     assert stream(late).host == 2  # the recording writes into the first one at each replay
 
 
 def test_hooks_of_the_user_see_copies_that_have_arrived(late: Transfers) -> None:
     x = torch.randn(8)
-    host = late.offload(x, [], [])
-    late.settle([], [])
+    host = late.offload(x)
+    late.settle([])
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        late.settle([x], [host])
+        late.settle([host])
     assert stream(late).finished == 1
 
 
@@ -139,26 +144,77 @@ def test_the_links_of_both_graphs(late: Transfers) -> None:
     forward, backward = parted.forward[0].graph, parted.backward[0].graph
     offloads = forward.find_nodes(op="call_function", target=offloading.OFFLOAD)
     reloads = backward.find_nodes(op="call_function", target=offloading.RELOAD)
-    (settled,) = forward.find_nodes(op="call_function", target=offloading.SETTLE)
     assert len(offloads) == len(reloads) > 3
-    assert [len(node.args[1]) for node in offloads] == [0, *[1] * (len(offloads) - 1)]
-    assert [node.args[1][0] for node in offloads[1:]] == [node.args[0] for node in offloads[:-1]]
-    assert [node.args[2][0] for node in offloads[1:]] == offloads[:-1]
-    assert settled.args == ([offloads[-1].args[0]], [offloads[-1]])
-    assert settled in forward.output_node().args[0]
-    assert [node.args[4] for node in reloads] == [reloads[0].args[4], *[[]] * (len(reloads) - 1)]
-    assert reloads[0].args[4][0].name == settled.name
-    begun = [entry for node in reloads for entry in node.args[3]]
-    assert begun == [node.args[0] for node in reloads[1:]]
+    *earlier, last = forward.find_nodes(op="call_function", target=offloading.SETTLE)
+    order = {node: index for index, node in enumerate(forward.nodes)}
+    let_go = [copy for node in (*earlier, last) for copy in node.args[1]]
+    assert let_go == offloads
+    for node in (*earlier, last):
+        assert node.args[0] == [copy.args[0] for copy in node.args[1]]
+        assert all(order[copy] < order[node] for copy in node.args[1])
+    assert last.args[2] == earlier != []
+    assert last in forward.output_node().args[0]
+    begins = backward.find_nodes(op="call_function", target=offloading.BEGIN)
+    first = min((*begins, *reloads), key=list(backward.nodes).index)
+    assert first.args[2 if first in begins else 4][-1].name == last.name
+    begun = [copy for node in begins for copy in node.args[0]]
+    assert begun == [node.args[0] for node in reloads if node.args[3]] != []
+    for node in begins:
+        assert all(node in reload.args[3] for reload in reloads if reload.args[0] in node.args[0])
     assert "offload" in text(parted.forward[0])
     (said,) = parted.accounts
     assert said.bytes_saved < said.bytes
     assert {entry.packed for entry in said.tensors if entry.packed} == {"offload"}
 
 
+def test_copies_stay_where_they_were_placed_in_the_code_of_inductor(late: Transfers) -> None:
+    """They depend on nothing around them, and Inductor puts what it cannot record first, or last."""
+    stream(late).speed = (3e9, 3e9)
+    model = torch.nn.Sequential(*[Block() for _ in range(4)])
+    first = [Rule(Match(module=name, min_bytes=1024), Offload()) for name in ("0", "0.*")]
+    knobs = {"triton.cudagraphs": True, "graph_partition": True, "reorder_for_peak_memory": True}
+    run = compiled(model, first, inductor=knobs)
+    x = torch.randn(4, 16, 32)
+    with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(force_disable_caches=True):
+        got, (forward, backward) = run_and_get_code(step, model, run, x)
+    wanted = step(model, compiled(model, []), x)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    count = late.copies
+    assert count > 3
+    assert late.begun_before > 0
+
+    layers = r"_flash_attention_for_cpu(_backward)?\.default\("
+    attention = [found.start() for found in re.finditer(layers, backward)]
+    reloads = [found.start() for found in re.finditer(r"multigraph\.reload\.default\(", backward)]
+    begins = [found.start() for found in re.finditer(r"multigraph\.begin\.default\(", backward)]
+    assert len(attention) == 4
+    assert len(reloads) == count
+    assert min(reloads) > attention[2]
+    assert begins
+    assert attention[0] < min(begins)
+    assert max(begins) < min(reloads)
+
+    attention = [found.start() for found in re.finditer(layers, forward)]
+    offloads = [found.start() for found in re.finditer(r"multigraph\.offload\.default\(", forward)]
+    settles = [found.start() for found in re.finditer(r"multigraph\.settle\.default\(\[\w", forward)]
+    assert len(offloads) == count
+    assert max(offloads) < attention[1]
+    assert settles
+    assert min(settles) < attention[3]
+    assert attention[1] < max(settles)
+
+
 def test_the_stand_in_sees_a_missing_link(late: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor uses the memory of a tensor again after its last reader: without links that is too early."""
-    monkeypatch.setattr(links, "waits", lambda waiting: [[] for _ in range(len(waiting) + 1)])
+    whole = links.link_forward
+
+    def without(graph: torch.fx.Graph, *arguments: Any) -> torch.fx.Node:
+        settled = whole(graph, *arguments)
+        for node in graph.find_nodes(op="call_function", target=offloading.SETTLE):
+            node.update_arg(0, [])
+        return settled
+
+    monkeypatch.setattr(links, "link_forward", without)
     model = torch.nn.Sequential(*[Block() for _ in range(2)])
     x = torch.randn(4, 16, 32)
     run = compiled(model, rules(Offload()))
@@ -280,7 +336,7 @@ def test_no_recording_holds_a_transfer(late: Transfers) -> None:
     for gm in (*parted.forward, *parted.backward):
         never = cuts.operators_never_recorded(gm, cuts.CutRules(device_type="cpu"))
         assert set(never.values()) == {cuts.TRANSFER}
-        assert never.keys() <= {offloading.OFFLOAD, offloading.RELOAD, offloading.SETTLE}
+        assert never.keys() <= {offloading.OFFLOAD, offloading.RELOAD, offloading.SETTLE, offloading.BEGIN}
 
 
 def test_the_rule_as_json() -> None:
