@@ -24,6 +24,8 @@ from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step, 
 
 FAR = 8  # steps between two uses from which on unpacking twice is tried
 
+WORTH = 1.01  # by how much repeating unpacks has to lower the peak
+
 Order = Literal["placed", "placed, repeated", "stock"]
 
 
@@ -134,7 +136,9 @@ def place(
         "stock": {packing.name: [(0, _uses(backward, packing))] for packing in packings},
     }
     plans = {order: _Reloads(backward, packings, unpacks, times) for order, unpacks in candidates.items()}
-    best = min(plans, key=lambda order: plans[order].peak)  # the first of equals
+    # an unpack that is done again has to lower the peak by more than next to nothing
+    enough = {"placed, repeated": WORTH}
+    best = min(plans, key=lambda order: plans[order].peak * enough.get(order, 1.0))  # the first of equals
     plan = plans[best]
     floating = {packing.name for packing in packings if packing.floating}
     name: Callable[[int], str] = lambda index: backward.steps[index].name  # noqa: E731

@@ -106,6 +106,21 @@ def test_packs_are_within_their_bounds_by_element(dtype: torch.dtype) -> None:
         assert (result != x).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("kind", "most"), [(Cast("e4m3"), 448.0), (Cast("e5m2"), 57344.0)], ids=str)
+def test_casts_to_fp8_saturate_and_keep_what_is_not_finite(kind: Cast, most: float, dtype: torch.dtype) -> None:
+    special = [float("inf"), float("-inf"), float("nan"), 1e6, -1e6, 460.0, -0.0, 1.0]
+    x = torch.tensor(special, device=CUDA, dtype=dtype).repeat(512)
+    both: Any = packs.functions(kind, x)
+    (packed,) = torch.compile(both[0], fullgraph=True)(x)
+    found = both[1]((packed,)).view(512, -1)
+    assert found[:, :3].isnan().all()
+    assert (found[:, 3] == most).all()
+    assert (found[:, 4] == -most).all()
+    assert (found[:, 5] == 448.0).all()
+    assert (found[:, 6:] == torch.tensor([0.0, 1.0], device=CUDA)).all()
+
+
 @pytest.mark.parametrize("pack", [Cast("e4m3"), Scaled("int8", per=64)], ids=str)
 def test_a_packed_step_is_recorded_and_replayed(pack: Pack) -> None:
     model = block()
