@@ -24,6 +24,7 @@ class Function:
 
     `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
     inputs that came at too many addresses.  `reasons` counts why calls ran unrecorded; `refused`: why none is recorded.
+    `recorded_at`: how often it was recorded at each depth of a step; `_places`: where its static inputs lay then.
     """
 
     def __init__(self, piece: Piece, key: tuple[Any, ...]) -> None:
@@ -34,6 +35,19 @@ class Function:
         self.addresses: dict[int, int] = {}
         self.copied: set[int] = set()
         self.reasons: Counter[str] = Counter()
+        self.recorded_at: Counter[int] = Counter()
+        self._places: dict[tuple[int, int], set[int]] = {}
+
+    def moves(self, index: int, depth: int, address: int) -> bool:
+        """Whether static input `index`, now at `address`, has lain elsewhere in recordings as deep in a step."""
+        return bool(self._places.get((depth, index), set()) - {address})
+
+    def recorded(self, depth: int, addresses: Sequence[int | None]) -> None:
+        """Note a recording at that depth, with inputs that are read at `addresses` (None: copied, or no tensor)."""
+        self.recorded_at[depth] += 1
+        for index in self.piece.static:
+            if (address := addresses[index]) is not None:
+                self._places.setdefault((depth, index), set()).add(address)
 
 
 class Piece:
@@ -45,8 +59,8 @@ class Piece:
     else.  visible: per output, whether a user may hold it.  constants: tensors that the code holds itself.  random:
     whether it draws random numbers.  required: whether a call that runs unrecorded after the first is an error.
     must_pay: whether a recording that costs more than it saves is given up.  most: recordings of one function after the
-    same parent, before inputs at new addresses are copied.  groups: names of the process groups whose collectives it
-    issues.
+    same parent, or as deep in a step, before inputs at new addresses are copied.  groups: names of the process groups
+    whose collectives it issues.
     """
 
     def __init__(

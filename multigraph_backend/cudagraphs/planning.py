@@ -1,7 +1,9 @@
 """Where each input of a piece is to be in a recording: the ladder from fixed to copied to unrecorded.
 
 An output that is alive in the pool is read where it is.  A parameter or buffer is read where it lies; when it comes at
-another address the piece is recorded again for that one, up to a limit, then it is copied at each call.  Any other
+another address the piece is recorded again for that one, up to a limit, then it is copied at each call.  The limit is
+of recordings after the same one, and of those as deep in a step: where several pieces of a step have parameters that
+move (FSDP2 gathers them anew), each address of one would else need recordings of all that follow.  Any other
 input that came at the same address twice is read there too by the first recording, and copied by later ones.  What the
 piece changes must lie still: an output, a parameter, a buffer, or an input that came at the same address twice.  What
 is no tensor in the device's memory rules a recording out.
@@ -50,7 +52,8 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
     slots = {slot.handle: slot for node in tree.path for slot in node.slots}
     before = function.addresses or piece.addresses  # of another key where this one is new
     look(device, function, inputs)
-    tried = len(parent.children.get(function, ()))
+    depth = parent.depth + 1
+    tried, as_deep = len(parent.children.get(function, ())), function.recorded_at[depth]
     fixed: list[int] = []
     copied: list[int] = []
     managed: dict[int, Slot] = {}
@@ -87,10 +90,12 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
                 reason = f"it changes input {piece.names[index]}, which came at more than {limit} addresses"
                 raise NotRecorded(reason, index=index)
             fixed.append(index)
-        elif _may_be_fixed(function, index, stays, tried, limit):
+        elif _may_be_fixed(function, index, stays, tried, limit) and not (
+            as_deep >= limit and function.moves(index, depth, address)
+        ):
             fixed.append(index)
         else:
-            if index in piece.static and tried >= limit and index not in function.copied:
+            if index in piece.static and max(tried, as_deep) >= limit and index not in function.copied:
                 _copy_from_now_on(function, index, limit)
             if overlaps_otherwise(Layout.of(inputs[index])):
                 reason = f"elements of input {piece.names[index]} overlap in memory"

@@ -121,6 +121,10 @@ class Node:
         use_count = self.tree.device.use_count
         return any(slot.alive(use_count) for slot in self.watched)
 
+    def reads_in_place(self, indices: Iterable[int]) -> bool:
+        """Whether any of these inputs has to be where it was."""
+        return self.recording is not None and not set(indices).isdisjoint(self.recording.plan.fixed)
+
     def below(self) -> Iterator[Node]:
         """This node and all that were recorded after it."""
         yield self
@@ -412,12 +416,18 @@ class Tree:
                 for index in plan.fixed
                 if index in function.piece.static and index not in plan.managed and (address := plan.addresses[index])
             )
+        function.recorded(parent.depth + 1, plan.addresses)
         freed = {slot.address for slot, _ in made.consumed}
         node = Node(
             self, made.state, parent, function, made, dead, (alive - freed) | {slot.address for slot in made.slots}
         )
         node.build()
-        parent.children.setdefault(function, []).append(node)
+        siblings = parent.children.setdefault(function, [])
+        if len(siblings) < function.piece.most:  # what moves was seen to move elsewhere: one copying recording serves
+            for other in [other for other in siblings if other.reads_in_place(function.copied)]:
+                self._unlink(other)
+            siblings = parent.children.setdefault(function, [])
+        siblings.append(node)
         self.size += 1
         self._pool_used = True
         self.counts["recordings"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from multigraph_backend.cudagraphs.cost import REPLAYS, Trial
+from multigraph_backend.cudagraphs.piece import Function
 from multigraph_backend.cudagraphs.tree import Limits
 from tests.simulated.pieces import Bench, assert_equal, call_right, values
 
@@ -425,6 +427,45 @@ def test_parameters_at_new_addresses_are_recorded_again_up_to_a_limit_and_then_c
         call_right(piece, weighted, values(), w)
     assert bench.recorded() == 4
     assert bench.unrecorded(piece) == {}
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one code", "codes of their own"])
+def test_parameters_of_several_pieces_that_move_on_their_own_are_copied_before_long(shared: bool) -> None:
+    """As of blocks whose parameters are gathered anew at each step: one that moves leads to no new recordings of all
+    blocks that follow, without end."""
+    depth, chance = 6, random.Random(0)
+    bench = Bench(most=3)
+    first = bench.piece(weighted, 2, 1, static=[1])
+    blocks = [first if shared else bench.piece(weighted, 2, 1, static=[1]) for _ in range(depth)]
+    places = [[torch.randn(8, 8) for _ in range(4)] for _ in range(depth)]
+    held: list[torch.Tensor] = []
+
+    def step() -> None:
+        held.clear()
+        x = values().expand(2, 8).contiguous()
+        for block, found in zip(blocks, places, strict=True):
+            held.append(x)
+            (x,) = call_right(block, weighted, x, chance.choice(found))
+
+    for _ in range(60):
+        step()
+    assert bench.recorded() <= 2 * (3 + 1) * depth, bench.recorded()
+    before = bench.recorded()
+    for _ in range(20):
+        step()
+    assert bench.recorded() == before
+    assert bench.unrecorded(*blocks) == {}
+
+
+def test_what_moves_is_told_by_input_and_depth() -> None:
+    piece = Bench().piece(weighted, 3, 1, static=[1, 2])
+    function = Function(piece, ())
+    function.recorded(2, [None, 100, 200])
+    function.recorded(2, [None, 300, 200])
+    assert function.recorded_at == {2: 2}
+    assert [function.moves(1, 2, address) for address in (100, 300, 400)] == [True, True, True]
+    assert [function.moves(2, 2, address) for address in (200, 201)] == [False, True]
+    assert not function.moves(1, 3, 400)
 
 
 def test_a_buffer_that_is_changed_and_keeps_moving_runs_unrecorded_after_the_limit() -> None:
