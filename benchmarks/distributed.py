@@ -16,6 +16,9 @@ All forms of a work share their processes and take turns, rank by rank in the sa
 of some calls in a row and the wait for them, on rank 0. Each form's result is compared with eager's first. Ranks write
 their answer and end at once: stock would wait forever for its graphs.
 
+"recorded later" and "unrecorded" count what multigraph's forms recorded, and ran unrecorded, while they were timed;
+"copied MiB" is what their replays copied for a step: inputs that do not stay where they are.
+
     python benchmarks/distributed.py --json distributed.json
     python benchmarks/distributed.py --work decoder --ranks 4
     python benchmarks/distributed.py --quick --device cpu
@@ -63,6 +66,7 @@ from measure import (
 
 import multigraph_backend
 from multigraph_backend import _compat
+from multigraph_backend.cudagraphs import runtime
 
 WORKS = ("decoder", "dtensor", "ddp", "fsdp", "cold")
 FORMS = ("eager", "inductor", "by hand", "multigraph", "stock")
@@ -87,6 +91,9 @@ COLUMNS = (
     Column("seconds", "cold seconds", 2),
     Column("over_one", "over one rank", 2),
     Column("recordings", "recordings"),
+    Column("later", "recorded later"),
+    Column("unrecorded", "unrecorded"),
+    Column("copied_mib", "copied MiB", 1),
     Column("goals", "goals"),
 )
 INFERENCE_GOALS = (Goal("over by hand", "over_hand", 1.02), Goal("over stock", "over_stock", 1.0))
@@ -371,8 +378,36 @@ def timed(call: Callable[[], object], calls: int, each: int) -> Callable[[], flo
     return one
 
 
+def counted(one: Callable[[], float], row: dict[str, Any], steps: int) -> Callable[[], float]:
+    """A pass that notes what recordings did meanwhile."""
+    row.update(later=0, unrecorded=0, copied_mib=0.0)
+
+    def run() -> float:
+        before, copied = multigraph_backend.stats(), copied_bytes()
+        us = one()
+        after = multigraph_backend.stats()
+        row["later"] += after["recordings"] - before["recordings"]
+        row["unrecorded"] += after["unrecorded_pieces"] - before["unrecorded_pieces"]
+        row["copied_mib"] = max(copied_bytes() - copied, 0) / steps / (1 << 20)
+        return us
+
+    return run
+
+
+def copied_bytes() -> int:
+    """What replays have copied into their recordings, of those recordings that are there."""
+    nodes = [node for tree in runtime.trees() for node in tree.root.below()]
+    return sum(
+        node.calls * sum(b.nbytes for b in node.recording.buffers) for node in nodes if node.recording is not None
+    )
+
+
 def take(passes: Mapping[str, Callable[[], float]], size: Size, results: dict[str, dict[str, Any]]) -> None:
-    taken = interleaved(passes, size.rounds)
+    watched = {
+        name: counted(one, results[name], size.calls) if name.startswith("multigraph") else one
+        for name, one in passes.items()
+    }
+    taken = interleaved(watched, size.rounds)
     stock = [name for name in passes if name.startswith("stock")]
     best = min(stock, key=lambda name: statistics.median(taken[name])) if stock else None
     for name, values in taken.items():
