@@ -26,6 +26,7 @@ forward/stock      the peak over that of the form of stock that packs alike
 backward/stock     the same of the backward
 saving/theory      by how much the peak is lower than unpacked Inductor's, over the bytes that are offloaded
 gradient error     the largest relative error of a parameter's gradient against eager's, of all checks
+numbers            "right", or "WRONG" where that is beyond what the form's packs explain
 packed             how many tensors are
 
 Bytes are those above what is there before the step: parameters, inputs, and an optimizer's state are not in them.
@@ -35,19 +36,26 @@ every allocation. What lies in the memory of recordings is in neither: with `--c
 no bytes. By default no form records.
 
 Each form's gradients are compared with eager's on new inputs, before it is timed and afterwards, and a form that packs
-must have packed. The goals are those of the specification: a step within half of what stock's packing costs, no peak
-above stock's by more than 1 %, and of 10 layers on a backward peak of int8 that is 20 % lower. With `--no-reordering`
-Inductor keeps the order of operations, in all forms; there the forward peak is to be half of stock's. The exit status
-is about multigraph's rows alone.
+must have packed. One of multigraph's that is wrong has failed. One of the others keeps its row, marked, and is measured
+once more in a process of its own, beside unpacked Inductor, as "..., alone": stock's inlined hooks were seen to give
+wrong gradients through cuDNN's attention in a process that had compiled another form before, and right ones alone.
+Where that row is right, multigraph's are compared with it.
+
+The goals are those of the specification: a step within half of what stock's packing costs, no peak above stock's by
+more than 1 %, and of 10 layers on a backward peak of int8 that is 20 % lower; of offloading a step of 1.02 times
+Inductor's, and 95 % of what is offloaded gone from the peak. With `--no-reordering` Inductor keeps the order of
+operations, in all forms; there the forward peak is to be half of stock's. The exit status is about multigraph's rows
+alone.
 
     python benchmarks/saved_tensors.py --json saved_tensors.json
     python benchmarks/saved_tensors.py --layers 4 --only int8 --no-reordering
-    python benchmarks/saved_tensors.py --model gpt2-medium --only inductor --only "inductor, fp8" --only fp8
+    python benchmarks/saved_tensors.py --model gpt2-medium --only inductor --only inductor,fp8 --only multigraph,fp8
     python benchmarks/saved_tensors.py --loss-curve 200
 
-`--model` takes language models with random weights in place of the stack; `--only` splits a run, and "inductor" has to
-be in each for ratios. `--loss-curve STEPS` trains a small language model on this repository's texts instead, once for
-each pack from the same start on the same batches, and compares the losses.
+`--model` takes language models with random weights in place of the stack; `--only` splits a run (blanks in names do
+not count), and "inductor" has to be in each for ratios. `--loss-curve STEPS` trains a small language model on the
+sources of Python's library instead, once for each pack from the same start on the same batches, and compares the
+losses.
 """
 
 from __future__ import annotations
@@ -62,6 +70,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import loss_curve
@@ -72,17 +81,18 @@ from measure import (
     Column,
     Goal,
     Results,
+    answer,
     arguments,
     attempt,
     end_to_end_us,
     goals_text,
+    in_own_process,
     interleaved,
-    own_code,
     paired_ratio,
     wait,
     worst_difference,
 )
-from torch.utils.checkpoint import checkpoint
+from training_programs import Language, Stack
 
 import multigraph_backend
 from multigraph_backend import Cast, Match, Offload, Rule, Scaled
@@ -99,6 +109,7 @@ COLUMNS = (
     Column("backward_over_stock", "backward/stock", 3),
     Column("saving_over_theory", "saving/theory", 3),
     Column("gradient_error", "gradient error", 4),
+    Column("numbers", "numbers"),
     Column("packed", "packed"),
     Column("goals", "goals"),
 )
@@ -114,93 +125,11 @@ STOCK = {
 }
 DEEP = 10  # layers, from which on the specification asks for more than "not above stock"
 
-# how far from eager's a gradient may be, by what is packed: a mistake is off by about 1
-BOUNDS = {
-    torch.float32: {"": 1e-3, "fp8": 0.1, "int8": 0.05},
-    torch.bfloat16: {"": 0.05, "fp8": 0.15, "int8": 0.08},
-}
-LANGUAGE = 4  # how much farther in a language model: gradients of its norms and embeddings are small sums of much
+ALONE = ", alone"  # behind the name of a form that was measured in a process of its own
+SECONDS = 600  # for that
+ROUGHLY = {"stack": 20, "gpt2-medium": 40, "llama-1b": 40}  # seconds for a form on a large GPU, to say what to expect
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-# ---------------------------------------------------------------- the program
-
-
-class Stack:
-    """The decoder blocks and their inputs: what one block gives has `least` bytes."""
-
-    def __init__(self, device: str, layers: int | None, quick: bool) -> None:
-        torch.manual_seed(0)
-        large = device == "cuda" and not quick
-        default, width, self.batch, self.length = (12, 1024, 8, 1024) if large else (1, 64, 2, 64)
-        if device == "cpu" and not quick:
-            default, width, self.batch, self.length = 4, 256, 4, 256
-        self.layers, self.device, self.dtype = layers or default, device, workloads.dtype_on(device)
-        self.model = workloads.Decoder(self.layers, width, width // 64).to(device, self.dtype)
-        self.parameters = tuple(self.model.parameters())
-        self.least = self.batch * self.length * width * self.dtype.itemsize
-
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        shape = (self.batch, self.length, self.model.width)
-        return (torch.randn(shape, device=self.device, dtype=self.dtype),)
-
-    def program(self, checkpointed: bool = False) -> Call:
-        """The loss of a batch."""
-        model = self.model
-
-        def program(x: torch.Tensor) -> torch.Tensor:
-            y = model(x)
-            assert isinstance(y, torch.Tensor)
-            return y.pow(2).mean()
-
-        def by_block(x: torch.Tensor) -> torch.Tensor:
-            for block in model.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return x.pow(2).mean()
-
-        return own_code(by_block if checkpointed else program)
-
-    def first_blocks(self) -> int:
-        return max(1, self.layers // 12)
-
-    def bound(self, pack: str) -> float:
-        """How far gradients may be from eager's."""
-        return BOUNDS[self.dtype].get(pack, BOUNDS[self.dtype][""])
-
-
-class Language(Stack):
-    """A language model and token ids, in place of the stack."""
-
-    def __init__(self, name: str, device: str, layers: int | None) -> None:
-        torch.manual_seed(0)
-        _, usual, (self.batch, self.length) = workloads.LANGUAGE_MODELS[name]
-        self.layers, self.device, self.dtype = layers or usual, device, workloads.dtype_on(device)
-        with torch.device(device):
-            self.language = workloads.language_model(name, layers).to(self.dtype)
-        self.parameters = tuple(self.language.parameters())
-        self.least = self.batch * self.length * self.language.width * self.dtype.itemsize
-
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        return (torch.randint(self.language.words, (self.batch, self.length + 1), device=self.device),)
-
-    def program(self, checkpointed: bool = False) -> Call:
-        model = self.language
-
-        def program(ids: torch.Tensor) -> torch.Tensor:
-            loss = model(ids)
-            assert isinstance(loss, torch.Tensor)
-            return loss
-
-        def by_block(ids: torch.Tensor) -> torch.Tensor:
-            loss = model(ids, partial(checkpoint, use_reentrant=False))
-            assert isinstance(loss, torch.Tensor)
-            return loss
-
-        return own_code(by_block if checkpointed else program)
-
-    def bound(self, pack: str) -> float:
-        return LANGUAGE * super().bound(pack)
 
 
 # ---------------------------------------------------------------- stock's hooks
@@ -267,6 +196,13 @@ class Form:
     @property
     def ours(self) -> bool:
         return self.name in STOCK
+
+    def is_called(self, text: str) -> bool:
+        return _without_blanks(self.name) == _without_blanks(text)
+
+
+def _without_blanks(text: str) -> str:
+    return text.replace(" ", "")
 
 
 class Step:
@@ -435,15 +371,19 @@ class Comparison:
         return step
 
     def check(self, form: Form, step: Step) -> None:
-        """Compare loss and gradients of a step with eager's, on a new input."""
+        """Compare loss and gradients of a step with eager's, on a new input; a form of others may be wrong."""
         inputs = self.stack.inputs()
         wanted, given = self._results(self.eager, inputs), self._results(step, inputs)
         row, bound = self.rows[form.name], self.stack.bound
         loss = worst_difference(given[:1], wanted[:1])
         off = worst_difference(given[1:], wanted[1:])
-        if not loss < bound("") or not off < bound(form.pack):  # NaN is wrong too
-            raise WrongNumbers(f"differs from eager by {loss:.2e} in the loss, {off:.2e} in gradients")
         row["gradient_error"] = max(off, row.get("gradient_error", 0.0))
+        row.setdefault("numbers", "right")
+        if not loss < bound("") or not off < bound(form.pack):  # NaN is wrong too
+            said = f"differs from eager by {loss:.2e} in the loss, {off:.2e} in gradients"
+            if form.ours:
+                raise WrongNumbers(said)
+            row |= {"numbers": "WRONG", "wrong": said}
 
     def _results(self, step: Step, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         results = [step(*inputs)]
@@ -483,6 +423,9 @@ def compare(rows: Mapping[str, dict[str, Any]]) -> None:
     """Ratios of multigraph's rows to those of stock that pack alike; what was not measured is left out."""
     for name, other in STOCK.items():
         row, stock = rows.get(name, {}), rows.get(other, {})
+        alone = rows.get(other + ALONE, {})
+        if alone.get("numbers") == "right":
+            stock = alone
         for key in ("forward", "backward"):
             if f"{key}_mib" in row and f"{key}_mib" in stock:
                 row[f"{key}_over_stock"] = row[f"{key}_mib"] / stock[f"{key}_mib"]
@@ -521,19 +464,24 @@ def add_rows(args: argparse.Namespace, results: Results) -> None:
     options = {"cudagraphs": "auto" if recording else False} if results.device == "cuda" else {}
     forms = forms_of(stack, options)
     if args.only is not None:
-        exact = {form.name for form in forms}.intersection(args.only)
-        forms = [
-            form
-            for form in forms
-            if form.name in exact or any(text in form.name for text in args.only if text not in exact)
-        ]
+        forms = chosen(forms, args.only)
     elif args.quick:
         forms = [form for form in forms if form.name in QUICK]
+    if results.device == "cuda" and not args.quick:
+        print(f"{len(forms)} forms, some {len(forms) * ROUGHLY.get(args.model, 20)} seconds on a large GPU", flush=True)
     torch._dynamo.reset()
     comparison = Comparison(stack, forms)
     comparison.make(lambda form: not (recording and form.ours))
     rounds = args.rounds or (3 if args.quick else 31 if results.device == "cuda" and args.model == "stack" else 11)
     _, error = attempt(partial(comparison.measure, rounds, 3 if results.device == "cuda" else 1))
+    for form in list(forms) if args.answer is None else []:
+        if comparison.rows[form.name].get("numbers") == "WRONG" and form.name.startswith("inductor, "):
+            other = Form(form.name + ALONE, form.make)
+            forms.insert(forms.index(form) + 1, other)
+            found, failed = alone(args, form.name)
+            comparison.rows[other.name] = found or {}
+            if failed is not None:
+                comparison.errors[other.name] = failed
     compare(comparison.rows)
     for form in forms:
         row = comparison.rows[form.name]
@@ -548,6 +496,38 @@ def add_rows(args: argparse.Namespace, results: Results) -> None:
         results.add({"form": form.name}, row, comparison.errors.get(form.name, error), headline=True)
 
 
+def chosen(forms: list[Form], only: list[str]) -> list[Form]:
+    """The forms of these names; for what is no name, those that have it in theirs."""
+    texts = [text for text in only if not any(form.is_called(text) for form in forms)]
+    return [
+        form for form in forms if any(map(form.is_called, only)) or any(text in form.name for text in texts)
+    ]  # fmt: skip
+
+
+def alone(args: argparse.Namespace, name: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The row of one form in a process where nothing but unpacked Inductor has run beside it, or why there is none."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+    words = ["--only", "inductor", "--only", name, "--model", args.model, "--threads", str(args.threads)]
+    given = {"--device": args.device, "--layers": args.layers, "--rounds": args.rounds}
+    words += [word for key, value in given.items() if value is not None for word in (key, str(value))]
+    words += [key for key, on in {"--quick": args.quick, "--no-reordering": args.no_reordering}.items() if on]
+    return in_own_process(str(Path(__file__).resolve()), words, SECONDS)
+
+
+def answered(args: argparse.Namespace) -> dict[str, Any]:
+    """The other side of `alone`."""
+    results = Results("saved_tensors", "In a process of its own", COLUMNS, args)
+    with torch._inductor.config.patch(reorder_for_peak_memory=not args.no_reordering):
+        add_rows(args, results)
+    (row,) = (row for row in results.rows if row["form"] != "inductor")
+    if row["error"] is not None:
+        raise RuntimeError(row["error"])
+    own = {"benchmark", "form", "goals", "error", "headline"}
+    return {key: value for key, value in row.items() if key not in own}
+
+
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
     made.add_argument(
@@ -558,6 +538,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=int, help="of the stack (12 on a GPU, 4 on a CPU)")
     made.add_argument("--rounds", type=int, help="passes of each form")
     made.add_argument("--cudagraphs", choices=("auto", "off"), default="off", help="multigraph's option")
+    made.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     made.add_argument(
         "--no-reordering", action="store_true", help="Inductor's reorder_for_peak_memory off, in all forms"
     )
@@ -568,6 +549,8 @@ def main() -> int:
     args = parser().parse_args()
     if args.loss_curve:
         return loss_curve.main(args)
+    if args.answer is not None:
+        return answer(args.answer, partial(answered, args))
     results = Results("saved_tensors", "Saved tensors: memory and time of training steps, packed or not", COLUMNS, args)
     with torch._inductor.config.patch(reorder_for_peak_memory=not args.no_reordering):
         _, error = attempt(partial(add_rows, args, results))

@@ -415,7 +415,7 @@ def test_a_form_that_does_not_do_what_its_row_says_is_found(load: Callable[[str]
         return loss * 1.2 - loss.detach() * 0.2 if wrong == "gradients" else loss
 
     hooks = saved.inlined("int8", stack) if wrong == "not inlined" else contextlib.nullcontext
-    name = "multigraph, int8" if wrong == "not packed" else "inductor, int8"
+    name = "inductor, int8" if wrong == "not inlined" else "multigraph, int8"
     comparison = saved.Comparison(
         stack, [saved.Form(name, lambda: form, "int8", hooks), saved.Form("eager", stack.program)]
     )
@@ -424,6 +424,59 @@ def test_a_form_that_does_not_do_what_its_row_says_is_found(load: Callable[[str]
     said = {"gradients": "differs from eager", "not packed": "0 tensors are packed", "not inlined": "the hooks are not"}
     assert said[wrong] in comparison.errors.pop(name)
     assert not comparison.errors
+
+
+def test_a_form_of_others_that_is_wrong_keeps_its_row_and_says_so(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+    stack = saved.Stack("cpu", 1, quick=True)
+
+    def form(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = stack.program()(x)
+        return loss * 1.2 - loss.detach() * 0.2
+
+    comparison = saved.Comparison(
+        stack, [saved.Form("inductor, budget 0.5", lambda: form), saved.Form("eager", stack.program)]
+    )
+    comparison.make(lambda form: True)
+    assert not comparison.errors
+    wrong, right = comparison.rows["inductor, budget 0.5"], comparison.rows["eager"]
+    assert (wrong["numbers"], right["numbers"]) == ("WRONG", "right")
+    assert wrong["gradient_error"] > 0.1
+    assert "differs from eager" in wrong["wrong"]
+    assert wrong["forward_mib"] > 0
+    rows: dict[str, dict[str, Any]] = {
+        "inductor": {"forward_mib": 100.0, "over_inductor": 1.0},
+        "inductor, fp8": {"forward_mib": 50.0, "over_inductor": 1.1, "numbers": "WRONG"},
+        "multigraph, fp8": {"forward_mib": 40.0, "over_inductor": 1.04},
+    }
+    saved.compare(rows)
+    assert rows["multigraph, fp8"]["forward_over_stock"] == 0.8
+    rows["inductor, fp8, alone"] = {"forward_mib": 80.0, "over_inductor": 1.2, "numbers": "right"}
+    saved.compare(rows)
+    assert rows["multigraph, fp8"]["forward_over_stock"] == 0.5
+    assert rows["multigraph, fp8"]["half_of_stock"] == pytest.approx(1.1)
+
+
+def test_forms_are_chosen_by_name_or_by_a_part_of_it(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+    forms = [saved.Form(name, lambda: None) for name in ("inductor", "inductor, fp8", "multigraph, fp8", "multigraph")]
+
+    def names(*only: str) -> list[str]:
+        return [form.name for form in saved.chosen(forms, list(only))]
+
+    assert names("inductor", "multigraph,fp8") == ["inductor", "multigraph, fp8"]
+    assert names("fp8") == ["inductor, fp8", "multigraph, fp8"]
+    assert names("inductor", "fp8") == ["inductor", "inductor, fp8", "multigraph, fp8"]
+
+
+@pytest.mark.slow
+def test_a_form_is_measured_in_a_process_of_its_own(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+    args = saved.parser().parse_args(["--quick", "--device", "cpu", "--layers", "1"])
+    row, error = saved.alone(args, "inductor, int8")
+    assert error is None
+    assert row["numbers"] == "right"
+    assert positive([row], "step_ms", "over_inductor", "forward_mib", "saved_mib", "backward_mib")
 
 
 def test_peaks_are_compared_with_stock_that_packs_alike(load: Callable[[str], Any]) -> None:
