@@ -125,7 +125,7 @@ def place(
     stock_forward, placed_forward = peak(stock), peak(placed)
     packs = placed_packs if placed_forward <= stock_forward else stock_packs
     offloads = _in_order(packings, packs)
-    if packs is placed_packs:
+    if offloads and packs is placed_packs:
         ends = [let_go[packing.name] for packing in offloads]
         sizes = [forward.sizes[packing.memory] for packing in offloads]
         let_go = _named(offloads, windows.later(_room(forward, placed), ends, arrived, sizes))
@@ -197,6 +197,8 @@ class _Reloads:
 
     def begins(self) -> dict[str, int]:
         """Where copies begin that begin before they are needed."""
+        if not self.order:
+            return {}
         needed, departing, starts = self._starts(self.unpacks)
         room = _room(self._backward, self._program(self.unpacks))
         sizes = [self._backward.sizes[packing.members[0]] for packing in self.order]
