@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from multigraph_backend.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.report import Explanation, explain
     from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
-    from multigraph_backend.saved_tensors.rules import Cast, Keep, Match, Offload, Recompute, Rule, Scaled
+    from multigraph_backend.saved_tensors.rules import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
     from multigraph_backend.trace import reset_stats, stats
 
 __version__ = "0.1.0"
 
 _HOME = {
     "And": "predicates",
+    "Bits": "saved_tensors.rules",
     "Cast": "saved_tensors.rules",
     "Eq": "predicates",
     "Explanation": "report",
@@ -55,6 +56,7 @@ _HOME = {
 
 __all__ = [
     "And",
+    "Bits",
     "Cast",
     "Eq",
     "Explanation",

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from multigraph_backend.saved_tensors import graphs
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.rules import (
+    Bits,
     Cast,
     Described,
     Keep,
@@ -42,7 +43,7 @@ class Unit:
     source: Node
     members: tuple[Node, ...]
     described: Described
-    pack: Cast | Scaled | Offload | Recompute | SavedHook
+    pack: Cast | Scaled | Bits | Offload | Recompute | SavedHook
     rule: str
 
     @property

@@ -1,7 +1,7 @@
 """The ready packs as tensor functions: narrower types, with and without scales, and memory of the host.
 
-In: a `Cast`, a `Scaled` or an `Offload`, and a tensor that is contiguous.  Out: `pack(x) -> packed tensors` and
-`unpack(packed) -> x again`, up to rounding (offloaded: exactly), of the same type and shape.
+In: a `Cast`, a `Scaled`, a `Bits` or an `Offload`, and a tensor that is contiguous.  Out: `pack(x) -> packed tensors`
+and `unpack(packed) -> x again`, up to rounding (bits, offloaded: exactly), of the same type and shape.
 
 Invariants, by element: bfloat16 within 2^-8 of the value, e4m3 within 2^-4 and e5m2 within 2^-3 in their normal
 range; int8 within amax / 254 of its row or block.  A value that is infinite or NaN never comes back finite: with
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from multigraph_backend.saved_tensors import offloading, transfers
-from multigraph_backend.saved_tensors.rules import Cast, Offload, Scaled
+from multigraph_backend.saved_tensors.rules import Bits, Cast, Offload, Scaled
 
 PackFunction = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 UnpackFunction = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -30,10 +30,12 @@ _ONES_LAST = 1.5 * 2**23
 _PRECISION = {"bfloat16": (7, -126), "float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}
 
 
-def functions(pack: Cast | Scaled | Offload, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+def functions(pack: Cast | Scaled | Bits | Offload, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
     """`pack` and `unpack` for tensors like `value`, or why there are none."""
     if isinstance(pack, Offload):
         return _offload(value)
+    if isinstance(pack, Bits):
+        return _bits(value)
     if value.dtype not in _FLOATS:
         return f"{_name(value.dtype)} cannot be packed as {pack}"
     if isinstance(pack, Cast):
@@ -87,6 +89,27 @@ def _scaled(pack: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunc
         return (x if block is None else x.flatten(-2)).to(dtype)
 
     return quantize, restore
+
+
+def _bits(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+    if value.dtype != torch.bool:
+        return f"{_name(value.dtype)} cannot be packed as bits"
+    row: Any = value.shape[-1] if value.dim() else 1
+    if not isinstance(row, int) or row % 8 != 0:
+        return f"its rows are of {row} elements, no multiple of 8"
+
+    def gather(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        eights = x.unflatten(-1, (row // 8, 8)).to(torch.uint8)
+        packed = eights[..., 0]
+        for place in range(1, 8):
+            packed = packed + eights[..., place] * 2**place
+        return (packed,)
+
+    def spread(packed: Sequence[torch.Tensor]) -> torch.Tensor:
+        eights = packed[0].unsqueeze(-1) >> torch.arange(8, device=packed[0].device, dtype=torch.uint8)
+        return (eights & 1).to(torch.bool).flatten(-2)
+
+    return gather, spread
 
 
 def _offload(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:

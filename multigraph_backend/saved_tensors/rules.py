@@ -95,6 +95,14 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Bits:
+    """Save each element of a mask as one bit, exactly; for bool alone, in rows of a multiple of 8 elements."""
+
+    def __str__(self) -> str:
+        return "bits"
+
+
+@dataclass(frozen=True)
 class Offload:
     """Save in pinned memory of the host, exactly; on a GPU alone.
 
@@ -125,7 +133,7 @@ class Recompute:
         return "recompute"
 
 
-Pack = Keep | Cast | Scaled | Offload | Recompute | SavedHook
+Pack = Keep | Cast | Scaled | Bits | Offload | Recompute | SavedHook
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,8 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.pack, Pack):
             raise TypeError(
-                f"a rule packs with Keep, Cast, Scaled, Offload, Recompute or a saved_hook, not {shown(self.pack)}"
+                "a rule packs with Keep, Cast, Scaled, Bits, Offload, Recompute or a saved_hook, "
+                f"not {shown(self.pack)}"
             )
         if isinstance(self.pack, SavedHook) and not self.pack.complete:
             raise ValueError(f"the saved_hook {self.pack.name} has no unpack function; decorate one with its .unpack")
@@ -255,6 +264,8 @@ def rule_to_json(rule: Rule) -> dict[str, Any]:
         pack = {"scale": rule.pack.dtype, "per": rule.pack.per, "stochastic": rule.pack.stochastic}
     elif isinstance(rule.pack, Offload):
         pack = {"offload": {"waiting": rule.pack.waiting, "ahead": rule.pack.ahead}}
+    elif isinstance(rule.pack, Bits):
+        pack = "bits"
     elif isinstance(rule.pack, Recompute):
         pack = "recompute"
     elif isinstance(rule.pack, SavedHook):
@@ -277,13 +288,15 @@ def _pack_from_json(pack: Any) -> Pack:
         return Offload()
     if pack == "recompute":
         return Recompute()
+    if pack == "bits":
+        return Bits()
     if isinstance(pack, Mapping) and isinstance(pack.get("offload"), Mapping):
         _refuse_unknown(pack, ("offload",), "pack")
         _refuse_unknown(pack["offload"], ("waiting", "ahead"), "offload")
         return Offload(**pack["offload"])
     if isinstance(pack, str) and ":" in pack:
         return _imported(pack)
-    kinds = '"keep", "offload", "recompute", "module:name" of a saved_hook, {"cast": dtype} or {"scale": dtype}'
+    kinds = '"keep", "bits", "offload", "recompute", "module:name" of a saved_hook, {"cast": dtype} or {"scale": dtype}'
     raise ValueError(f'"pack" must be {kinds}, got {shown(pack)}')
 
 

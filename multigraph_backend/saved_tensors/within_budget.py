@@ -21,7 +21,7 @@ from multigraph_backend.saved_tensors import budget, choosing, costs, graphs, re
 from multigraph_backend.saved_tensors.budget import Budget, Move
 from multigraph_backend.saved_tensors.choosing import Choice, Kept, Unit
 from multigraph_backend.saved_tensors.estimate import Estimate
-from multigraph_backend.saved_tensors.rules import Keep, Match, Offload, Recompute, Rule
+from multigraph_backend.saved_tensors.rules import Bits, Keep, Match, Offload, Recompute, Rule
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
 from multigraph_backend.saved_tensors.units import Tracer
 
@@ -65,7 +65,7 @@ def choose(
             seconds -= hidden
             spent = hidden * HIDDEN + (spent - hidden)
         plan.units.append(unit)
-        exact = isinstance(unit.pack, Offload | Recompute)
+        exact = isinstance(unit.pack, Bits | Offload | Recompute)
         saves = unit.described.bytes - traced.saved_bytes
         moves.append(Move(unit.name, len(plan.units) - 1, saves, spent, not exact))
     made = budget.choose(moves, saved, goal, plan)

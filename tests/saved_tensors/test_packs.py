@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multigraph_backend.saved_tensors.packs import block_of, functions
-from multigraph_backend.saved_tensors.rules import Cast, Scaled
+from multigraph_backend.saved_tensors.rules import Bits, Cast, Match, Rule, Scaled, rule_from_json, rule_to_json
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -130,6 +130,21 @@ def test_stochastic_rounding_is_right_in_the_mean(pack: Cast | Scaled) -> None:
         assert column.max() >= value - 1e-6
 
 
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_mask_comes_back_from_its_bits(compiler: str) -> None:
+    x = torch.rand(6, 5, 40) > 0.5
+    found = functions(Bits(), x)
+    assert not isinstance(found, str)
+    torch._dynamo.reset()
+    pack, unpack = (torch.compile(function, backend=compiler, fullgraph=True) for function in found)
+    (packed,) = pack(x)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (6, 5, 5))
+    assert packed[0, 0, 0] == sum(int(bit) << place for place, bit in enumerate(x[0, 0, :8]))
+    assert torch.equal(unpack((packed,)), x)
+    rule = Rule(Match(dtype="bool"), Bits())
+    assert rule_from_json(rule_to_json(rule)) == rule
+
+
 def test_blocks_are_used_where_a_row_is_a_multiple_of_them() -> None:
     assert block_of(Scaled("int8", per=16), torch.empty(3, 64)) == 16
     assert block_of(Scaled("int8", per=16), torch.empty(3, 40)) is None
@@ -143,12 +158,15 @@ def test_blocks_are_used_where_a_row_is_a_multiple_of_them() -> None:
         (Cast("fp16"), torch.zeros(4, dtype=torch.bfloat16), "no wider than float16"),
         (Cast("bf16"), torch.zeros(4, dtype=torch.int64), "int64 cannot be packed"),
         (Scaled("int8"), torch.zeros(4, dtype=torch.complex64), "complex64 cannot be packed"),
+        (Bits(), torch.zeros(8, dtype=torch.uint8), "uint8 cannot be packed as bits"),
+        (Bits(), torch.zeros(8, 12, dtype=torch.bool), "rows are of 12 elements, no multiple of 8"),
+        (Bits(), torch.zeros((), dtype=torch.bool), "rows are of 1 elements"),
         (Scaled("int8"), torch.zeros(()), "no dimension"),
         (Scaled("int8"), torch.zeros(4, 1), "would not become smaller"),
         (Scaled("int8", per=2), torch.zeros(4, 8, dtype=torch.bfloat16), "would not become smaller"),
     ],
 )
-def test_what_a_pack_is_not_for(pack: Cast | Scaled, x: torch.Tensor, reason: str) -> None:
+def test_what_a_pack_is_not_for(pack: Cast | Scaled | Bits, x: torch.Tensor, reason: str) -> None:
     found = functions(pack, x)
     assert isinstance(found, str)
     assert reason in found

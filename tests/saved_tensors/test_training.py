@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import multigraph_backend
-from multigraph_backend import Cast, Keep, Match, Rule, Scaled, _compat, capture
+from multigraph_backend import Bits, Cast, Keep, Match, Rule, Scaled, _compat, capture
 from tests.saved_tensors.models import Block, Mlp, accounts, assert_step, compiled, rules, step
 
 BOUNDS = [(Scaled("int8", per=16), 0.05), (Cast("e4m3", stochastic=True), 0.4)]
@@ -100,6 +100,32 @@ def test_indices_and_masks_are_never_packed_by_a_rule_for_numbers() -> None:
     others = [entry for entry in said.tensors if not entry.dtype.startswith("float")]
     assert others
     assert all(entry.packed is None for entry in others)
+
+
+def test_masks_are_saved_as_bits_and_gradients_stay_the_same() -> None:
+    """Of relu and of dropout."""
+
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = F.dropout(F.relu(self.first(x)), 0.25)
+            return F.hardtanh(self.last(y)).sin()
+
+    model, x = Masked(), torch.randn(8, 16)
+    found = []
+    for packs in ([], [Rule(Match(dtype="bool", min_bytes=0), Bits())]):
+        run = compiled(model, packs)
+        for _ in range(2):
+            torch.manual_seed(5)
+            found.append(step(model, run, x))
+    assert all(torch.equal(one, other) for one, other in zip(found[1], found[3], strict=True))
+    said = accounts()[-1]
+    masks = [entry for entry in said.tensors if entry.dtype == "bool"]
+    assert masks
+    assert all(entry.packed == "bits" and entry.bytes_saved * 8 == entry.bytes for entry in masks)
 
 
 def test_variants_pack_each_for_itself() -> None:
