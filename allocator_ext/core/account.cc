@@ -81,10 +81,10 @@ std::string Device::snapshot_text() const {
         put(text, "allocated_size", allocated);
         put(text, "active_size", active);
         put(text, "requested_size", requested);
-        put(text, "stream", number(in->home));
-        text += std::string("\"segment_type\": \"") + (in->small ? "small" : "large") + "\", \"segment_pool_id\": [";
+        put(text, "stream", in->home == nobody ? 0 : number(in->home));
+        text += std::string("\"segment_type\": \"") + (in->kind == size_class::Kind::small ? "small" : "large") + "\", \"segment_pool_id\": [";
         text += std::to_string(pool->id.first) + ", " + std::to_string(pool->id.second) + "], \"is_expandable\": ";
-        text += std::string(in->granule != 0 ? "true" : "false") + ", \"frames\": [], \"blocks\": [" + blocks + "]}";
+        text += std::string(in->expandable ? "true" : "false") + ", \"frames\": [], \"blocks\": [" + blocks + "]}";
         comma = ", ";
       });
     }

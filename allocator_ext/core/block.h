@@ -2,21 +2,39 @@
 //
 // A segment owns its blocks: they are linked by address from `first`, without holes, and die with it. The driver's
 // memory itself is given back by the pool, which owns the segment. An expandable segment is a range of addresses of which
-// whole granules are mapped; what is not is a block too, in no list.
+// whole pages are mapped, in chunks; what is not is a block too, in no list. A shared one serves captures, whichever
+// streams are in them, so nobody is its home.
 // Invariant: blocks of a segment tile it; two free neighbours differ in stream or tag, else they are one.
 #pragma once
 
 #include <cstddef>
+#include <map>
+#include <set>
+#include <unordered_map>
 #include <vector>
 
+#include "core/size_class.h"
 #include "core/types.h"
 
 namespace mg {
 
 class Pool;
+struct Block;
 struct Segment;
 
 enum class BlockState : uint8_t { free, live, waiting, unmapped };
+
+// No stream's handle. A settled block of nobody is free for any stream, inside of captures.
+inline const Stream nobody = reinterpret_cast<Stream>(~uintptr_t{0});
+
+struct BySize {
+  using is_transparent = void;
+  bool operator()(const Block* a, const Block* b) const;
+  bool operator()(const Block* a, size_t size) const;
+};
+using FreeList = std::set<Block*, BySize>;
+
+using ByAddress = std::unordered_map<Address, Block*>;
 
 struct Block {
   Address address = 0;
@@ -40,16 +58,27 @@ struct Block {
   uint64_t life = 0;              // while live: which, of all that there were
   bool adopted = false;           // while live: a free of it is not the end, or nobody knows of it
   unsigned events = 0;            // not yet passed
+
+  FreeList* in = nullptr;         // while listed, and where
+  FreeList::iterator place;
+  FreeList::node_type node;       // kept from one listing to the next, as is the other from life to life: the host is asked
+  ByAddress::node_type live;      // for memory once
 };
+
+inline bool BySize::operator()(const Block* a, const Block* b) const {
+  return a->size != b->size ? a->size < b->size : a->address < b->address;
+}
+inline bool BySize::operator()(const Block* a, size_t size) const { return a->size < size; }
 
 struct Segment {
   Address address = 0;
   size_t size = 0;
   size_t mapped = 0;   // the same, but where it is expandable
-  size_t granule = 0;  // of an expandable segment
+  bool expandable = false;
+  size_class::Kind kind = size_class::Kind::large;
+  std::map<Address, size_t> chunks;  // of an expandable segment: what was mapped by one call each
   Stream home = nullptr;
   Pool* pool = nullptr;
-  bool small = false;
   Block* first = nullptr;
   uint64_t last_use = 0;
 
@@ -63,6 +92,9 @@ struct Segment {
       block = next;
     }
   }
+
+  // Whose a block is when nothing binds it to a capture any more.
+  Stream home_of(const Block& block) const { return home == nobody ? block.stream : home; }
 
   bool cached() const {
     for (const Block* block = first; block != nullptr; block = block->next) {

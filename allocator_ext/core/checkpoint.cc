@@ -94,7 +94,7 @@ Outcome Device::restore_pool(uint64_t state) {
     history_.add(HistoryEntry::free_requested, block->address, block->size, block->stream);
     history_.add(HistoryEntry::free_completed, block->address, block->size, block->stream);
     // Outside of captures it may have been read on any stream that waited for its own.
-    pool.give(block, block->segment->home, settled, never_covered, {});
+    pool.give(block, block->segment->home_of(*block), settled, never_covered, {});
   }
   for (const SavedBlock& old : saved.blocks) {
     if (live_.count(old.address) != 0) continue;
@@ -152,7 +152,7 @@ std::vector<SavedBlock> Device::segments(PoolId id) {
   for (auto& [address, segment] : pool->segments()) {
     segment->each_run([&](const Block* first, const Block* end, size_t bytes) {
       (void)end;
-      runs.push_back({first->address, bytes, bytes, segment->home, 0, {}, 0});
+      runs.push_back({first->address, bytes, bytes, segment->home == nobody ? nullptr : segment->home, 0, {}, 0});
     });
   }
   return runs;

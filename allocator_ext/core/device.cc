@@ -43,7 +43,7 @@ Device::~Device() {
   RelaxedCapture relaxed(driver_);
   for (Pool* pool : pool_list_) {
     for (auto& [address, segment] : pool->segments()) {
-      if (segment->granule != 0) {
+      if (segment->expandable) {
         unmap_all(*segment);
       } else {
         driver_.memory_free(address);
@@ -102,7 +102,8 @@ Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
   PoolId where;
   Lock lock = route(stream, where);
   requests_++;
-  Request request{asked, size_class::rounded(asked), stream, &pool_of(where), {}};
+  Pool& pool = where == PoolId{} ? *default_pool_ : pool_of(where);
+  Request request{asked, size_class::rounded(asked), stream, &pool, {}};
   if (watched() || !lifetimes_.idle()) {
     InContext in(*this);
     request.seen = lifetimes_.tend(stream, watched(), pool_list_);
@@ -130,9 +131,16 @@ Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
 // `block` is free and listed; it fits.
 void Device::hand_out(Block* block, const Request& request, Address& out) {
   Pool& pool = *block->segment->pool;
-  bool moved = block->stream != request.stream;
+  bool moved = block->stream != request.stream && block->stream != nobody;
   bool by_proof = moved || block->tag % 2 == 1;
-  auto place = live_.emplace(block->address, block).first;
+  ByAddress::iterator place;
+  if (block->live.empty()) {
+    place = live_.emplace(block->address, block).first;
+  } else {
+    block->live.key() = block->address;
+    block->live.mapped() = block;
+    place = live_.insert(std::move(block->live)).position;
+  }
   try {
     pool.take(block, request.size);
   } catch (...) {
@@ -183,9 +191,9 @@ void Device::count_live(const Block& block, int sign) {
   stats_.allocations.add(sign);
 }
 
-Outcome Device::end(std::unordered_map<Address, Block*>::iterator place) {
+Outcome Device::end(ByAddress::iterator place) {
   Block* block = place->second;
-  live_.erase(place);
+  block->live = live_.extract(place);
   count_live(*block, -1);
   history_.add(HistoryEntry::free_requested, block->address, block->size, block->stream);
   if (watched() || !block->users.empty() || block->stream != block->segment->home) {

@@ -112,7 +112,7 @@ class Device {
   std::string in_the_way(Pool& pool);
   std::string obstacle(Pool& pool) const;
   void count_live(const Block& block, int sign);
-  Outcome end(std::unordered_map<Address, Block*>::iterator place);
+  Outcome end(ByAddress::iterator place);
   void hand_out(Block* block, const Request& request, Address& out);
 
   // account.cc
@@ -122,11 +122,38 @@ class Device {
   // ladder.cc, expandable.cc
   Block* climb(Request& request, Lock& lock, std::string& reason);
   Block* find(Request& request);
-  Block* find_covered(const Request& request);
+  Block* find_covered(const Request& request, size_class::Kind kind);
+  Block* find_shared(Request& request);
+  Block* gather(const Request& request, Block* first);
+  // Where streams do not take turns, each is better served from ranges of its own.
+  bool shared(const Request& request) const {
+    return config_.expandable && config_.reuse == Reuse::any_stream && request.seen.view != nullptr;
+  }
+  // The streams of a capture whose blocks another one may have, and up to which of their points.
+  struct Owner {
+    Stream stream;
+    Tag order_tag, proof_tag;
+    uint64_t cover;
+  };
+  std::vector<Owner> owners(const Request& request);
+  // Whether a free block may go to this request now. What was used on its stream alone need only have begun when it is
+  // used again, the rest has to be over; where kernels begin early, neighbours must all be of the one or of the other.
+  class May {
+   public:
+    enum Which { any, begun, over };
+    May(Device& device, const Request& request, Which which);
+    bool operator()(const Block& block) const;
+
+   private:
+    const Request& request_;
+    std::vector<Owner> owners_;
+    Tag order_tag_ = settled, proof_tag_ = settled;
+    bool unchecked_ = false, one_tag_ = false;
+  };
   bool proven_again(const Request& request, const Block* block);
   Block* extend(Pool& pool, const Request& request, std::string& reason, bool& no_range);
-  Segment* reserve(Pool& pool, const Request& request, std::string& reason);
-  bool map(Address address, size_t bytes, size_t granule);
+  Segment* reserve(Pool& pool, const Request& request, size_class::Kind kind, std::string& reason);
+  bool map(Segment& segment, Address address, size_t bytes);
   void unmap_stuck();
   size_t shrink(Pool& pool, uint64_t not_used_since);
   Block* grow(Request& request, std::string& reason);
@@ -146,7 +173,7 @@ class Device {
   std::map<PoolId, std::unique_ptr<Pool>> pools_;
   std::vector<Pool*> pool_list_;
   Pool* default_pool_ = nullptr;
-  std::unordered_map<Address, Block*> live_;
+  ByAddress live_;
   std::unordered_map<Address, unsigned> ghosts_;  // frees that will come of what is another's by then
   std::map<uint64_t, PoolState> states_;
   uint64_t last_state_ = 0;

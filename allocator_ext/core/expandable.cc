@@ -1,10 +1,10 @@
-// Expandable segments: a range of addresses for each pool, stream and kind of size, of which granules are mapped as they
-// are needed.
+// Expandable segments: ranges of addresses of which pages are mapped as they are needed.
 //
 // Why: blocks of all sizes share one range, so that what a freed large block leaves is joined by what is mapped behind it,
-// instead of waiting for a request of its size. In: requests that no free block serves. Out: a free block at the end of
-// what is mapped, or in a hole; at the other end of life, whole granules that are free go back.
-// Each granule is one physical allocation, and its handle is released once it is mapped: the mapping keeps it.
+// instead of waiting for a request of its size. In: requests that no free block serves. Out: free memory at the end of
+// what is mapped, or in a hole; at the other end of life, chunks that are free go back. Outside of captures each pool,
+// stream and kind of size has a range; captures share one in each pool, for requests of all their streams and of all sizes.
+// Each chunk is one physical allocation, and its handle is released once it is mapped: the mapping keeps it.
 // Invariant: a block is mapped and accessible as a whole, or it is an unmapped block.
 
 #include <algorithm>
@@ -14,32 +14,15 @@
 
 namespace mg {
 
-// Free mapped memory before the end, and what has to be mapped behind it.
-Pool::Room Pool::room(size_t size, Stream stream, bool small) const {
-  Room best;
-  for (auto& [address, segment] : segments_) {
-    if (segment->granule == 0 || segment->home != stream || segment->small != small) continue;
-    for (Block* block = segment->first; block != nullptr; block = block->next) {
-      if (block->state != BlockState::unmapped) continue;
-      const Block* before = block->previous;
-      bool joins = before != nullptr && before->state == BlockState::free && before->tag == settled && before->stream == stream;
-      size_t has = joins ? before->size : 0;
-      size_t bytes = has < size ? size_class::up(size - has, segment->granule) : segment->granule;
-      if (bytes <= block->size && (best.unmapped == nullptr || bytes < best.bytes)) best = {block, bytes};
-    }
-  }
-  return best;
-}
-
-Segment* Pool::add_range(Address address, size_t size, Stream stream, bool small) {
+Segment* Pool::add_range(Address address, size_t size, Stream stream, Kind kind) {
   auto segment = std::make_unique<Segment>();
   auto block = std::make_unique<Block>();
   segment->address = block->address = address;
   segment->size = block->size = size;
-  segment->granule = size_class::granule(small);
+  segment->expandable = true;
   segment->home = block->stream = stream;
   segment->pool = this;
-  segment->small = small;
+  segment->kind = kind;
   block->segment = segment.get();
   block->state = BlockState::unmapped;
   segment->first = block.release();
@@ -50,36 +33,28 @@ Segment* Pool::add_range(Address address, size_t size, Stream stream, bool small
 
 Block* Pool::mapped(Block* block, size_t bytes) {
   if (bytes < block->size) {
-    auto rest = new Block(*block);
-    rest->address += bytes;
-    rest->size -= bytes;
-    rest->previous = block;
-    if (rest->next != nullptr) rest->next->previous = rest;
-    block->next = rest;
-    block->size = bytes;
+    prepare();
+    behind_of(block, block->address + bytes);
   }
   Segment& segment = *block->segment;
   block->stream = segment.home;
   block->tag = settled;
   block->point = 0;
-  list(block);
+  block->state = BlockState::waiting;
   segment.mapped += bytes;
   reserved += bytes;
   // Not with what is free under a condition: then this would be under it too.
-  auto plain = [](const Block* b) { return b != nullptr && b->state == BlockState::free && b->tag == settled; };
-  if (plain(block->next)) merge(block, block->next);
-  Block* previous = block->previous;
-  return plain(previous) && merge(previous, block) ? previous : block;
+  return join(block, true);
 }
 
-Address Pool::free_granule(const Segment& segment, Address from) {
+Address Pool::free_chunk(const Segment& segment, Address from) {
   Address start = 0, end = 0;  // of a run of free blocks
   for (const Block* block = segment.first; block != nullptr; block = block->next) {
     if (block->state != BlockState::free || block->tag != settled) continue;
     if (block->address != end) start = block->address;
     end = block->address + block->size;
-    Address granule = segment.address + size_class::up(std::max(start, from) - segment.address, segment.granule);
-    if (granule + segment.granule <= end) return granule;
+    auto chunk = segment.chunks.lower_bound(std::max(start, from));
+    if (chunk != segment.chunks.end() && chunk->first + chunk->second <= end) return chunk->first;
   }
   return 0;
 }
@@ -89,34 +64,30 @@ void Pool::unmapped(Block* block) {
   block->state = BlockState::unmapped;
   block->markers.clear();
   segment.mapped -= block->size;
+  segment.chunks.erase(block->address);
   reserved -= block->size;
-  auto absorb = [](Block* left, Block* right) {
-    left->size += right->size;
-    left->next = right->next;
-    if (left->next != nullptr) left->next->previous = left;
-    delete right;
-  };
   auto open = [](const Block* b) { return b != nullptr && b->state == BlockState::unmapped; };
-  if (open(block->next)) absorb(block, block->next);
-  if (open(block->previous)) absorb(block->previous, block);
+  if (open(block->next)) absorb(block);
+  if (open(block->previous)) absorb(block->previous);
 }
 
 void Pool::drop(Segment& segment) { segments_.erase(segment.address); }
 
-Segment* Device::reserve(Pool& pool, const Request& request, std::string& reason) {
-  bool small = size_class::is_small(request.size);
+Segment* Device::reserve(Pool& pool, const Request& request, size_class::Kind kind, std::string& reason) {
   size_t free = 0, total = 0;
   Address address = 0;
   RelaxedCapture relaxed(driver_);
   bool told = relaxed.ok && driver_.memory_info(&free, &total) == result::success;
-  // An eighth more than there is, so that holes in the range do not end it.
-  size_t bytes = size_class::up(total + total / 8, size_class::granule(small));
+  // An eighth more than there is, so that holes in the range do not end it. Pools beside the default one may be many,
+  // and have another range when one is full.
+  size_t bytes = &pool == default_pool_ ? total + total / 8 : std::max(total / 4, 2 * request.size);
+  bytes = size_class::up(bytes, size_class::page);
   if (!told || request.size > total || driver_.address_reserve(&address, bytes, 0, 0, 0) != result::success) {
     reason = "the driver has no range of addresses for this";
     return nullptr;
   }
   try {
-    return pool.add_range(address, bytes, request.stream, small);
+    return pool.add_range(address, bytes, kind == size_class::Kind::shared ? nobody : request.stream, kind);
   } catch (...) {
     driver_.address_free(address, bytes);
     throw;
@@ -124,30 +95,37 @@ Segment* Device::reserve(Pool& pool, const Request& request, std::string& reason
 }
 
 // All of it or, where the driver refuses, nothing.
-bool Device::map(Address address, size_t bytes, size_t granule) {
+bool Device::map(Segment& segment, Address address, size_t bytes) {
   RelaxedCapture relaxed(driver_);
   int ordinal = 0;
   unmap_stuck();
   for (auto& [stuck, size] : stuck_) {
     if (stuck < address + bytes && address < stuck + size) return false;
   }
-  stuck_.reserve(stuck_.size() + bytes / granule);
+  std::map<Address, size_t> chunks;
+  for (size_t at = 0; at < bytes; at += size_class::most_mapped) {
+    chunks.emplace(address + at, std::min(bytes - at, size_class::most_mapped));
+  }
+  stuck_.reserve(stuck_.size() + chunks.size());
   if (!relaxed.ok || driver_.device_get(&ordinal, index_) != result::success) return false;
   PhysicalMemory memory{};
   memory.type = 1;
   memory.location = {1, ordinal};
   MemoryAccess access{{1, ordinal}, 3};
-  size_t done = 0;
-  for (; done < bytes; done += granule) {
+  auto done = chunks.begin();
+  for (; done != chunks.end(); ++done) {
     Physical handle = 0;
-    if (driver_.physical_create(&handle, granule, &memory, 0) != result::success) break;
-    bool mapped = driver_.memory_map(address + done, granule, 0, handle, 0) == result::success;
+    if (driver_.physical_create(&handle, done->second, &memory, 0) != result::success) break;
+    bool mapped = driver_.memory_map(done->first, done->second, 0, handle, 0) == result::success;
     driver_.physical_release(handle);
     if (!mapped) break;
   }
-  if (done == bytes && driver_.memory_access(address, bytes, &access, 1) == result::success) return true;
-  for (size_t at = 0; at < done; at += granule) {
-    if (driver_.memory_unmap(address + at, granule) != result::success) stuck_.push_back({address + at, granule});
+  if (done == chunks.end() && driver_.memory_access(address, bytes, &access, 1) == result::success) {
+    segment.chunks.merge(chunks);
+    return true;
+  }
+  for (auto chunk = chunks.begin(); chunk != done; ++chunk) {
+    if (driver_.memory_unmap(chunk->first, chunk->second) != result::success) stuck_.push_back(*chunk);
   }
   return false;
 }
@@ -162,27 +140,34 @@ void Device::unmap_stuck() {
 }
 
 Block* Device::extend(Pool& pool, const Request& request, std::string& reason, bool& no_range) {
-  bool small = size_class::is_small(request.size);
-  Pool::Room room = pool.room(request.size, request.stream, small);
+  auto kind = shared(request) ? size_class::Kind::shared : size_class::kind(request.size);
+  Stream home = shared(request) ? nobody : request.stream;
+  bool early = request.seen.view != nullptr && request.seen.view->partial_at != 0;
+  May may(*this, request, early ? May::over : May::any);
+  Pool::Room room = pool.room(request.size, home, kind, may);
   if (room.unmapped == nullptr) {
-    no_range = reserve(pool, request, reason) == nullptr;
+    no_range = reserve(pool, request, kind, reason) == nullptr;
     if (no_range) return nullptr;
-    room = pool.room(request.size, request.stream, small);
+    room = pool.room(request.size, home, kind, may);
   }
   if (!room_for(pool, room.bytes, reason)) return nullptr;
   Segment& segment = *room.unmapped->segment;
   Address address = room.unmapped->address;
-  if (!map(address, room.bytes, segment.granule)) {
+  if (!map(segment, address, room.bytes)) {
     reason = "the driver has no " + std::to_string(room.bytes / size_class::mib) + " MiB to map";
     return nullptr;
   }
   if (segment.mapped == 0) stats_.segments.add(1);
   stats_.reserved_bytes.add(static_cast<int64_t>(room.bytes));
   history_.add(HistoryEntry::segment_map, address, room.bytes, request.stream);
-  return pool.mapped(room.unmapped, room.bytes);
+  Block* block = pool.mapped(room.unmapped, room.bytes);
+  if (block->size >= request.size) return block;
+  size_t has = block->size;
+  for (; has < request.size; has += block->size) block = block->previous;
+  return gather(request, block);
 }
 
-// Granules that are free go back to the driver, and ranges of which nothing is mapped. Unmapping waits for nobody, so the
+// Chunks that are free go back to the driver, and ranges of which nothing is mapped. Unmapping waits for nobody, so the
 // device is waited for first.
 size_t Device::shrink(Pool& pool, uint64_t not_used_since) {
   size_t bytes = 0;
@@ -190,23 +175,24 @@ size_t Device::shrink(Pool& pool, uint64_t not_used_since) {
   unmap_stuck();
   std::vector<Segment*> ranges;
   for (auto& [address, segment] : pool.segments()) {
-    if (segment->granule != 0 && segment->last_use < not_used_since) ranges.push_back(segment.get());
+    if (segment->expandable && segment->last_use < not_used_since) ranges.push_back(segment.get());
   }
   for (Segment* segment : ranges) {
     Address from = segment->address;
-    while (Address start = Pool::free_granule(*segment, from)) {
-      from = start + segment->granule;
+    while (Address start = Pool::free_chunk(*segment, from)) {
+      size_t size = segment->chunks.at(start);
+      from = start + size;
       waited = waited || driver_.context_synchronize() == result::success;
       if (!waited) return bytes;
-      Block* granule = pool.take_at(start, segment->granule);
-      if (driver_.memory_unmap(start, segment->granule) != result::success) {
-        pool.give(granule, segment->home, settled, never_covered, {});  // nothing runs that uses it
+      Block* chunk = pool.take_at(start, size);
+      if (driver_.memory_unmap(start, size) != result::success) {
+        pool.give(chunk, segment->home, settled, never_covered, {});  // nothing runs that uses it
         continue;
       }
-      bytes += granule->size;
-      stats_.reserved_bytes.add(-static_cast<int64_t>(granule->size));
-      history_.add(HistoryEntry::segment_unmap, granule->address, granule->size, segment->home);
-      pool.unmapped(granule);
+      bytes += size;
+      stats_.reserved_bytes.add(-static_cast<int64_t>(size));
+      history_.add(HistoryEntry::segment_unmap, start, size, segment->home);
+      pool.unmapped(chunk);
       if (segment->mapped == 0) stats_.segments.add(-1);
     }
     bool stuck = std::any_of(stuck_.begin(), stuck_.end(), [&](auto& s) {
@@ -221,9 +207,7 @@ size_t Device::shrink(Pool& pool, uint64_t not_used_since) {
 
 void Device::unmap_all(const Segment& segment) {
   unmap_stuck();
-  segment.each_run([&](const Block* first, const Block*, size_t bytes) {
-    for (size_t at = 0; at < bytes; at += segment.granule) driver_.memory_unmap(first->address + at, segment.granule);
-  });
+  for (auto& [address, size] : segment.chunks) driver_.memory_unmap(address, size);
   driver_.address_free(segment.address, segment.size);
 }
 

@@ -53,15 +53,18 @@ Block* Device::find(Request& request) {
   for (;;) {
     Block* block = nullptr;
     StreamView* view = request.seen.view;
+    auto kind = size_class::kind(request.size);
     if (view == nullptr) {
-      block = request.pool->best(request.size, request.stream, &settled, 1);
+      block = request.pool->best(request.size, kind, request.stream, &settled, 1);
     } else {
+      if (shared(request)) block = find_shared(request);
       Tag tags[] = {settled, view->order_tag, view->proof_tag};
-      block = request.pool->best(request.size, request.stream, tags, 3);
-      if (block == nullptr && config_.reuse == Reuse::any_stream) block = find_covered(request);
+      // What this stream has outside of captures too.
+      if (block == nullptr) block = request.pool->best(request.size, kind, request.stream, tags, 3);
+      if (block == nullptr && config_.reuse == Reuse::any_stream) block = find_covered(request, kind);
       if (block == nullptr && mutated(config_, Mutant::one_tag_for_all)) {
         for (Tag tag = 2; tag < view->order_tag + 64 && block == nullptr; tag++) {
-          block = request.pool->best(request.size, request.stream, &tag, 1);
+          block = request.pool->best(request.size, kind, request.stream, &tag, 1);
         }
       }
     }
@@ -71,17 +74,77 @@ Block* Device::find(Request& request) {
   }
 }
 
-// Another stream of the same capture has what fits, freed before this one last waited for it.
-Block* Device::find_covered(const Request& request) {
+// Other streams of the same capture, and what of theirs was freed before this one last waited for them.
+std::vector<Device::Owner> Device::owners(const Request& request) {
+  std::vector<Owner> found;
   StreamView& view = *request.seen.view;
   for (StreamView* other : view.capture->in_order) {
     if (other == &view || other->partial_at != 0 || !other->known) continue;
-    uint64_t cover = lifetimes_.captures.cover(view, *other);
-    for (Tag tag : {other->order_tag, other->proof_tag}) {
-      if (Block* block = request.pool->best_covered(request.size, other->stream, tag, cover)) return block;
+    found.push_back({other->stream, other->order_tag, other->proof_tag, lifetimes_.captures.cover(view, *other)});
+  }
+  return found;
+}
+
+Block* Device::find_covered(const Request& request, size_class::Kind kind) {
+  for (const Owner& owner : owners(request)) {
+    for (Tag tag : {owner.order_tag, owner.proof_tag}) {
+      if (Block* block = request.pool->best_covered(request.size, kind, owner.stream, tag, owner.cover)) return block;
     }
   }
   return nullptr;
+}
+
+// What captures share: neighbours of which this stream may have each.
+Block* Device::find_shared(Request& request) {
+  Block* first = nullptr;
+  if (request.seen.view->partial_at == 0) {
+    first = request.pool->best_shared(request.size, May(*this, request, May::any));
+  } else {
+    first = request.pool->best_shared(request.size, May(*this, request, May::begun));
+    if (first == nullptr) first = request.pool->best_shared(request.size, May(*this, request, May::over));
+  }
+  return first == nullptr || first->size >= request.size ? first : gather(request, first);
+}
+
+Device::May::May(Device& device, const Request& request, Which which) : request_(request) {
+  StreamView* view = request.seen.view;
+  if (view == nullptr) return;
+  if (which != over) order_tag_ = view->order_tag;
+  if (which != begun) proof_tag_ = view->proof_tag;
+  if (which != begun) owners_ = device.owners(request);
+  unchecked_ = mutated(device.config_, Mutant::runs_not_checked);
+  one_tag_ = mutated(device.config_, Mutant::one_tag_for_all);
+}
+
+bool Device::May::operator()(const Block& block) const {
+  if (block.state != BlockState::free) return false;
+  const Block* before = block.previous;
+  if (unchecked_ && before != nullptr && (*this)(*before)) return true;
+  if (one_tag_ && block.stream == request_.stream) return true;
+  if (block.stream == request_.stream && block.tag == settled) return true;
+  if (block.stream == nobody && block.tag == settled) return request_.seen.view != nullptr;
+  if (block.tag == settled) return false;
+  if (block.stream == request_.stream) return block.tag == order_tag_ || block.tag == proof_tag_;
+  return std::any_of(owners_.begin(), owners_.end(), [&](const Owner& owner) {
+    return owner.stream == block.stream && (block.tag == owner.order_tag || block.tag == owner.proof_tag) &&
+           block.point <= owner.cover;
+  });
+}
+
+// The neighbours from `first` on as one block that is this stream's.
+Block* Device::gather(const Request& request, Block* first) {
+  bool moved = false, by_proof = false;
+  Tag tag = settled;
+  size_t bytes = 0;
+  for (const Block* part = first; bytes < request.size; part = part->next) {
+    bytes += part->size;
+    moved = moved || (part->stream != request.stream && part->stream != nobody);
+    by_proof = by_proof || moved || part->tag % 2 == 1;
+    if (part->tag != settled) tag = request.seen.view->order_tag;
+  }
+  if (moved) stats_.moved++;
+  if (by_proof) tag = request.seen.view->proof_tag;
+  return request.pool->gather(first, request.size, request.stream, tag);
 }
 
 bool Device::proven_again(const Request& request, const Block* block) {
@@ -121,7 +184,7 @@ Block* Device::grow(Request& request, std::string& reason) {
     }
   }
   try {
-    Block* block = request.pool->add_segment(address, bytes, request.stream, size_class::is_small(request.size));
+    Block* block = request.pool->add_segment(address, bytes, request.stream, size_class::kind(request.size));
     stats_.reserved_bytes.add(static_cast<int64_t>(bytes));
     stats_.segments.add(1);
     history_.add(HistoryEntry::segment_alloc, address, bytes, request.stream);
@@ -138,7 +201,7 @@ Block* Device::last_resort(Request& request) {
   if (request.seen.status != Observation::outside && !mutated(config_, Mutant::graphs_borrow)) return nullptr;
   for (Pool* pool : pool_list_) {
     if (!pool->use_on_oom || pool == request.pool) continue;
-    if (Block* block = pool->best(request.size, request.stream, &settled, 1)) return block;
+    if (Block* block = pool->best(request.size, size_class::kind(request.size), request.stream, &settled, 1)) return block;
     std::string unused;
     bool no_range = false;
     if (config_.expandable) {  // less may be missing behind what is free there

@@ -177,7 +177,7 @@ void Lifetimes::park(Block* block) {
 
 // False: nothing has changed, and another time may be better.
 bool Lifetimes::by_events(Block* block) {
-  Stream home = block->segment->home;
+  Stream home = block->segment->home_of(*block);
   if (block->stream != home) {  // it moved inside a capture that is over, and goes back
     if (std::find(block->users.begin(), block->users.end(), block->stream) == block->users.end()) {
       block->users.push_back(block->stream);

@@ -6,55 +6,68 @@ namespace mg {
 
 namespace {
 constexpr int looks = 16;  // of best_covered
+constexpr size_t most_spare = 1024;
 }
 
-Block* Pool::best(size_t size, Stream stream, const Tag* tags, size_t count) const {
-  const Free& free = size_class::is_small(size) ? small_ : large_;
-  Block key;
-  key.size = size;
+Pool::~Pool() {
+  for (Block* block : spare_) delete block;
+}
+
+FreeList& Pool::list_of(Kind kind, Stream stream, Tag tag) {
+  if (tag != settled) return lists(kind)[{stream, tag}];
+  Last& last = last_[static_cast<size_t>(kind)];
+  if (last.list == nullptr || last.stream != stream) last = {stream, &lists(kind)[{stream, tag}]};
+  return *last.list;
+}
+
+const FreeList* Pool::known_list(Kind kind, Stream stream, Tag tag) const {
+  const Last& last = last_[static_cast<size_t>(kind)];
+  if (tag == settled && last.stream == stream && last.list != nullptr) return last.list;
+  auto list = lists(kind).find({stream, tag});
+  return list == lists(kind).end() ? nullptr : &list->second;
+}
+
+Block* Pool::best(size_t size, Kind kind, Stream stream, const Tag* tags, size_t count) const {
   Block* best = nullptr;
   for (size_t i = 0; i < count; i++) {
-    auto list = free.find({stream, tags[i]});
-    if (list == free.end()) continue;
-    auto place = list->second.lower_bound(&key);
-    if (place == list->second.end()) continue;
+    const FreeList* list = known_list(kind, stream, tags[i]);
+    if (list == nullptr) continue;
+    auto place = list->lower_bound(size);
+    if (place == list->end()) continue;
     if (best == nullptr || BySize()(*place, best)) best = *place;
   }
   return best;
 }
 
-Block* Pool::best_covered(size_t size, Stream owner, Tag tag, uint64_t cover) const {
-  const Free& free = size_class::is_small(size) ? small_ : large_;
-  auto list = free.find({owner, tag});
-  if (list == free.end()) return nullptr;
-  Block key;
-  key.size = size;
-  auto place = list->second.lower_bound(&key);
-  for (int i = 0; i < looks && place != list->second.end(); i++, ++place) {
+Block* Pool::best_covered(size_t size, Kind kind, Stream owner, Tag tag, uint64_t cover) const {
+  const FreeList* list = known_list(kind, owner, tag);
+  if (list == nullptr) return nullptr;
+  auto place = list->lower_bound(size);
+  for (int i = 0; i < looks && place != list->end(); i++, ++place) {
     if ((*place)->point <= cover) return *place;
   }
   return nullptr;
 }
 
 Block* Pool::best_settled(size_t size) const {
-  const Free& free = size_class::is_small(size) ? small_ : large_;
+  Kind kind = size_class::kind(size);
   Block* best = nullptr;
-  for (auto& [condition, list] : free) {
+  for (auto& [condition, list] : lists(kind)) {
     if (condition.tag != settled) continue;
-    Block* found = this->best(size, condition.stream, &condition.tag, 1);
+    Block* found = this->best(size, kind, condition.stream, &condition.tag, 1);
     if (found != nullptr && (best == nullptr || BySize()(found, best))) best = found;
   }
   return best;
 }
 
-Block* Pool::add_segment(Address address, size_t size, Stream stream, bool small) {
+Block* Pool::add_segment(Address address, size_t size, Stream stream, Kind kind) {
   auto segment = std::make_unique<Segment>();
   auto block = std::make_unique<Block>();
   segment->address = block->address = address;
   segment->size = segment->mapped = block->size = size;
   segment->home = block->stream = stream;
   segment->pool = this;
-  segment->small = small;
+  segment->kind = kind;
   block->segment = segment.get();
   Block* first = segment->first = block.release();
   auto [place, fresh] = segments_.emplace(address, std::move(segment));
@@ -69,35 +82,61 @@ Block* Pool::add_segment(Address address, size_t size, Stream stream, bool small
   return first;
 }
 
+Pool::Hole Pool::before(const Block* block) const {
+  Hole hole{0, nullptr};
+  for (Block* b = block->previous; b != nullptr && b->state == BlockState::free; b = b->previous) {
+    hole = {hole.bytes + b->size, b};
+  }
+  return hole;
+}
+
+Pool::Hole Pool::behind(const Block* block) const {
+  Hole hole{0, block->next};
+  for (const Block* b = block->next; b != nullptr && b->state == BlockState::free; b = b->next) hole.bytes += b->size;
+  return hole;
+}
+
 void Pool::list(Block* block) {
   block->state = BlockState::free;
-  lists(block)[{block->stream, block->tag}].insert(block);
+  if (block->segment->kind == Kind::shared) {
+    Hole left = before(block), right = behind(block);
+    if (left.bytes != 0) holes_.erase(left);
+    if (right.bytes != 0) holes_.erase(right);
+    holes_.insert({left.bytes + block->size + right.bytes, left.bytes != 0 ? left.first : block});
+  } else {
+    FreeList& list = list_of(block->segment->kind, block->stream, block->tag);
+    if (block->node.empty()) {
+      block->place = list.insert(block).first;
+    } else {
+      block->node.value() = block;
+      block->place = list.insert(std::move(block->node)).position;
+    }
+    block->in = &list;
+  }
   if (block->tag != settled) tagged++;
 }
 
 void Pool::unlist(Block* block) {
-  auto& free = lists(block);
-  auto place = free.find({block->stream, block->tag});
-  place->second.erase(block);
-  if (place->second.empty()) free.erase(place);
+  if (block->segment->kind == Kind::shared) {
+    Hole left = before(block), right = behind(block);
+    holes_.erase({left.bytes + block->size + right.bytes, left.bytes != 0 ? left.first : block});
+    if (left.bytes != 0) holes_.insert(left);
+    if (right.bytes != 0) holes_.insert(right);
+  } else {
+    block->node = block->in->extract(block->place);
+    if (block->tag != settled && block->in->empty()) lists(block->segment->kind).erase({block->stream, block->tag});
+    block->in = nullptr;
+  }
+  block->state = BlockState::waiting;  // no part of a hole
   if (block->tag != settled) tagged--;
 }
 
 Block* Pool::take(Block* block, size_t size) {
-  size_t rest = block->size - size;
-  std::unique_ptr<Block> cut;
-  if (size_class::worth_splitting(rest, block->segment->small)) cut = std::make_unique<Block>(*block);
+  Block* right = nullptr;
+  prepare();
   unlist(block);
-  if (cut != nullptr) {
-    Block* right = cut.release();
-    right->address += size;
-    right->size = rest;
-    right->previous = block;
-    if (right->next != nullptr) right->next->previous = right;
-    block->next = right;
-    block->size = size;
-    list(right);
-  }
+  if (size_class::worth_splitting(block->size - size, block->segment->kind)) right = behind_of(block, block->address + size);
+  if (right != nullptr) list(right);
   block->state = BlockState::live;
   block->tag = settled;
   block->used_outside = block->point == never_covered;
@@ -108,18 +147,48 @@ Block* Pool::take(Block* block, size_t size) {
 
 // Two free blocks out of one, under its condition; the right one.
 Block* Pool::split(Block* block, Address at) {
-  auto made = std::make_unique<Block>(*block);
+  prepare();
   unlist(block);
-  Block* right = made.release();
-  right->address = at;
-  right->size = block->address + block->size - at;
-  right->previous = block;
-  if (right->next != nullptr) right->next->previous = right;
-  block->size = at - block->address;
-  block->next = right;
+  Block* right = behind_of(block, at);
   list(block);
   list(right);
   return right;
+}
+
+// What may fail comes before anything is changed.
+void Pool::prepare() {
+  if (!spare_.empty()) return;
+  spare_.reserve(most_spare);
+  spare_.push_back(new Block);
+}
+
+Block* Pool::behind_of(Block* left, Address at) {
+  Block* right = spare_.back();
+  right->markers = left->markers;
+  spare_.pop_back();
+  right->address = at;
+  right->size = left->address + left->size - at;
+  right->segment = left->segment;
+  right->state = left->state;
+  right->stream = left->stream;
+  right->tag = left->tag;
+  right->point = left->point;
+  right->previous = left;
+  right->next = left->next;
+  if (right->next != nullptr) right->next->previous = right;
+  left->size = at - left->address;
+  left->next = right;
+  return right;
+}
+
+void Pool::retire(Block* block) {
+  if (spare_.size() == most_spare) {
+    delete block;
+    return;
+  }
+  block->markers.clear();
+  block->users.clear();
+  spare_.push_back(block);
 }
 
 Block* Pool::take_at(Address address, size_t size) {
@@ -133,21 +202,48 @@ Block* Pool::take_at(Address address, size_t size) {
     outside = outside || part->point == never_covered;
     Block* next = part->next;
     unlist(part);
-    if (part != block) {
-      block->size += part->size;
-      block->next = next;
-      if (next != nullptr) next->previous = block;
-      delete part;
-    }
+    if (part != block) absorb(block);
     if (block->size == size) break;
     part = next;
   }
   block->state = BlockState::live;
+  block->tag = settled;
   block->used_outside = outside;
   block->by_proof = false;
   block->point = 0;
   block->markers.clear();
   return block;
+}
+
+// Both have been taken out of the lists.
+void Pool::absorb(Block* left) {
+  Block* right = left->next;
+  left->size += right->size;
+  left->next = right->next;
+  if (left->next != nullptr) left->next->previous = left;
+  retire(right);
+}
+
+Block* Pool::gather(Block* first, size_t size, Stream stream, Tag tag) {
+  Block* last = first;
+  for (size_t bytes = first->size; bytes < size; bytes += last->size) last = last->next;
+  Address end = first->address + size;
+  if (last->address + last->size > end) split(last, end);
+  size_t markers = 0;
+  for (Block* part = first; part != last->next; part = part->next) markers += part->markers.size();
+  first->markers.reserve(markers);
+  unlist(first);
+  while (first->size < size) {
+    Block* part = first->next;
+    unlist(part);
+    first->point = std::max(first->point, part->point);
+    first->markers.insert(first->markers.end(), part->markers.begin(), part->markers.end());
+    absorb(first);
+  }
+  first->stream = stream;
+  first->tag = tag;
+  list(first);
+  return first;
 }
 
 bool Pool::maps(Address address, size_t size) const {
@@ -170,39 +266,51 @@ Block* Pool::give(Block* block, Stream stream, Tag tag, uint64_t point, const st
   block->users.clear();
   block->adopted = false;
   block->capture = block->born = 0;
-  list(block);
   return join(block);
 }
 
 void Pool::withhold(Block* block) {
   unlist(block);
   block->tag = withheld;
-  list(block);
   join(block);
 }
 
-Block* Pool::join(Block* block) {
-  if (block->next != nullptr) merge(block, block->next);
+// Lists a block that is in no list, as one with its free neighbours where they agree.
+Block* Pool::join(Block* block, bool settled_only) {
+  auto joins = [&](const Block* neighbour) {
+    return neighbour != nullptr && neighbour->state == BlockState::free && agree(block, neighbour) &&
+           (!settled_only || neighbour->tag == settled);
+  };
+  Block* next = block->next;
+  if (joins(next)) {
+    unlist(next);
+    fuse(block);
+  }
   Block* previous = block->previous;
-  return previous != nullptr && merge(previous, block) ? previous : block;
+  if (joins(previous)) {
+    unlist(previous);
+    fuse(previous);
+    block = previous;
+  }
+  list(block);
+  return block;
 }
 
-// Makes `left` both of them, and deletes `right`, where both are free and one condition holds the other.
-bool Pool::merge(Block* left, Block* right) {
-  if (left->state != BlockState::free || right->state != BlockState::free) return false;
+// Whether one's condition holds the other's.
+bool Pool::agree(const Block* left, const Block* right) {
   if (left->stream != right->stream) return false;
-  if (!one_period(left->tag, right->tag) && left->tag != settled && right->tag != settled) return false;
-  unlist(left);
-  unlist(right);
+  // The later point of the two would keep other streams from the earlier one's memory.
+  if (left->segment->kind == Kind::shared && left->point != right->point) return false;
+  return one_period(left->tag, right->tag) || left->tag == settled || right->tag == settled;
+}
+
+// Makes `left` both it and the block behind it, which agree and are in no list.
+void Pool::fuse(Block* left) {
+  const Block* right = left->next;
   left->tag = std::max(left->tag, right->tag);
   left->point = std::max(left->point, right->point);
   left->markers.insert(left->markers.end(), right->markers.begin(), right->markers.end());
-  left->size += right->size;
-  left->next = right->next;
-  if (left->next != nullptr) left->next->previous = left;
-  delete right;
-  list(left);
-  return true;
+  absorb(left);
 }
 
 void Pool::settle() {
@@ -220,7 +328,15 @@ void Pool::settle() {
       list(block);
     }
     for (Block* block = segment->first; block != nullptr;) {
-      if (block->next == nullptr || !merge(block, block->next)) block = block->next;
+      Block* next = block->next;
+      if (next == nullptr || block->state != BlockState::free || next->state != BlockState::free || !agree(block, next)) {
+        block = next;
+        continue;
+      }
+      unlist(block);
+      unlist(next);
+      fuse(block);
+      list(block);
     }
   }
 }
@@ -229,7 +345,7 @@ std::vector<std::unique_ptr<Segment>> Pool::cut_cached(uint64_t not_used_since) 
   std::vector<std::unique_ptr<Segment>> cut;
   for (auto place = segments_.begin(); place != segments_.end();) {
     Segment& segment = *place->second;
-    if (segment.granule != 0 || !segment.cached() || segment.last_use >= not_used_since) {
+    if (segment.expandable || !segment.cached() || segment.last_use >= not_used_since) {
       ++place;
       continue;
     }
@@ -250,7 +366,7 @@ void Pool::put_back(std::unique_ptr<Segment> segment) {
 }
 
 std::string Pool::verify() const {
-  size_t bytes = 0, free_blocks = 0, with_tag = 0, listed = 0;
+  size_t bytes = 0, free_blocks = 0, with_tag = 0, listed = 0, holes = 0;
   for (auto& [address, segment] : segments_) {
     bytes += segment->mapped;
     size_t mapped = 0;
@@ -263,18 +379,26 @@ std::string Pool::verify() const {
       if (block->size == 0) return "an empty block";
       if (block->state != BlockState::unmapped) {
         mapped += block->size;
-      } else if (segment->granule == 0 || block->size % segment->granule != 0 ||
+      } else if (!segment->expandable || block->size % size_class::page != 0 ||
                  (previous != nullptr && previous->state == BlockState::unmapped)) {
-        return "unmapped memory is not in whole granules, or in two blocks";
+        return "unmapped memory is not in whole pages, or in two blocks";
       }
       if (block->state == BlockState::free) {
         free_blocks++;
         with_tag += block->tag != settled;
-        const Free& free = segment->small ? small_ : large_;
-        auto list = free.find({block->stream, block->tag});
-        if (list == free.end() || list->second.count(const_cast<Block*>(block)) == 0) return "a free block is not listed";
+        if (segment->kind == Kind::shared) {
+          bool first = previous == nullptr || previous->state != BlockState::free;
+          Hole hole{behind(block).bytes + block->size, const_cast<Block*>(block)};
+          holes += first;
+          if (first && holes_.count(hole) == 0) return "a hole is not listed";
+          listed++;
+        } else {
+          const Free& free = lists(segment->kind);
+          auto list = free.find({block->stream, block->tag});
+          if (list == free.end() || list->second.count(const_cast<Block*>(block)) == 0) return "a free block is not listed";
+        }
         if (previous != nullptr && previous->state == BlockState::free && previous->stream == block->stream &&
-            previous->tag == block->tag) {
+            previous->tag == block->tag && (segment->kind != Kind::shared || previous->point == block->point)) {
           return "free neighbours are not one";
         }
       }
@@ -283,13 +407,16 @@ std::string Pool::verify() const {
     }
     if (at != segment->address + segment->size) return "blocks do not fill their segment";
     if (mapped != segment->mapped) return "mapped bytes are miscounted";
+    for (auto& [start, chunk] : segment->chunks) mapped -= chunk;
+    if (segment->expandable && mapped != 0) return "chunks are not what is mapped";
   }
-  for (const Free* free : {&small_, &large_}) {
-    for (auto& [condition, list] : *free) {
-      if (list.empty()) return "an empty list is kept";
+  for (const Free& free : lists_) {
+    for (auto& [condition, list] : free) {
+      if (list.empty() && condition.tag != settled) return "an empty list is kept";
       listed += list.size();
     }
   }
+  if (holes != holes_.size()) return "a listed hole is not there";
   if (listed != free_blocks) return "a listed block is not free";
   if (with_tag != tagged) return "tagged blocks are miscounted";
   if (bytes != reserved) return "reserved bytes are miscounted";

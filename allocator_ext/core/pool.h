@@ -1,11 +1,14 @@
 // A pool: segments cut into blocks, and the free ones where they can be found.
 //
 // In: segments from the driver, blocks that may be used again under a condition (stream and tag). Out: blocks that fit.
+// Small and large segments have lists of their own. In shared ones streams take turns, and who comes next may have several
+// neighbours under different conditions; there the lists are of holes.
 // A free block under a condition goes to who meets it; neighbours are one block again as soon as their conditions agree,
 // where settled agrees with any of its stream, and what is merged has the stricter one.
 // Invariant: `verify` of this file. No driver is called here.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -18,12 +21,6 @@
 #include "core/size_class.h"
 
 namespace mg {
-
-struct BySize {
-  bool operator()(const Block* a, const Block* b) const {
-    return a->size != b->size ? a->size < b->size : a->address < b->address;
-  }
-};
 
 struct Condition {
   Stream stream;
@@ -40,6 +37,7 @@ struct ConditionHash {
 class Pool {
  public:
   explicit Pool(PoolId id_) : id(id_) {}
+  ~Pool();
 
   const PoolId id;
   int users = 0;            // begun and not yet released
@@ -48,35 +46,53 @@ class Pool {
   size_t reserved = 0;
   size_t tagged = 0;        // free blocks that are not settled
 
+  using Kind = size_class::Kind;
+
   // The smallest free block of at least `size` under one of `tags`; none: null. It stays free until it is taken.
-  Block* best(size_t size, Stream stream, const Tag* tags, size_t count) const;
+  Block* best(size_t size, Kind kind, Stream stream, const Tag* tags, size_t count) const;
 
   // The same for another stream's blocks, those freed at its point `cover` or before; looks at few and may miss one.
-  Block* best_covered(size_t size, Stream owner, Tag tag, uint64_t cover) const;
+  Block* best_covered(size_t size, Kind kind, Stream owner, Tag tag, uint64_t cover) const;
 
-  // The smallest settled block of any stream.
+  // The smallest settled block of any stream, but none of captures.
   Block* best_settled(size_t size) const;
 
   // A new segment, as one free block of `stream`.
-  Block* add_segment(Address address, size_t size, Stream stream, bool small);
+  Block* add_segment(Address address, size_t size, Stream stream, Kind kind);
 
   // A new expandable segment, nothing of it mapped.
-  Segment* add_range(Address address, size_t size, Stream stream, bool small);
+  Segment* add_range(Address address, size_t size, Stream stream, Kind kind);
 
-  // Where `bytes` more of the stream's expandable segments would make a free block of `size`; null: nowhere.
+  // Where `bytes` more of the stream's expandable segments would make free memory for `size`, with what lies before it
+  // and is `usable`; null: nowhere.
   struct Room {
     Block* unmapped = nullptr;
     size_t bytes = 0;
   };
-  Room room(size_t size, Stream stream, bool small) const;
+  template <class Usable>
+  Room room(size_t size, Stream stream, Kind kind, Usable usable) const {
+    Room best;
+    for (auto& [address, segment] : segments_) {
+      if (!segment->expandable || segment->home != stream || segment->kind != kind) continue;
+      for (Block* block = segment->first; block != nullptr; block = block->next) {
+        if (block->state != BlockState::unmapped) continue;
+        size_t has = 0;
+        for (const Block* b = block->previous; b != nullptr && has < size && usable(*b); b = b->previous) has += b->size;
+        size_t least = size_class::mapped(has < size ? size - has : size_class::grain, size, Kind::shared);
+        size_t bytes = std::max(least, std::min(size_class::mapped(least, size, kind), block->size));
+        if (bytes <= block->size && (best.unmapped == nullptr || bytes < best.bytes)) best = {block, bytes};
+      }
+    }
+    return best;
+  }
 
   // The first `bytes` of an unmapped block are mapped now; the free block that they are, or are a part of.
   Block* mapped(Block* block, size_t bytes);
 
-  // The first granule of an expandable segment from `from` on that is free and settled, of whichever streams; 0: none.
-  static Address free_granule(const Segment& segment, Address from);
-  // A granule that was taken is no longer mapped.
-  void unmapped(Block* granule);
+  // The first chunk of an expandable segment from `from` on that is free and settled, of whichever streams; 0: none.
+  static Address free_chunk(const Segment& segment, Address from);
+  // A chunk that was taken is no longer mapped.
+  void unmapped(Block* chunk);
   // An expandable segment without mapped memory ends.
   void drop(Segment& segment);
 
@@ -85,6 +101,39 @@ class Pool {
 
   // Takes exactly this range, which is mapped and free and settled, of whichever streams it is in parts.
   Block* take_at(Address address, size_t size);
+
+  // In shared segments: of the smallest hole that has so much, `size` bytes of free neighbours that are each `usable`.
+  // The first of them; looks at few blocks and may miss some; none: null.
+  template <class Usable>
+  Block* best_shared(size_t size, Usable usable) const {
+    size_t looks = 1024;
+    for (auto hole = holes_.lower_bound({size, nullptr}); hole != holes_.end(); ++hole) {
+      Block *best = nullptr, *start = nullptr;
+      size_t bytes = 0, best_bytes = 0;
+      for (Block* block = hole->first;; block = block->next) {
+        bool free = block != nullptr && block->state == BlockState::free;
+        if (free && usable(*block)) {
+          if (start == nullptr) start = block;
+          bytes += block->size;
+        } else {
+          if (bytes >= size && (best == nullptr || bytes < best_bytes)) {
+            best = start;
+            best_bytes = bytes;
+          }
+          start = nullptr;
+          bytes = 0;
+        }
+        if (!free) break;
+        if (looks-- == 0) return nullptr;
+      }
+      if (best != nullptr) return best;
+    }
+    return nullptr;
+  }
+
+  // One free block of `size` out of a run of free ones, under a condition that holds all of theirs; what is left of the
+  // last keeps its own.
+  Block* gather(Block* first, size_t size, Stream stream, Tag tag);
 
   // Whether all of this range is mapped memory of the pool, in one segment.
   bool maps(Address address, size_t size) const;
@@ -110,16 +159,43 @@ class Pool {
   const std::map<Address, std::unique_ptr<Segment>>& segments() const { return segments_; }
 
  private:
-  using Free = std::unordered_map<Condition, std::set<Block*, BySize>, ConditionHash>;
-  Free& lists(const Block* block) { return block->segment->small ? small_ : large_; }
+  using Free = std::unordered_map<Condition, FreeList, ConditionHash>;
+  Free& lists(Kind kind) { return lists_[static_cast<size_t>(kind)]; }
+  const Free& lists(Kind kind) const { return lists_[static_cast<size_t>(kind)]; }
+  // Neighbours that are free, under whichever conditions, in a shared segment.
+  struct Hole {
+    size_t bytes;
+    Block* first;
+    bool operator<(const Hole& other) const {
+      return bytes != other.bytes ? bytes < other.bytes : address() < other.address();
+    }
+    Address address() const { return first != nullptr ? first->address : 0; }
+  };
+  // Settled lists stay when they are empty, so the one that was asked for last is found at once.
+  FreeList& list_of(Kind kind, Stream stream, Tag tag);
+  const FreeList* known_list(Kind kind, Stream stream, Tag tag) const;
+  // A block behind `left` under its condition, in no list; and the end of one.
+  Block* behind_of(Block* left, Address at);
+  void prepare();
+  void retire(Block* block);
+  Hole before(const Block* block) const;
+  Hole behind(const Block* block) const;
   void unlist(Block* block);
   void list(Block* block);
   Block* split(Block* block, Address at);
-  bool merge(Block* left, Block* right);
-  Block* join(Block* block);
+  void absorb(Block* left);
+  static bool agree(const Block* left, const Block* right);
+  void fuse(Block* left);
+  Block* join(Block* block, bool settled_only = false);
 
   std::map<Address, std::unique_ptr<Segment>> segments_;
-  Free small_, large_;
+  Free lists_[2];
+  std::set<Hole> holes_;  // all of shared segments
+  struct Last {
+    Stream stream = nobody;
+    FreeList* list = nullptr;
+  } last_[2];
+  std::vector<Block*> spare_;  // blocks of no segment
 };
 
 }  // namespace mg

@@ -1,6 +1,6 @@
 // How many bytes a request takes, from which kind of segment, and what is worth splitting off.
 //
-// Pure arithmetic. In: bytes asked for. Out: rounded bytes, segment bytes.
+// Pure arithmetic. In: bytes asked for. Out: rounded bytes, segment bytes, bytes to map.
 // Invariant: rounded >= asked, a multiple of 512; a segment holds at least one rounded request.
 #pragma once
 
@@ -32,9 +32,26 @@ constexpr size_t segment(size_t rounded_) {
   return up(rounded_, large_grain);
 }
 
-constexpr size_t granule(bool small) { return small ? small_segment : medium_segment; }
+// Expandable segments are mapped in whole pages, and one physical allocation has `most_mapped` of them at most, so that
+// little has to be free at one place for some of it to go back.
+constexpr size_t page = 2 * mib;
+constexpr size_t most_mapped = 20 * mib;
+
+// Of which segments a request is served. What captures share has requests of all sizes side by side.
+enum class Kind : unsigned char { small, large, shared };
+
+constexpr Kind kind(size_t rounded_) { return is_small(rounded_) ? Kind::small : Kind::large; }
+
+// What is mapped at once where `missing` bytes are missing behind what is free. Requests below a medium segment are many,
+// and mapping a page for each would be slow; a capture maps once what every replay then has.
+constexpr size_t mapped(size_t missing, size_t rounded_, Kind kind_) {
+  bool many = kind_ == Kind::large && rounded_ < medium_limit;
+  return up(missing, many ? medium_segment : page);
+}
 
 // Small rests of large blocks are left on: they would only be holes.
-constexpr bool worth_splitting(size_t rest, bool small) { return small ? rest >= grain : rest > small_limit; }
+constexpr bool worth_splitting(size_t rest, Kind kind_) {
+  return kind_ == Kind::large ? rest > small_limit : rest >= grain;
+}
 
 }  // namespace mg::size_class

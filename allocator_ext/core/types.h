@@ -59,6 +59,7 @@ enum class Mutant : int {
   old_users_forgotten,    // what other streams did with a block of an earlier capture is taken to be over
   late_frees_heard,       // an owner that has lost its block frees what is there now
   restored_in_captures,   // a pool is restored while a capture uses it
+  runs_not_checked,       // whoever may have one block of a run is given its neighbour too
 };
 
 struct Config {
@@ -66,7 +67,7 @@ struct Config {
   bool empty_nodes = false;     // mark frees by empty nodes of their own
   bool verify = false;          // prove each reuse again, by brute force
   double garbage_threshold = 0; // part of the limit above which old cached segments are released; 0: never
-  bool expandable = false;      // segments are ranges of addresses that grow by granules
+  bool expandable = false;      // segments are ranges of addresses that grow in place; captures share one of their own
   size_t history_entries = 0;
   Mutant mutant = Mutant::none;
 };

@@ -33,19 +33,20 @@ MUTANTS = {
     15: "what other streams did with a block of an earlier capture is taken to be over",
     16: "an owner that has lost its block frees what is there now",
     17: "a pool is restored while a capture uses it",
+    18: "whoever may have one block of a run is given its neighbour too",
 }
 ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
-RANDOM = {14, 16, 17}  # these need little memory, or states of pools
+RANDOM = {14, 16, 17, 18}  # these need little memory, states of pools, or blocks of several sizes
 
 
-@pytest.mark.parametrize("rule", ["own", "any"])
-def test_every_program_of_five_operations(simulated: Path, rule: str) -> None:
-    found = stress(simulated / "exhaustive", "--operations", "5", "--reuse", rule)
+@pytest.mark.parametrize("options", [("own",), ("any",), ("any", "--expandable")], ids=" ".join)
+def test_every_program_of_five_operations(simulated: Path, options: tuple[str, ...]) -> None:
+    found = stress(simulated / "exhaustive", "--operations", "5", "--reuse", *options)
     assert found["wrong"] == ""
     assert found["programs"] > 200_000
     assert found["branches_run"] == found["branches"]
     # the allocator did reuse memory that several streams had used, and the runs checked that it did where it can
-    assert found["reused_crossed"] > (5_000 if rule == "own" else 40_000)
+    assert found["reused_crossed"] > (5_000 if options == ("own",) else 40_000)
 
 
 @pytest.mark.parametrize("rule", ["strict", "graph"])
@@ -56,7 +57,7 @@ def test_every_program_of_four_operations(simulated: Path, rule: str) -> None:
     assert (found["reused_crossed"] == 0) == (rule == "strict")
 
 
-@pytest.mark.parametrize("options", [(), ("--empty-nodes",), ("--verify", "--reuse", "any")])
+@pytest.mark.parametrize("options", [(), ("--empty-nodes",), ("--verify", "--reuse", "any", "--expandable")])
 def test_every_program_with_early_kernels_and_replaced_dependencies(simulated: Path, options: tuple[str, ...]) -> None:
     found = stress(simulated / "exhaustive", "--operations", "4", "--odd", *options)
     assert found["wrong"] == ""
