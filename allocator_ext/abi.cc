@@ -199,6 +199,14 @@ int mg_empty_cache(mg_device* device, size_t* bytes) noexcept {
   });
 }
 
+int mg_empty_pool(mg_device* device, uint64_t first, uint64_t second, size_t* bytes) noexcept {
+  return guarded([&] { return device->empty_pool({first, second}, *bytes); });
+}
+
+int mg_peer_access(mg_device* device, int other) noexcept {
+  return guarded([&] { return device->open_to(other); });
+}
+
 int mg_read_stats(mg_device* device, mg_stats* out) noexcept {
   return guarded([&] {
     mg::Stats s = device->stats();

@@ -96,6 +96,10 @@ MG_EXPORT int mg_fraction(mg_device* device, double fraction) noexcept;
 MG_EXPORT int mg_reuse(mg_device* device, int rule) noexcept;
 MG_EXPORT int mg_oom_callback(mg_device* device, int (*callback)(void*, size_t), void* context) noexcept;
 MG_EXPORT int mg_empty_cache(mg_device* device, size_t* bytes) noexcept;
+// The cache of one pool, also of one that is held, unless a capture has used it.
+MG_EXPORT int mg_empty_pool(mg_device* device, uint64_t first, uint64_t second, size_t* bytes) noexcept;
+// What is and will be mapped may be used by device number `other` too; an error where it cannot reach this one.
+MG_EXPORT int mg_peer_access(mg_device* device, int other) noexcept;
 
 MG_EXPORT int mg_read_stats(mg_device* device, mg_stats* out) noexcept;
 MG_EXPORT int mg_reset_peaks(mg_device* device) noexcept;

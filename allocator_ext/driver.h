@@ -68,6 +68,7 @@ enum CaptureStatus : int { not_capturing = 0, capturing = 1, capture_invalidated
 enum CaptureMode : int { capture_mode_global = 0, capture_mode_relaxed = 2 };
 constexpr unsigned set_capture_dependencies = 1;
 constexpr unsigned event_without_timing = 2;
+constexpr int maps_memory = 102;  // an attribute of devices: whether addresses and memory can be had apart
 
 // X(name in the table, symbol in libcuda, parameters)
 #define MG_DRIVER_FUNCTIONS(X)                                                                                         \
@@ -75,6 +76,8 @@ constexpr unsigned event_without_timing = 2;
   X(context_set, "cuCtxSetCurrent", (Context))                                                                         \
   X(context_synchronize, "cuCtxSynchronize", ())                                                                       \
   X(device_get, "cuDeviceGet", (int*, int))                                                                            \
+  X(device_attribute, "cuDeviceGetAttribute", (int*, int, int))                                                        \
+  X(can_access_peer, "cuDeviceCanAccessPeer", (int*, int, int))                                                        \
   X(primary_context, "cuDevicePrimaryCtxRetain", (Context*, int))                                                      \
   X(memory_info, "cuMemGetInfo_v2", (size_t*, size_t*))                                                                \
   X(memory_alloc, "cuMemAlloc_v2", (Address*, size_t))                                                                 \

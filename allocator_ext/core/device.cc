@@ -153,6 +153,7 @@ void Device::hand_out(Block* block, const Request& request, Address& out) {
   block->life = ++lives_;
   block->segment->last_use = requests_;
   if (request.seen.view != nullptr) {
+    pool.captured = true;
     block->capture = request.seen.view->capture->serial;
     block->born = request.seen.view->capture->clock;
     if (moved) stats_.moved++;
@@ -257,7 +258,7 @@ Outcome Device::release_pool(PoolId id) {
   Lock lock(mutex_);
   Pool* pool = known(id);
   if (pool == nullptr || pool == default_pool_ || pool->users == 0) return unknown_pool();
-  pool->users--;
+  if (--pool->users == 0) pool->captured = false;
   forget_empty_pools();
   return {};
 }
@@ -315,6 +316,20 @@ size_t Device::empty_cache() {
   size_t bytes = give_back_all();
   forget_empty_pools();
   return bytes;
+}
+
+Outcome Device::empty_pool(PoolId id, size_t& bytes) {
+  bytes = 0;
+  Lock lock(mutex_);
+  Pool* pool = known(id);
+  if (pool == nullptr) return unknown_pool();
+  InContext in(*this);
+  lifetimes_.tend(nullptr, watched(), pool_list_);
+  if (!quiet() || (pool->captured && pool != default_pool_)) return {};
+  lifetimes_.await();
+  bytes = give_back(*pool);
+  forget_empty_pools();
+  return {};
 }
 
 Stats Device::stats() {

@@ -73,6 +73,10 @@ class Device {
   std::vector<SavedBlock> live_blocks(PoolId pool);
   std::vector<SavedBlock> segments(PoolId pool);          // runs of mapped memory
 
+  // From now on another device may read and write what is mapped here, and what was mapped before. Only expandable
+  // segments ask for it: to plain ones a device has access as soon as its context has.
+  Outcome open_to(int other);
+
   Outcome set_use_on_oom(PoolId pool, bool on);
   Outcome set_pool_limit(PoolId pool, size_t bytes);  // 0: none
   Outcome set_limit(size_t bytes);                    // of all pools; 0: none
@@ -83,6 +87,8 @@ class Device {
 
   // Gives cached segments back to the driver; bytes. Does nothing while a capture is under way.
   size_t empty_cache();
+  // Those of one pool, also if it is held, but not if a capture has used it: a replay may still.
+  Outcome empty_pool(PoolId pool, size_t& bytes);
 
   Stats stats();
   void reset_peaks();
@@ -184,6 +190,9 @@ class Device {
   size_t limit_ = 0;
   uint64_t requests_ = 0;
   std::function<bool(size_t)> oom_callback_;
+  bool can_map();
+  std::vector<int> peers_;                         // devices that may use what is mapped, as the driver numbers them
+  bool asked_ = false;                             // whether the driver maps memory
   std::vector<std::pair<Address, size_t>> stuck_;  // mapped, in unmapped blocks: the driver did not take them back
 
   friend class InContext;

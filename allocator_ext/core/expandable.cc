@@ -77,7 +77,7 @@ Segment* Device::reserve(Pool& pool, const Request& request, size_class::Kind ki
   size_t free = 0, total = 0;
   Address address = 0;
   RelaxedCapture relaxed(driver_);
-  bool told = relaxed.ok && driver_.memory_info(&free, &total) == result::success;
+  bool told = relaxed.ok && can_map() && driver_.memory_info(&free, &total) == result::success;
   // An eighth more than there is, so that holes in the range do not end it. Pools beside the default one may be many,
   // and have another range when one is full.
   size_t bytes = &pool == default_pool_ ? total + total / 8 : std::max(total / 4, 2 * request.size);
@@ -98,6 +98,7 @@ Segment* Device::reserve(Pool& pool, const Request& request, size_class::Kind ki
 bool Device::map(Segment& segment, Address address, size_t bytes) {
   RelaxedCapture relaxed(driver_);
   int ordinal = 0;
+  std::vector<MemoryAccess> access;
   unmap_stuck();
   for (auto& [stuck, size] : stuck_) {
     if (stuck < address + bytes && address < stuck + size) return false;
@@ -111,7 +112,8 @@ bool Device::map(Segment& segment, Address address, size_t bytes) {
   PhysicalMemory memory{};
   memory.type = 1;
   memory.location = {1, ordinal};
-  MemoryAccess access{{1, ordinal}, 3};
+  access.push_back({{1, ordinal}, 3});
+  for (int peer : peers_) access.push_back({{1, peer}, 3});
   auto done = chunks.begin();
   for (; done != chunks.end(); ++done) {
     Physical handle = 0;
@@ -120,7 +122,7 @@ bool Device::map(Segment& segment, Address address, size_t bytes) {
     driver_.physical_release(handle);
     if (!mapped) break;
   }
-  if (done == chunks.end() && driver_.memory_access(address, bytes, &access, 1) == result::success) {
+  if (done == chunks.end() && driver_.memory_access(address, bytes, access.data(), access.size()) == result::success) {
     segment.chunks.merge(chunks);
     return true;
   }
@@ -128,6 +130,44 @@ bool Device::map(Segment& segment, Address address, size_t bytes) {
     if (driver_.memory_unmap(chunk->first, chunk->second) != result::success) stuck_.push_back(*chunk);
   }
   return false;
+}
+
+// Where the driver cannot map memory, all segments are plain from now on.
+bool Device::can_map() {
+  if (asked_) return true;
+  int ordinal = 0, can = 0;
+  if (driver_.device_get(&ordinal, index_) != result::success ||
+      driver_.device_attribute(&can, maps_memory, ordinal) != result::success) {
+    return false;  // it may tell the next time
+  }
+  asked_ = can != 0;
+  config_.expandable = can != 0;
+  return asked_;
+}
+
+Outcome Device::open_to(int other) {
+  Lock lock(mutex_);
+  InContext in(*this);
+  RelaxedCapture relaxed(driver_);
+  int own = 0, peer = 0, can = 0;
+  if (!relaxed.ok || driver_.device_get(&own, index_) != result::success ||
+      driver_.device_get(&peer, other) != result::success || driver_.can_access_peer(&can, peer, own) != result::success) {
+    return {Status::driver_failed, "the driver does not tell whether these devices reach each other"};
+  }
+  if (can == 0) return {Status::invalid, "these devices do not reach each other"};
+  if (std::find(peers_.begin(), peers_.end(), peer) != peers_.end()) return {};
+  peers_.push_back(peer);
+  MemoryAccess access{{1, peer}, 3};
+  for (Pool* pool : pool_list_) {
+    for (auto& [address, segment] : pool->segments()) {
+      for (auto& [start, size] : segment->chunks) {
+        if (driver_.memory_access(start, size, &access, 1) == result::success) continue;
+        peers_.pop_back();  // some chunks may be open already, which harms nobody
+        return {Status::driver_failed, "the driver does not open memory to that device"};
+      }
+    }
+  }
+  return {};
 }
 
 void Device::unmap_stuck() {

@@ -42,6 +42,7 @@ class Pool {
   const PoolId id;
   int users = 0;            // begun and not yet released
   bool use_on_oom = false;
+  bool captured = false;    // a capture has used it since it was last held by nobody
   size_t limit = 0;         // bytes of segments; 0: none
   size_t reserved = 0;
   size_t tagged = 0;        // free blocks that are not settled

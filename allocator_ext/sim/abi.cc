@@ -54,6 +54,11 @@ MG_EXPORT int sim_wait(Simulator* sim, void* stream, int event) noexcept {
 MG_EXPORT void sim_run_all(Simulator* sim) noexcept { sim->run_all(); }
 MG_EXPORT void sim_fail_at(Simulator* sim, uint64_t call) noexcept { sim->fail_at(call); }
 MG_EXPORT uint64_t sim_calls(Simulator* sim) noexcept { return sim->calls; }
+// Whether a kernel of this device may use an address that lies in a mapping.
+MG_EXPORT int sim_mapped_for(Simulator* sim, int device, uint64_t address) noexcept {
+  return sim->mapped_for(device, address, 1) ? 1 : 0;
+}
+MG_EXPORT void sim_cannot_map(Simulator* sim) noexcept { sim->maps = false; }
 MG_EXPORT size_t sim_used(Simulator* sim) noexcept { return sim->used; }
 
 // With the options that were set last.

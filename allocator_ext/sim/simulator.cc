@@ -149,10 +149,15 @@ bool Simulator::is_capturing(Stream stream) const { return as_stream(stream)->ca
 bool Simulator::backed(Address address, size_t size) const {
   auto plain = memory.upper_bound(address);
   if (plain != memory.begin() && address + size <= std::prev(plain)->first + std::prev(plain)->second) return true;
+  return mapped_for(-1, address, size);
+}
+
+bool Simulator::mapped_for(int device, Address address, size_t size) const {
   for (Address at = address; at < address + size;) {
     auto mapping = mappings.upper_bound(at);
-    if (mapping == mappings.begin() || !(--mapping)->second.accessible) return false;
+    if (mapping == mappings.begin() || !(--mapping)->second.accessible()) return false;
     if (at >= mapping->first + mapping->second.size) return false;
+    if (device >= 0 && mapping->second.devices.count(device) == 0) return false;
     at = mapping->first + mapping->second.size;
   }
   return true;
@@ -224,6 +229,18 @@ struct Calls {
     *out = ordinal;
     return result::success;
   }
+  static Result device_attribute(int* out, int attribute, int) {
+    In in;
+    if (in.refused || attribute != maps_memory) return invalid;
+    *out = in.sim->maps ? 1 : 0;
+    return result::success;
+  }
+  static Result can_access_peer(int* out, int device, int other) {
+    In in;
+    if (in.refused) return invalid;
+    *out = device != other && device < Simulator::peers && other < Simulator::peers ? 1 : 0;
+    return result::success;
+  }
   static Result primary_context(Context* out, int) {
     *out = nullptr;
     return result::success;
@@ -274,6 +291,7 @@ struct Calls {
   static Result address_reserve(Address* out, size_t size, size_t, Address, unsigned long long) {
     In in;
     if (in.refused || size == 0) return result::out_of_memory;
+    if (!in.sim->maps) in.sim->fault = true;
     *out = in.sim->next_address_;
     in.sim->next_address_ += (size + (1 << 21)) >> 21 << 21;
     in.sim->ranges[*out] = size;
@@ -328,7 +346,7 @@ struct Calls {
       in.sim->fault = true;
       return invalid;
     }
-    in.sim->mappings[address] = {size, false};
+    in.sim->mappings[address] = {size};
     in.sim->used += size;
     return result::success;
   }
@@ -340,7 +358,7 @@ struct Calls {
     auto found = in.sim->mappings.find(address);
     // What has no access yet was never used; else the device must have been waited for.
     if (found == in.sim->mappings.end() || found->second.size != size ||
-        (found->second.accessible && !in.sim->pending_.empty())) {
+        (found->second.accessible() && !in.sim->pending_.empty())) {
       in.sim->fault = true;
       return invalid;
     }
@@ -351,14 +369,17 @@ struct Calls {
 
   static Result memory_access(Address address, size_t size, const MemoryAccess* access, size_t count) {
     In in;
-    if (in.refused || count != 1 || access->flags != 3) return invalid;
+    if (in.refused) return invalid;
+    for (size_t i = 0; i < count; i++) {
+      if (access[i].flags != 3 || access[i].location.type != 1) return invalid;
+    }
     for (Address at = address; at < address + size;) {
       auto found = in.sim->mappings.find(at);
       if (found == in.sim->mappings.end()) {
         in.sim->fault = true;
         return invalid;
       }
-      found->second.accessible = true;
+      for (size_t i = 0; i < count; i++) found->second.devices.insert(access[i].location.id);
       at += found->second.size;
     }
     return result::success;

@@ -94,15 +94,20 @@ class Simulator {
   std::map<Address, size_t> memory;
   struct Mapping {
     size_t size;
-    bool accessible;
+    std::set<int> devices = {};  // that may use it
+    bool accessible() const { return !devices.empty(); }
   };
   std::map<Address, size_t> ranges;       // of addresses, reserved
   std::map<Address, Mapping> mappings;    // in them
   std::map<Physical, size_t> physical;    // created and not yet released
-  // Whether a kernel could use all of this.
+  // Whether a kernel could use all of this; of one device: through its mappings.
   bool backed(Address address, size_t size) const;
+  bool mapped_for(int device, Address address, size_t size) const;
+  // Devices below this number reach each other.
+  static constexpr int peers = 4;
   size_t used = 0;
   size_t capacity;
+  bool maps = true;             // whether the driver can map memory at all
   bool fault = false;           // the allocator called the driver wrongly
   bool broke_a_capture = false; // it made a call that is not for captures of others
 

@@ -63,6 +63,14 @@ Device* device_of(int index, std::string& reason) {
     made->snapshot_at_oom(index == 0 ? snapshot_path : snapshot_path + "." + std::to_string(index));
   }
   devices[index].store(made, std::memory_order_release);
+  // torch copies between devices by kernels that read the other's memory, and asks the runtime for that, which does not
+  // open what is mapped. So devices that this process allocates on are open to each other, where they can be.
+  for (int other = 0; other < most_devices; other++) {
+    Device* there = other == index ? nullptr : made_device(other);
+    if (there == nullptr) continue;
+    made->open_to(other);
+    there->open_to(index);
+  }
   return made;
 }
 

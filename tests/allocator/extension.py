@@ -168,6 +168,13 @@ class Allocator:
     def fail_at(self, call: int) -> None:
         self._sim_call("sim_fail_at", ctypes.c_uint64(call))
 
+    def mapped_for(self, device: int, address: int) -> bool:
+        return bool(self._sim_call("sim_mapped_for", device, ctypes.c_uint64(address)))
+
+    def cannot_map(self) -> None:
+        """The driver has no addresses and memory apart from each other."""
+        self._sim_call("sim_cannot_map")
+
     @property
     def driver_calls(self) -> int:
         return int(self._sim_call("sim_calls"))
@@ -264,6 +271,14 @@ class Allocator:
         nbytes = ctypes.c_size_t()
         self._call("mg_empty_cache", ctypes.byref(nbytes))
         return nbytes.value
+
+    def empty_pool(self, pool: int) -> int:
+        nbytes = ctypes.c_size_t()
+        self._pool_call("mg_empty_pool", pool, ctypes.byref(nbytes))
+        return nbytes.value
+
+    def peer_access(self, other: int) -> None:
+        self._call("mg_peer_access", other)
 
     @property
     def stats(self) -> Stats:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -165,6 +168,78 @@ def test_many_middle_sized_blocks_are_mapped_together(make: Make) -> None:
     assert allocator.driver_calls == calls
     allocator.allocate(11 * MIB, stream)
     assert allocator.stats.reserved == (20 + 12) * MIB
+
+
+def test_other_devices_may_use_what_is_mapped_before_and_after_they_ask(make: Make) -> None:
+    allocator = make(expandable=True)
+    stream = allocator.stream()
+    before = allocator.allocate(60 * MIB, stream)
+    assert not allocator.mapped_for(1, before)
+    allocator.peer_access(1)
+    after = allocator.allocate(30 * MIB, stream)
+    for block, nbytes in ((before, 60 * MIB), (after, 30 * MIB)):
+        for device, may in ((0, True), (1, True), (2, False)):
+            assert allocator.mapped_for(device, block) == may
+            assert allocator.mapped_for(device, block + nbytes - 1) == may
+    with pytest.raises(Refused, match="do not reach each other"):
+        allocator.peer_access(7)
+    assert not allocator.mapped_for(7, before)
+
+
+def test_a_driver_that_does_not_open_memory_to_another_device_is_told(make: Make) -> None:
+    refusals = []
+    for call in range(1, 8):
+        allocator = make(expandable=True)
+        block = allocator.allocate(60 * MIB, allocator.stream())
+        allocator.fail_at(call)
+        try:
+            allocator.peer_access(1)
+        except Refused as refused:
+            refusals.append(refused.args[1])
+            allocator.fail_at(0)
+            allocator.peer_access(1)
+        allocator.fail_at(0)
+        assert all(allocator.mapped_for(1, block + at * MIB) for at in range(60))
+    assert any("does not open memory" in said for said in refusals)
+    assert any("does not tell whether" in said for said in refusals)
+
+
+TWO_DEVICES = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+for name in ("sim_new", "mg_torch_make_device"):
+    getattr(library, name).restype = ctypes.c_void_p
+simulator = ctypes.c_void_p(library.sim_new(ctypes.c_size_t(1 << 40)))
+library.sim_enter(simulator)
+assert library.mg_set_options((ctypes.c_int * 8)(3, 0, 0, 1)) == 0
+
+def made(index):
+    device, address = ctypes.c_void_p(library.mg_torch_make_device(index)), ctypes.c_uint64()
+    assert library.mg_allocate(device, ctypes.c_size_t(1 << 25), None, ctypes.byref(address)) == 0
+    return address
+
+blocks = [made(0), made(1)]
+print([[library.sim_mapped_for(simulator, device, block) for device in (0, 1, 2)] for block in blocks])
+"""
+
+
+def test_devices_on_which_torch_allocates_may_use_each_other_s_memory(simulated: Path) -> None:
+    command = [sys.executable, "-c", TWO_DEVICES, str(simulated / "libmultigraph_allocator_sim.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("[[1, 1, 0], [1, 1, 0]]", "")
+
+
+def test_a_driver_that_cannot_map_gives_plain_segments(make: Make) -> None:
+    allocator = make(expandable=True)
+    allocator.cannot_map()
+    main, side = allocator.stream(), allocator.stream()
+    block = allocator.allocate(20 * MIB, main)
+    allocator.begin_pool(1, allocator.is_capturing)
+    allocator.begin_capture(side)
+    allocator.allocate(30 * MIB, side)
+    assert [segment["is_expandable"] for segment in allocator.snapshot()["segments"]] == [False, False]
+    allocator.free(block)
+    allocator.end_capture(side)
 
 
 # ---------------------------------------------------------------- what captures share

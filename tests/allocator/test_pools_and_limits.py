@@ -205,3 +205,36 @@ def test_the_snapshot_says_what_is_there(make: Make) -> None:
     assert [block["state"] for block in large["blocks"]] == ["inactive"]
     assert sum(block["size"] for block in large["blocks"]) == large["total_size"] == 20 * MIB
     assert [entry["action"] for entry in snapshot["device_traces"][0]] == ["alloc", "free_requested", "free_completed"]
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["plain", "expandable"])
+def test_the_cache_of_one_pool_is_given_back(make: Make, expandable: bool) -> None:
+    allocator = make(expandable=expandable)
+    stream = allocator.stream()
+    allocator.free(allocator.allocate(20 * MIB, stream))
+    allocator.begin_pool(1, lambda _: True)
+    kept, went = allocator.allocate(20 * MIB, stream), allocator.allocate(40 * MIB, stream)
+    allocator.free(went)
+    assert allocator.empty_pool(1) == 0  # it may be what a capture is about to use
+    allocator.end_pool(1)
+    assert allocator.empty_pool(1) == 40 * MIB
+    assert allocator.stats.reserved == 40 * MIB
+    assert allocator.blocks(1) == [(kept, 20 * MIB)]
+    assert allocator.empty_pool(0) == 20 * MIB  # the default one
+    with pytest.raises(Refused, match="no such pool"):
+        allocator.empty_pool(2)
+
+
+def test_what_a_replay_may_use_stays_until_nobody_holds_it(make: Make) -> None:
+    allocator = make()
+    stream = allocator.stream()
+    allocator.begin_pool(1, allocator.is_capturing)
+    allocator.begin_capture(stream)
+    block = allocator.allocate(20 * MIB, stream)
+    allocator.kernel(stream)
+    allocator.free(block)
+    allocator.end_capture(stream)
+    allocator.end_pool(1)
+    assert allocator.empty_pool(1) == 0
+    allocator.release_pool(1)
+    assert allocator.empty_pool(1) == 20 * MIB
