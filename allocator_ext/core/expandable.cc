@@ -179,12 +179,15 @@ void Device::unmap_stuck() {
   }
 }
 
+// `pool` is the request's own or, at out-of-memory, another: that is only extended where it saves memory.
 Block* Device::extend(Pool& pool, const Request& request, std::string& reason, bool& no_range) {
   auto kind = shared(request) ? size_class::Kind::shared : size_class::kind(request.size);
   Stream home = shared(request) ? nobody : request.stream;
   bool early = request.seen.view != nullptr && request.seen.view->partial_at != 0;
   May may(*this, request, early ? May::over : May::any);
   Pool::Room room = pool.room(request.size, home, kind, may);
+  bool own = &pool == request.pool;
+  if (!own && (room.unmapped == nullptr || room.bytes >= request.size)) return nullptr;
   if (room.unmapped == nullptr) {
     no_range = reserve(pool, request, kind, reason) == nullptr;
     if (no_range) return nullptr;
