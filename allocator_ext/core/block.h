@@ -59,7 +59,12 @@ struct Block {
   bool adopted = false;           // while live: a free of it is not the end, or nobody knows of it
   unsigned events = 0;            // not yet passed
 
-  FreeList* in = nullptr;         // while listed, and where
+  // While free in a shared segment: of a hole, which is free neighbours. The first block knows its bytes, and first and
+  // last know each other.
+  size_t hole_bytes = 0;
+  Block* hole_other = nullptr;
+
+  FreeList* in = nullptr;         // while listed elsewhere, and where
   FreeList::iterator place;
   FreeList::node_type node;       // kept from one listing to the next, as is the other from life to life: the host is asked
   ByAddress::node_type live;      // for memory once
@@ -77,6 +82,7 @@ struct Segment {
   bool expandable = false;
   size_class::Kind kind = size_class::Kind::large;
   std::map<Address, size_t> chunks;  // of an expandable segment: what was mapped by one call each
+  std::map<Address, Block*> open;    // its unmapped blocks
   Stream home = nullptr;
   Pool* pool = nullptr;
   Block* first = nullptr;

@@ -25,6 +25,7 @@ Segment* Pool::add_range(Address address, size_t size, Stream stream, Kind kind)
   segment->kind = kind;
   block->segment = segment.get();
   block->state = BlockState::unmapped;
+  segment->open.emplace(address, block.get());
   segment->first = block.release();
   Segment* made = segment.get();
   segments_.emplace(address, std::move(segment));
@@ -32,11 +33,15 @@ Segment* Pool::add_range(Address address, size_t size, Stream stream, Kind kind)
 }
 
 Block* Pool::mapped(Block* block, size_t bytes) {
-  if (bytes < block->size) {
-    prepare();
-    behind_of(block, block->address + bytes);
-  }
   Segment& segment = *block->segment;
+  prepare();
+  auto place = segment.open.extract(block->address);
+  if (bytes < block->size) {
+    Block* rest = behind_of(block, block->address + bytes);
+    place.key() = rest->address;
+    place.mapped() = rest;
+    segment.open.insert(std::move(place));
+  }
   block->stream = segment.home;
   block->tag = settled;
   block->point = 0;
@@ -67,8 +72,15 @@ void Pool::unmapped(Block* block) {
   segment.chunks.erase(block->address);
   reserved -= block->size;
   auto open = [](const Block* b) { return b != nullptr && b->state == BlockState::unmapped; };
-  if (open(block->next)) absorb(block);
-  if (open(block->previous)) absorb(block->previous);
+  if (open(block->next)) {
+    segment.open.erase(block->next->address);
+    absorb(block);
+  }
+  if (open(block->previous)) {
+    absorb(block->previous);
+  } else {
+    segment.open.emplace(block->address, block);
+  }
 }
 
 void Pool::drop(Segment& segment) { segments_.erase(segment.address); }

@@ -82,18 +82,42 @@ Block* Pool::add_segment(Address address, size_t size, Stream stream, Kind kind)
   return first;
 }
 
-Pool::Hole Pool::before(const Block* block) const {
-  Hole hole{0, nullptr};
-  for (Block* b = block->previous; b != nullptr && b->state == BlockState::free; b = b->previous) {
-    hole = {hole.bytes + b->size, b};
-  }
-  return hole;
+// The holes that end and begin beside a block.
+Pool::Hole Pool::before(const Block* block) {
+  Block* last = block->previous;
+  if (last == nullptr || last->state != BlockState::free) return {0, nullptr};
+  return {last->hole_other->hole_bytes, last->hole_other};
 }
 
-Pool::Hole Pool::behind(const Block* block) const {
-  Hole hole{0, block->next};
-  for (const Block* b = block->next; b != nullptr && b->state == BlockState::free; b = b->next) hole.bytes += b->size;
-  return hole;
+Pool::Hole Pool::behind(const Block* block) {
+  Block* first = block->next;
+  if (first == nullptr || first->state != BlockState::free) return {0, nullptr};
+  return {first->hole_bytes, first};
+}
+
+void Pool::list_hole(Block* first, Block* last, size_t bytes) {
+  first->hole_bytes = bytes;
+  first->hole_other = last;
+  last->hole_other = first;
+  holes_.insert({bytes, first});
+}
+
+// What is left of the hole are two, one or none. Only from within a hole its beginning has to be looked for.
+void Pool::unlist_hole(Block* block) {
+  auto free = [](const Block* b) { return b != nullptr && b->state == BlockState::free; };
+  Block* first = block;
+  size_t left = 0;
+  if (free(block->previous) && !free(block->next)) {
+    first = block->hole_other;
+    left = first->hole_bytes - block->size;
+  } else {
+    for (; free(first->previous); left += first->size) first = first->previous;
+  }
+  Block* last = first->hole_other;
+  size_t right = first->hole_bytes - left - block->size;
+  holes_.erase({first->hole_bytes, first});
+  if (left != 0) list_hole(first, block->previous, left);
+  if (right != 0) list_hole(block->next, last, right);
 }
 
 void Pool::list(Block* block) {
@@ -102,7 +126,9 @@ void Pool::list(Block* block) {
     Hole left = before(block), right = behind(block);
     if (left.bytes != 0) holes_.erase(left);
     if (right.bytes != 0) holes_.erase(right);
-    holes_.insert({left.bytes + block->size + right.bytes, left.bytes != 0 ? left.first : block});
+    Block* first = left.bytes != 0 ? left.first : block;
+    Block* last = right.bytes != 0 ? right.first->hole_other : block;
+    list_hole(first, last, left.bytes + block->size + right.bytes);
   } else {
     FreeList& list = list_of(block->segment->kind, block->stream, block->tag);
     if (block->node.empty()) {
@@ -118,10 +144,7 @@ void Pool::list(Block* block) {
 
 void Pool::unlist(Block* block) {
   if (block->segment->kind == Kind::shared) {
-    Hole left = before(block), right = behind(block);
-    holes_.erase({left.bytes + block->size + right.bytes, left.bytes != 0 ? left.first : block});
-    if (left.bytes != 0) holes_.insert(left);
-    if (right.bytes != 0) holes_.insert(right);
+    unlist_hole(block);
   } else {
     block->node = block->in->extract(block->place);
     if (block->tag != settled && block->in->empty()) lists(block->segment->kind).erase({block->stream, block->tag});
@@ -318,14 +341,16 @@ void Pool::settle() {
   for (auto& [address, segment] : segments_) {
     for (Block* block = segment->first; block != nullptr; block = block->next) {
       if (block->state != BlockState::free || block->tag == settled) continue;
-      unlist(block);
+      bool in_a_hole = segment->kind == Kind::shared;  // which is no matter of conditions
+      if (in_a_hole) tagged--;
+      if (!in_a_hole) unlist(block);
       block->tag = settled;
       if (block->point != never_covered) {
         block->point = 0;
         block->stream = segment->home;
       }
       block->markers.clear();
-      list(block);
+      if (!in_a_hole) list(block);
     }
     for (Block* block = segment->first; block != nullptr;) {
       Block* next = block->next;
@@ -371,7 +396,8 @@ std::string Pool::verify() const {
     bytes += segment->mapped;
     size_t mapped = 0;
     Address at = segment->address;
-    const Block* previous = nullptr;
+    const Block *previous = nullptr, *hole = nullptr;
+    size_t hole_bytes = 0, open = 0;
     for (const Block* block = segment->first; block != nullptr; block = block->next) {
       if (block->address != at) return "blocks leave a hole or overlap";
       if (block->previous != previous) return "a block does not know its neighbour";
@@ -382,15 +408,24 @@ std::string Pool::verify() const {
       } else if (!segment->expandable || block->size % size_class::page != 0 ||
                  (previous != nullptr && previous->state == BlockState::unmapped)) {
         return "unmapped memory is not in whole pages, or in two blocks";
+      } else {
+        auto place = segment->open.find(block->address);
+        if (place == segment->open.end() || place->second != block) return "an unmapped block is not listed";
+        open++;
       }
       if (block->state == BlockState::free) {
         free_blocks++;
         with_tag += block->tag != settled;
         if (segment->kind == Kind::shared) {
           bool first = previous == nullptr || previous->state != BlockState::free;
-          Hole hole{behind(block).bytes + block->size, const_cast<Block*>(block)};
+          hole_bytes = first ? block->size : hole_bytes + block->size;
+          if (first) hole = block;
           holes += first;
-          if (first && holes_.count(hole) == 0) return "a hole is not listed";
+          if (first && holes_.count({block->hole_bytes, const_cast<Block*>(block)}) == 0) return "a hole is not listed";
+          bool last = block->next == nullptr || block->next->state != BlockState::free;
+          if (last && (hole->hole_bytes != hole_bytes || hole->hole_other != block || block->hole_other != hole)) {
+            return "a hole does not know its ends";
+          }
           listed++;
         } else {
           const Free& free = lists(segment->kind);
@@ -406,6 +441,7 @@ std::string Pool::verify() const {
       previous = block;
     }
     if (at != segment->address + segment->size) return "blocks do not fill their segment";
+    if (open != segment->open.size()) return "a listed unmapped block is not there";
     if (mapped != segment->mapped) return "mapped bytes are miscounted";
     for (auto& [start, chunk] : segment->chunks) mapped -= chunk;
     if (segment->expandable && mapped != 0) return "chunks are not what is mapped";

@@ -75,8 +75,7 @@ class Pool {
     Room best;
     for (auto& [address, segment] : segments_) {
       if (!segment->expandable || segment->home != stream || segment->kind != kind) continue;
-      for (Block* block = segment->first; block != nullptr; block = block->next) {
-        if (block->state != BlockState::unmapped) continue;
+      for (auto& [start, block] : segment->open) {
         size_t has = 0;
         for (const Block* b = block->previous; b != nullptr && has < size && usable(*b); b = b->previous) has += b->size;
         size_t least = size_class::mapped(has < size ? size - has : size_class::grain, size, Kind::shared);
@@ -179,8 +178,10 @@ class Pool {
   Block* behind_of(Block* left, Address at);
   void prepare();
   void retire(Block* block);
-  Hole before(const Block* block) const;
-  Hole behind(const Block* block) const;
+  static Hole before(const Block* block);
+  static Hole behind(const Block* block);
+  void list_hole(Block* first, Block* last, size_t bytes);
+  void unlist_hole(Block* block);
   void unlist(Block* block);
   void list(Block* block);
   Block* split(Block* block, Address at);
