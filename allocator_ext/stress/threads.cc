@@ -75,14 +75,9 @@ void capture(Device& device, sim::Simulator& sim, Stream stream, int operations)
   }
 }
 
-}  // namespace
-
-int main(int count, char** words) {
-  int operations = count > 2 && std::string(words[1]) == "--operations" ? atoi(words[2]) : 20000;
+std::string run(const Config& config, int operations) {
   sim::Simulator sim;
   sim::Simulator::enter(&sim);
-  Config config;
-  config.history_entries = 1000;
   Device device(sim::Simulator::table(), 0, config);
   Shared shared;
   std::vector<Stream> streams;
@@ -100,9 +95,22 @@ int main(int count, char** words) {
   sim.run_all();
   device.empty_cache();
   std::string wrong = device.verify();
-  if (wrong.empty() && !sim.memory.empty()) wrong = "memory was not given back";
+  if (wrong.empty() && (!sim.memory.empty() || sim.used != 0)) wrong = "memory was not given back";
   if (wrong.empty() && sim.fault) wrong = "the driver was called wrongly";
   if (wrong.empty() && failed) wrong = "a call failed";
+  return wrong;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  int operations = count > 2 && std::string(words[1]) == "--operations" ? atoi(words[2]) : 20000;
+  Config config;
+  config.history_entries = 1000;
+  std::string wrong = run(config, operations / 2);
+  config.reuse = Reuse::any_stream;
+  config.expandable = true;
+  if (wrong.empty()) wrong = run(config, operations / 2);
   printf("{\"operations\": %d, \"wrong\": \"%s\"}\n", operations * workers, wrong.c_str());
   return wrong.empty() ? 0 : 1;
 }
