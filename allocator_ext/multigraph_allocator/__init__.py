@@ -20,7 +20,10 @@ def library() -> Path:
 
 
 def autoload() -> None:
-    """Make the library this process's allocator if MULTIGRAPH_ALLOCATOR=1.  Raises nothing: torch would not start."""
+    """Make the library this process's allocator if MULTIGRAPH_ALLOCATOR=1.  Raises nothing: torch would not start.
+
+    MULTIGRAPH_ALLOCATOR_OPTIONS names arguments of `install`, as JSON.
+    """
     said = os.environ.get(VARIABLE, "").strip()
     if said in ("", "0"):
         return
@@ -28,9 +31,9 @@ def autoload() -> None:
         if said != "1":
             warnings.warn(f"{VARIABLE} is 1 or 0, not {said!r}: torch's own allocator is used", stacklevel=2)
             return
-        from multigraph_backend import allocator
+        from multigraph_backend.allocator import process
 
-        allocator.install()
+        process.install_as_asked(os.environ)
     except Exception as error:
         with contextlib.suppress(Warning):  # where warnings are errors
             warnings.warn(f"{VARIABLE}=1 has no effect: {type(error).__name__}: {error}", stacklevel=2)

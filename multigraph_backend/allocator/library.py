@@ -40,6 +40,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mg_use_on_oom": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_int),
     "mg_pool_limit": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_size_t),
     "mg_empty_cache": (ctypes.c_int, ctypes.c_void_p, _OUT_SIZE),
+    "mg_empty_pool": (ctypes.c_int, ctypes.c_void_p, *_POOL, _OUT_SIZE),
     "mg_read_stats": (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
     "mg_verify": (ctypes.c_int, ctypes.c_void_p),
     "mg_reset_peaks": (ctypes.c_int, ctypes.c_void_p),

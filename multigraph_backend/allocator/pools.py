@@ -44,6 +44,7 @@ class _Kind(Protocol):
 
     def opened(self) -> contextlib.AbstractContextManager[None]: ...
     def reserved(self) -> tuple[int, int]: ...
+    def empty_cache(self) -> int: ...
     def close(self) -> None: ...
 
 
@@ -94,6 +95,14 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack().pop().__exit__(kind, error, traceback)
+
+    def empty_cache(self) -> int:
+        """Give its cached segments back to the driver, also while it is held; bytes.
+
+        Nothing of a pool into which something was captured: a replay may use it again.  Where torch's allocator is
+        current it is `torch.cuda.empty_cache()`, which leaves pools that are held, and what that gave back of this one.
+        """
+        return self._kind.empty_cache()
 
     def close(self) -> None:
         """Give it up.  Its memory goes back as soon as no tensor is in it."""
@@ -179,6 +188,9 @@ class _Nothing:
     def reserved(self) -> tuple[int, int]:
         return 0, 0
 
+    def empty_cache(self) -> int:
+        return 0
+
     def close(self) -> None:
         pass
 
@@ -233,6 +245,11 @@ class _OfTorch:
         self._library.call("mg_segments_read", self._slot, *outs)
         return current.value, peak.value
 
+    def empty_cache(self) -> int:
+        before = self.reserved()[0]
+        torch.cuda.empty_cache()
+        return before - self.reserved()[0]
+
     def close(self) -> None:
         self.mem_pool = None
         if self._library is not None:
@@ -280,6 +297,11 @@ class _OfTheExtension:
         now = sum(segment["total_size"] for segment in segments_of(self._library, self._device, self._id))
         self._peak = max(now, getattr(self, "_peak", 0))
         return now, self._peak
+
+    def empty_cache(self) -> int:
+        given = ctypes.c_size_t()
+        self._library.call("mg_empty_pool", self._device, *self._id, ctypes.byref(given))
+        return given.value
 
     def close(self) -> None:
         self._call("mg_release_pool")

@@ -8,8 +8,11 @@ Invariant: what fails leaves torch's own allocator in its place, and its reason 
 from __future__ import annotations
 
 import ctypes
+import inspect
+import json
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,6 +28,8 @@ Rule = Literal["strict", "own_stream", "graph_wide", "any_stream"]
 REUSE_RULES: tuple[Rule, ...] = get_args(Rule)
 
 SUGGESTION = "PYTORCH_CUDA_ALLOC_CONF=graph_capture_record_stream_reuse:True lets torch's own reuse memory in captures"
+OPTIONS_VARIABLE = "MULTIGRAPH_ALLOCATOR_OPTIONS"
+
 NOT_ASKED = "nobody asked for it: call multigraph_backend.allocator.install() or set MULTIGRAPH_ALLOCATOR=1"
 
 # torch releases in which the way to a torch.OutOfMemoryError was seen to be the same: from the first, before the second
@@ -56,8 +61,9 @@ class Status:
     """Whether the extension serves this process; true where it is installed.
 
     installed: it is the process's allocator.  usable: its library is there and can be used, so `pool()` draws on it.
-    reason: why it is not installed.  reuse: the rule of reuse in captures.  out_of_memory: the type of error that is
-    raised.  lost: what torch cannot do while it is installed.
+    reason: why it is not installed.  reuse: the rule of reuse in captures.  expandable: segments are ranges of
+    addresses where the driver can map memory.  out_of_memory: the type of error that is raised.  lost: what torch
+    cannot do while it is installed.
     """
 
     installed: bool
@@ -66,6 +72,7 @@ class Status:
     library: Path | None = None
     abi: int | None = None
     reuse: Rule | None = None
+    expandable: bool | None = None
     out_of_memory: str = "torch.OutOfMemoryError"
     lost: tuple[str, ...] = ()
 
@@ -74,7 +81,9 @@ class Status:
 
     def __str__(self) -> str:
         if self.installed:
-            said = f"installed: reuse in captures is {self.reuse!r}, out of memory is a {self.out_of_memory}"
+            kind = "expandable" if self.expandable else "plain"
+            said = f"installed: reuse in captures is {self.reuse!r}, segments are {kind}"
+            said = f"{said}, out of memory is a {self.out_of_memory}"
             return f"{said}; torch cannot do meanwhile: {'; '.join(self.lost)}"
         return f"not installed: {self.reason}"
 
@@ -86,6 +95,7 @@ class Installed:
     library: Library
     allocator: Any
     reuse: Rule
+    expandable: bool
     out_of_memory: str
 
 
@@ -103,9 +113,8 @@ def status() -> Status:
     """What is installed, and why not where nothing is.  Raises nothing, and starts nothing of CUDA."""
     found = library.load()
     if _installed is not None:
-        return Status(
-            True, True, None, found.path, found.abi, _installed.reuse, _installed.out_of_memory, lost=LOST
-        )  # fmt: skip
+        reuse, expandable = _installed.reuse, _installed.expandable
+        return Status(True, True, None, found.path, found.abi, reuse, expandable, _installed.out_of_memory, LOST)
     reason = found.reason or unusable(found.library)
     return Status(False, reason is None, _failure or reason or NOT_ASKED, found.path, found.abi)
 
@@ -128,8 +137,8 @@ def _gpus() -> int:
 
 def install(
     *,
-    reuse: Rule = "own_stream",
-    expandable: bool = False,
+    reuse: Rule = "any_stream",
+    expandable: bool = True,
     history: int = 0,
     snapshot_at_oom: str | os.PathLike[str] | None = None,
     garbage_threshold: float = 0.0,
@@ -139,16 +148,19 @@ def install(
     reuse: which blocks a capture gives back before it ends: "strict" none that another stream used, "own_stream" those
     whose uses are proven over, to their own stream; "graph_wide" the same, asked of all capturing streams;
     "any_stream" also to other streams.  expandable: segments are ranges of addresses that grow, which leaves fewer
-    holes.  history: how many events `memory_snapshot` shows, at most 1,500,000.  snapshot_at_oom: a file for a
+    holes; with "any_stream", the streams of a pool's captures share one.  Plain ones serve where the driver cannot map
+    memory.  history: how many events `memory_snapshot` shows, at most 1,500,000.  snapshot_at_oom: a file for a
     snapshot, as JSON, whenever device 0 is out of memory; device N writes to the same name with ".N".
     garbage_threshold: part of the memory limit above which cached segments are given back, 0 (never) to below 1.
 
     Where it cannot be done, one line is logged, torch's own allocator goes on, and the result is false with the reason.
-    A second call changes nothing.  Raises ValueError for a wrong argument.
+    A second call changes nothing.  Raises ValueError for a wrong argument, TypeError for a flag that is no bool.
     """
     global _installed, _failure
     if reuse not in REUSE_RULES:
         raise ValueError(f"install: reuse is one of {', '.join(REUSE_RULES)}{did_you_mean(str(reuse), REUSE_RULES)}")
+    if not isinstance(expandable, bool):
+        raise TypeError(f"install: expandable is True or False, got {expandable!r}")
     if not 0 <= history <= 1_500_000:
         raise ValueError(f"install: history is a number of events from 0 to 1500000, got {history!r}")
     if not 0 <= garbage_threshold < 1:
@@ -167,6 +179,25 @@ def install(
                 _failure = made
                 trace.warn_once("allocator", "the allocator extension is not in use, torch's own is: %s", made)
     return status()
+
+
+def install_as_asked(environ: Mapping[str, str]) -> Status:
+    """`install` with the arguments that MULTIGRAPH_ALLOCATOR_OPTIONS names, a JSON object.
+
+    Raises ValueError where it is none, or names what `install` does not take.
+    """
+    said = environ.get(OPTIONS_VARIABLE, "").strip()
+    try:
+        options = json.loads(said) if said else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{OPTIONS_VARIABLE} is no JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"{OPTIONS_VARIABLE} is a JSON object of install's arguments, not {said}")
+    known = tuple(inspect.signature(install).parameters)
+    for name in options:
+        if name not in known:
+            raise ValueError(f"{OPTIONS_VARIABLE}: install takes no {name!r}{did_you_mean(name, known)}")
+    return install(**options)
 
 
 def _install(reuse: Rule, options: library.Options, snapshot_at_oom: str | None) -> Installed | str:
@@ -194,7 +225,7 @@ def _install(reuse: Rule, options: library.Options, snapshot_at_oom: str | None)
         return f"this torch differs: {error}"
     except RuntimeError as error:  # torch's, where its allocator is in use although CUDA looks as if it had not started
         return f"too late: torch says: {str(error).splitlines()[0]}; {SUGGESTION}"
-    return Installed(found.library, allocator, reuse, out_of_memory)
+    return Installed(found.library, allocator, reuse, bool(options.expandable), out_of_memory)
 
 
 def _torch_errors(loaded: Library) -> str:

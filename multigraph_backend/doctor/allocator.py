@@ -47,7 +47,9 @@ def allocator_facts(environ: Mapping[str, str]) -> AllocatorFacts:
     except importlib.metadata.PackageNotFoundError:
         version = None
     entries = importlib.metadata.entry_points(group="torch.backends", name="multigraph_allocator")
-    features = (f"reuse in captures: {status.reuse}", f"out of memory: {status.out_of_memory}") if status else ()
+    segments = "expandable" if status.expandable else "plain"
+    on = (f"reuse in captures: {status.reuse}", f"segments: {segments}", f"out of memory: {status.out_of_memory}")
+    features = on if status else ()
     return AllocatorFacts(
         version=version,
         abi=status.abi,

@@ -382,6 +382,9 @@ def test_allocators_are_compared_with_stock_and_the_bound(load: Callable[[str], 
     rows = {"stock": {"ns": 400.0, "ns_8": 90.0}, "multigraph": {"ns": 420.0}}
     allocator.compare("alloc+free", rows, {})
     assert rows["multigraph"] == {"ns": 420, "over_stock": 1.05}
+    captures = {"multigraph": {"ms": 12.0}, "multigraph, strict": {"ms": 10.0}}
+    allocator.compare("random, 2 streams", captures, {})
+    assert captures["multigraph"]["ms_over_strict"] == pytest.approx(1.2)
     training: dict[str, dict[str, Any]] = {
         form: {"reserved_mib": mib} for form, mib in (("stock", 100), ("stock, expandable", 90), ("multigraph", 91))
     }
@@ -390,7 +393,7 @@ def test_allocators_are_compared_with_stock_and_the_bound(load: Callable[[str], 
         "over stock <= 0.95 met, over expandable <= 1.02 met"
     )
     assert [form for form in allocator.FORMS if not allocator.skipped(form, "ping-pong")] == [
-        "stock", "stock, reuse", "multigraph", "multigraph, expandable", "multigraph, any",
+        "stock", "stock, reuse", "multigraph", "multigraph, own stream", "multigraph, plain",
     ]  # fmt: skip
 
 
@@ -632,7 +635,7 @@ def test_warnings_are_counted_once_each_without_the_deserved(load: Callable[[str
             "saved_tensors",
             ["--layers", "4", "--only", "int8", "--cudagraphs", "auto", "--no-reordering", "--rounds", "3"],
         ),
-        ("allocator", ["--only", "stock", "multigraph, any", "--programs", "no use", "--json", "a.json"]),
+        ("allocator", ["--only", "stock", "multigraph, plain", "--programs", "no use", "--json", "a.json"]),
         ("models", ["--models", "llama", "vit", "--modes", "training", "--dtype", "bfloat16", "--no-stock"]),
     ],
 )

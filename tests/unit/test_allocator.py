@@ -62,8 +62,32 @@ def test_wrong_arguments_are_errors() -> None:
         allocator.install(history=2_000_000)
     with pytest.raises(ValueError, match="garbage_threshold lies between 0 and 1"):
         allocator.install(garbage_threshold=2.0)
+    with pytest.raises(TypeError, match="expandable is True or False, got 'no'"):
+        allocator.install(expandable="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="limit is a number of bytes"):
         allocator.pool(limit=0)
+
+
+def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool, int]] = []
+
+    def install(reuse: str, options: library.Options, path: str | None) -> str:
+        asked.append((reuse, bool(options.expandable), options.history))
+        return "this test"
+
+    monkeypatch.setattr(process, "_install", install)
+    process.install_as_asked({})
+    process.install_as_asked({process.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7}'})
+    assert asked == [("any_stream", True, 0), ("own_stream", False, 7)]
+    for said, error in (
+        ('{"expendable": false}', r"install takes no 'expendable' \(did you mean 'expandable'\?\)"),
+        ("[1]", "is a JSON object of install's arguments"),
+        ("{expandable", "is no JSON"),
+        ('{"reuse": "all"}', "reuse is one of"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            process.install_as_asked({process.OPTIONS_VARIABLE: said})
+    assert len(asked) == 2
 
 
 @pytest.mark.usefixtures("fresh")
