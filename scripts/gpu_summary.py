@@ -7,11 +7,19 @@ PARTS.tsv has a line for each part: name, exit status, seconds, the last line of
 
 import csv
 import json
+import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+
+def described() -> str:
+    """Git's name for this checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def main(parts_file: Path, summary_file: Path) -> int:
@@ -23,6 +31,7 @@ def main(parts_file: Path, summary_file: Path) -> int:
     ]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     summary = {
+        "commit": os.environ.get("MULTIGRAPH_COMMIT") or described(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "gpus": gpus,

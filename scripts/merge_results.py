@@ -1,8 +1,9 @@
-"""One result file from a benchmark that was run in parts, beside each other or one after the other.
+"""One result file from a benchmark, or from tests, that ran in parts, beside each other or one after the other.
 
     python scripts/merge_results.py benchmarks/results/models.json out/gpt2/models.json out/llama/models.json
+    python scripts/merge_results.py benchmarks/results/gpu_tests.json out/a/summary.json out/b/summary.json
 
-The parts must be of one benchmark, commit, machine and set of versions; their rows come in the order given.
+The parts must be of one benchmark, commit, machine and set of versions; what they list comes in the order given.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-OWN = ("date", "rows")  # what may differ
+LISTS = ("rows", "parts")
+OWN = ("date", "gpus", *LISTS)  # what may differ
 
 
 class NotAlike(ValueError):
@@ -22,16 +24,17 @@ class NotAlike(ValueError):
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All rows of `parts` under what they have in common, dated as the last of them.  Raises NotAlike."""
+    """All that `parts` list under what they have in common, dated as the last of them.  Raises NotAlike."""
     heads = [{key: value for key, value in part.items() if key not in OWN} for part in parts]
     for head in heads[1:]:
         different = sorted(key for key in heads[0].keys() | head.keys() if heads[0].get(key) != head.get(key))
         if different:
             told = "; ".join(f"{key}: {heads[0].get(key)!r} and {head.get(key)!r}" for key in different)
             raise NotAlike(f"the parts differ: {told}")
-    rows = [row for part in parts for row in part["rows"]]
-    dates = max(str(part["date"]) for part in parts)
-    return {key: {"date": dates, "rows": rows}.get(key, value) for key, value in parts[0].items()}
+    own: dict[str, Any] = {key: [entry for part in parts for entry in part.get(key, ())] for key in LISTS}
+    own["date"] = max(str(part.get("date")) for part in parts)
+    own["gpus"] = max((part.get("gpus", []) for part in parts), key=len)
+    return {key: own.get(key, value) for key, value in parts[0].items()}
 
 
 def main() -> int:

@@ -51,3 +51,12 @@ def test_one_that_differs_leaves_the_old_file_alone(tmp_path: Path, capsys: pyte
         assert merge_results.main() == 1
     assert "commit: '0123' and '4567'" in capsys.readouterr().err
     assert json.loads(paths[0].read_text()) == part("1", 0)
+
+
+def test_summaries_of_tests_are_merged_alike() -> None:
+    def summary(name: str, gpus: int) -> dict[str, Any]:
+        return {"commit": "0123", "gpus": ["H200"] * gpus, "parts": [{"name": name, "status": 0}]}
+
+    whole = merge_results.merged([summary("one", 1), summary("two", 2)])
+    assert [part["name"] for part in whole["parts"]] == ["one", "two"]
+    assert whole["gpus"] == ["H200"] * 2
