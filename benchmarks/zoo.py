@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import itertools
 import os
 import sys
@@ -76,7 +77,7 @@ def image(library: str, name: str, size: int, device: str) -> Model:
         none = {"weights": None, **({"weights_backbone": None} if library else {})}
         module = getattr(importlib.import_module(f"torchvision.models{library}"), name)(**none)
     module = module.to(device)
-    argument = "input" if library == ".segmentation" else "x"
+    argument = next(iter(inspect.signature(module.forward).parameters))
     return Model(module, lambda rows: {argument: torch.randn(rows, 3, size, size, device=device)})
 
 

@@ -558,6 +558,7 @@ class Tree:
                     self._unlink(node)
             self.lasting.clear()
             self.shared, self.thread, self._caller = False, None, None
+            self._not_before = 0.0
             self._shorten()
             self._leave_pools()
 

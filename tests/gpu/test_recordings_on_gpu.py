@@ -496,7 +496,7 @@ def _without_poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_without_poison")
 def test_a_piece_that_does_not_pay_runs_unrecorded_unless_asked_for() -> None:
-    inputs = [torch.randn(32 << 20, device=CUDA) for _ in range(3)]  # to copy one takes longer than to launch a kernel
+    inputs = [torch.randn(128 << 20, device=CUDA) for _ in range(3)]  # to copy one takes longer than to launch a kernel
     for small, kept in ((False, 0), (True, 1)):
         fresh()
         run = compiled(lambda x: x + 1, record_small=small)
