@@ -1,19 +1,28 @@
 """Random programs with two to six collectives, random conditions on their sizes, and what each form of one issues.
 
-    python tests/distributed/random_collectives.py --programs 1000
+    python tests/distributed/random_collectives.py --programs 1000 --json collectives.json
+    python tests/distributed/random_collectives.py --programs 1000 --device cuda --jobs 12 --json collectives.json
 
 For each program its generic graph and some variants are traced as their compiles trace them.  Each must issue what the
 program issues when it runs eagerly, counted at the dispatcher; and the check must call none of them different.  The
 process is a group of one rank over gloo.
+
+On a GPU, or with `--ranks 2`, the programs are compiled and run by two ranks, over NCCL or gloo, one on a variant and
+the other on generic (`collectives_on_ranks.py`); `--jobs` pairs of processes share the programs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -29,6 +38,7 @@ from multigraph_backend.distributed.sequence import Issued, SameSizes
 from multigraph_backend.lowering import Lowered
 from multigraph_backend.options import Options
 
+CHECKOUT = Path(__file__).parents[2]
 Program = Callable[..., torch.Tensor]
 # named otherwise up to torch 2.12
 GATHER: Callable[..., torch.Tensor] = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -39,10 +49,12 @@ Entry = tuple[str, str, int]  # kind, type, elements
 
 _STEPS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "all_reduce": lambda y, group: functional.all_reduce(y.contiguous(), "sum", group),
-    "all_reduce in bfloat16": lambda y, group: functional.all_reduce(y.bfloat16().contiguous(), "sum", group).float(),
+    "all_reduce in bfloat16": lambda y, group: functional.all_reduce(y.bfloat16().contiguous(), "sum", group).to(
+        y.dtype
+    ),
     "gather rows": lambda y, group: GATHER(y.contiguous(), 0, group),
     "gather columns": lambda y, group: GATHER(y.t().contiguous(), 0, group).t(),
-    "scatter rows": lambda y, group: SCATTER(y.contiguous(), "sum", 0, group),
+    "scatter rows": lambda y, group: SCATTER(torch.cat([y] * dist.get_world_size()), "sum", 0, group),
     "of a part": lambda y, group: y + functional.all_reduce(y[1:].sum(0), "sum", group),
     "of the squares": lambda y, group: y * functional.all_reduce(y @ y.t(), "sum", group).mean().tanh(),
 }
@@ -57,6 +69,7 @@ class Made:
     conditions: list[dict[str, object]]
     sizes: list[tuple[int, int]]
     trains: bool
+    tolerance: float = 1e-6  # of the norm of its results, in float64
 
 
 def made(seed: int) -> Made:
@@ -85,7 +98,8 @@ def made(seed: int) -> Made:
         condition, size = chance.choice(kinds)
         conditions.append(condition)
         sizes.append(size)
-    return Made(program, conditions, [*sizes, (17, 19)], chance.random() < 0.5)
+    tolerance = 3e-2 if any("bfloat16" in name for name, _ in steps) else 1e-6
+    return Made(program, conditions, [*sizes, (17, 19)], chance.random() < 0.5, tolerance)
 
 
 class Log(TorchDispatchMode):
@@ -173,20 +187,87 @@ def alone() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+def all_alone(first: int, count: int) -> tuple[dict[str, Any], list[str]]:
+    """The programs from seed `first` on, in this process: what was done, and what is wrong."""
+    alone()
+    wrong = [f"program {seed}: {text}" for seed in range(first, first + count) for text in problems(made(seed))]
+    dist.destroy_process_group()
+    return {"programs": count}, wrong
+
+
+def on_ranks(first: int, count: int, args: argparse.Namespace, device: str) -> tuple[dict[str, Any], list[str]]:
+    """The same by pairs of processes."""
+    from tests.distributed import processes
+
+    share = -(-count // args.jobs)
+    starts = range(first, first + count, share)
+
+    def job(start: int) -> list[processes.Ended]:
+        words = ["--device", device, "--first", str(start), "--programs", str(min(share, first + count - start))]
+        port = str(processes.free_port())
+        ranks = [[str(rank), str(args.ranks), port, *words] for rank in range(args.ranks)]
+        environ = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        return processes.run(processes.HERE / "collectives_on_ranks.py", ranks, args.seconds, environ)
+
+    done: Counter[str] = Counter()
+    wrong: list[str] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for start, ranks in zip(starts, pool.map(job, starts), strict=True):
+            for rank, ended in enumerate(ranks):
+                lines = [line for line in ended.said.splitlines() if line.startswith('{"programs"')]
+                if not lines:
+                    how = "hangs" if ended.status is None else f"ended with {ended.status}"
+                    wrong.append(f"from program {start} on, rank {rank} {how}: {ended.said[-3000:]}")
+                    continue
+                told = json.loads(lines[-1])
+                wrong += [f"rank {rank}: {text}" for text in told.pop("wrong")]
+                done.update(told if rank == 0 else {name: told[name] for name in ("variants", "refused", "recordings")})
+    if done["programs"] != count:
+        wrong.append(f"{done['programs']} programs of {count} were done")
+    if done["variants"] + done["refused"] != done["programs"]:
+        wrong.append(f"{done['variants']} programs had a rank on a variant")
+    return dict(done), wrong
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
+    from measure import Column, Goal, Results, arguments, goals_text
+
+    parser = arguments(__doc__)
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), help="2 on a GPU, else 1")
+    parser.add_argument("--jobs", type=int, default=1, help="pairs of processes at a time (1)")
+    parser.add_argument("--seconds", type=float, default=540, help="of a pair at most (540)")
     args = parser.parse_args()
-    alone()
-    failed = 0
-    for seed in range(args.first, args.first + args.programs):
-        for problem in problems(made(seed)):
-            failed += 1
-            print(f"program {seed}: {problem}", flush=True)
-    print(f"{args.programs} programs, {failed} problems")
-    dist.destroy_process_group()
-    return int(failed > 0)
+    columns = (
+        Column("how", "how"),
+        Column("ranks", "ranks"),
+        Column("programs", "programs"),
+        Column("collectives", "collectives"),
+        Column("trained", "with gradients"),
+        Column("variants", "with a variant"),
+        Column("refused", "refused"),
+        Column("recordings", "recordings"),
+        Column("problems", "problems"),
+        Column("seconds", "seconds", 0),
+        Column("goals", "goals"),
+    )
+    results = Results("collectives", "Random programs with collectives: each form against eager", columns, args)
+    args.ranks = args.ranks or (2 if results.device == "cuda" else 1)
+    began = time.monotonic()
+    if args.ranks == 1:
+        done, wrong = all_alone(args.first, args.programs)
+    else:
+        done, wrong = on_ranks(args.first, args.programs, args, results.device)
+    for text in wrong:
+        print(text, flush=True)
+    row = {**done, "problems": len(wrong), "seconds": time.monotonic() - began}
+    row["goals"] = goals_text((Goal("problems", "problems", 0),), row)
+    how = "traced" if args.ranks == 1 else f"compiled, over {'nccl' if results.device == 'cuda' else 'gloo'}"
+    error = f"{len(wrong)} problems, the first: {wrong[0]}" if wrong else None
+    results.add({"how": how, "ranks": args.ranks}, row, error, headline=True)
+    return results.finish()
 
 
 if __name__ == "__main__":
