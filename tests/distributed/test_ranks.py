@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -41,6 +42,20 @@ def test_two_ranks_are_right(names: tuple[str, ...], tmp_path: Path) -> None:
     for ended in processes.run(processes.HERE / "ranks.py", words, 500, environ):
         assert ended.status == 0, ended.said
         assert [name for name in names if f"{name}: ok" not in ended.said] == []
+
+
+@pytest.mark.slow
+def test_random_programs_are_right_where_one_rank_has_a_variant_and_the_other_none(tmp_path: Path) -> None:
+    port = str(processes.free_port())
+    words = [[str(rank), "2", port, "--programs", "2"] for rank in range(2)]
+    environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    told = []
+    for ended in processes.run(processes.HERE / "collectives_on_ranks.py", words, 400, environ):
+        assert ended.status == 0, ended.said
+        told.append(json.loads(ended.said.splitlines()[-1]))
+    assert [entry["programs"] for entry in told] == [2, 2]
+    assert sum(entry["variants"] + entry["refused"] for entry in told) == 2
+    assert told[0]["collectives"] == told[1]["collectives"] >= 4
 
 
 HOLDER = """
