@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
+
+HERE = Path(__file__).parent
+TOGETHER = ("allocator",)  # folders whose files share what takes long to make
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +17,10 @@ def _fresh_start() -> None:
         sys.modules["torch._dynamo"].reset()
     if "multigraph_backend.trace" in sys.modules:
         sys.modules["multigraph_backend.trace"].reset_stats()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes run the tests, each file goes to one, and folders in TOGETHER."""
+    for item in items:
+        folder = item.path.relative_to(HERE).parts[0]
+        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else str(item.path)))

@@ -141,7 +141,9 @@ def test_a_pair_of_decorators_makes_a_hook() -> None:
 def test_what_is_no_hook() -> None:
     with pytest.raises(TypeError, match="takes a function that packs one tensor"):
         saved_hook(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a rule packs with Keep, Cast, Scaled, Bits, Offload, Recompute or a saved_hook"):
+    with pytest.raises(
+        TypeError, match="a rule packs with Keep, Cast, Scaled, Bits, Offload, Recompute or a saved_hook"
+    ):
         Rule(pack=lambda x: x)  # type: ignore[arg-type]
 
 
