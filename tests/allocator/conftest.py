@@ -23,8 +23,8 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library as it is delivered."""
-    return build(tmp_path_factory.mktemp("library")) / "libmultigraph_allocator.so"
+    """The library as it is delivered, but that its files are compiled together, in half the time."""
+    return build(tmp_path_factory.mktemp("library"), "-DCMAKE_UNITY_BUILD=ON") / "libmultigraph_allocator.so"
 
 
 @pytest.fixture
