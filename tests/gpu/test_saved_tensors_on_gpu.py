@@ -12,7 +12,7 @@ import torch._functorch.config as functorch_config
 import torch.utils.checkpoint
 
 import multigraph_backend
-from multigraph_backend import Cast, Match, Offload, Rule, Scaled
+from multigraph_backend import Bits, Cast, Match, Offload, Rule, Scaled
 from multigraph_backend.cudagraphs import cuts, runtime
 from multigraph_backend.saved_tensors import packs, transfers
 from multigraph_backend.saved_tensors.account import SavedTensors
@@ -119,6 +119,14 @@ def test_casts_to_fp8_saturate_and_keep_what_is_not_finite(kind: Cast, most: flo
     assert (found[:, 4] == -most).all()
     assert (found[:, 5] == 448.0).all()
     assert (found[:, 6:] == torch.tensor([0.0, 1.0], device=CUDA)).all()
+
+
+def test_a_mask_comes_back_from_its_bits() -> None:
+    x = torch.rand(64, 4096, device=CUDA) > 0.5
+    both: Any = packs.functions(Bits(), x)
+    (packed,) = torch.compile(both[0], fullgraph=True)(x)
+    assert packed.shape == (64, 512)
+    assert torch.equal(torch.compile(both[1], fullgraph=True)((packed,)), x)
 
 
 @pytest.mark.parametrize("pack", [Cast("e4m3"), Scaled("int8", per=64)], ids=str)
