@@ -5,7 +5,8 @@ take the request with it.  (Compiling while the generic graph serves will use th
 
 torch allows one compile at a time, under Dynamo's compile lock, which the compiling thread takes because Inductor's
 backward takes it too.  When time is up the thread is asked to end by an exception; one that does not come back (it
-waits in C code) is abandoned: the lock is taken over, process-wide changes are undone by the caller.  Should it come
+waits in C code, or in a callback that drops exceptions) is abandoned: the lock is taken over, process-wide changes are
+undone by the caller.  Should it come
 back later, it is parked for good: unwinding would set random states and configurations back to what they were before
 the compile, under the feet of a program that has gone on.  Locks on files it gives back first: Inductor holds one while
 a C++ compiler runs, and other compiles, of other processes too, would wait for it.
@@ -90,8 +91,7 @@ class _Job(Generic[Result]):
             if self._ended:
                 self.finished.wait()
                 return
-            overdue = type("_Overdue", (_Overdue,), {"job": self})
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(overdue))
+            self._interrupt(thread)
         if self.finished.wait(_GRACE):
             return
         with self._lock:
@@ -99,6 +99,15 @@ class _Job(Generic[Result]):
         if self._abandoned or not self.finished.wait(_UNWINDING):
             self._process_wide.close()
             _compat.take_over_compile_lock()
+        with self._lock:
+            # it was told, and something dropped what it was told by
+            if not (self._abandoned or self._ended or self.finished.is_set()):
+                self._abandoned = True
+                self._interrupt(thread)
+
+    def _interrupt(self, thread: threading.Thread) -> None:
+        overdue = type("_Overdue", (_Overdue,), {"job": self})
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(overdue))
 
     def noticed(self) -> None:
         """In the compiling thread, when the exception of `abandon` reaches it; does not return once abandoned."""

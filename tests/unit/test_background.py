@@ -7,6 +7,7 @@ import contextvars
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import filelock
 import pytest
 import torch
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, background
 from multigraph_backend.background import CompileTimeout, compile_within, describe
 from multigraph_backend.compile_state import CompileState
 
@@ -112,6 +113,38 @@ def test_a_compile_that_comes_back_after_it_was_given_up_undoes_nothing_any_more
     second = torch.rand(4)
     torch.manual_seed(0)
     torch.testing.assert_close((torch.rand(4), torch.rand(4)), (first, second), rtol=0, atol=0)
+
+
+def test_a_compile_that_drops_what_should_end_it_is_parked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a weak reference's callback does, in which the exception happens to arrive."""
+    monkeypatch.setattr(background, "_UNWINDING", 0.5)
+    dropped: list[str] = []
+
+    def compile(process_wide: contextlib.ExitStack) -> None:
+        while True:
+            try:
+                while True:
+                    time.sleep(0.001)
+            except BaseException as error:
+                dropped.append(type(error).__name__)
+
+    with pytest.raises(CompileTimeout):
+        compile_within(0.1, compile, here())
+    assert dropped == ["_Overdue"]
+    deadline = time.monotonic() + 30
+    while not _parked() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _parked()
+    assert dropped == ["_Overdue"]
+    assert compile_within(10, lambda process_wide: 42, here()) == 42
+
+
+def _parked() -> bool:
+    """Whether a thread of this test's compile waits for good."""
+    return any(
+        [entry.name for entry in traceback.extract_stack(frame)][-5:-2] == ["compile", "__init__", "noticed"]
+        for frame in sys._current_frames().values()
+    )
 
 
 def test_a_compile_that_was_given_up_gives_locks_on_files_back_when_it_comes_back(tmp_path: Path) -> None:
