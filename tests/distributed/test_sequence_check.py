@@ -109,3 +109,26 @@ def test_what_is_issued_is_kept_with_each_variant_and_found_again_in_the_caches(
     hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
     assert compiled_once() == first
     assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] == hits + 2
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_graph_that_makes_dtensors_itself_is_taken_to_issue_collectives() -> None:
+    """Which ones, only AOTAutograd's graph shows; in a group of one there are none."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        y = DTensor.from_local(x, mesh, [Shard(0)], run_check=False) * 2
+        return y.redistribute(mesh, [Replicate()]).to_local()  # type: ignore[no-any-return]
+
+    function = torch.compile(doubled, backend="multigraph", dynamic=False, options={"on_failure": "raise"})
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(function(x), x * 2)
+    (region,) = registry.living()
+    assert region._graph.communicates
+    assert not region._graph.repeatable
+    (form,) = region.generic.forms
+    assert form.lowered.issued is not None
+    assert form.lowered.issued.unknown is None
