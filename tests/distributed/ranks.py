@@ -421,6 +421,23 @@ def context_parallel(rank: int) -> None:
 
 
 @program
+def the_allocator_is_asked_for(rank: int) -> None:
+    """Where the extension cannot serve, as without a GPU: each rank says the same, and trains with torch's own."""
+    from multigraph_backend import allocator
+
+    status = allocator.install(reuse="any_stream", expandable=True)
+    pool = allocator.pool(limit=1 << 30)
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, (status.installed, status.reason, pool.reason, os.environ["MULTIGRAPH_ALLOCATOR"]))
+    assert both[0] == both[1] == (False, status.reason, pool.reason, "1")
+    assert status.reason
+    assert pool.reason
+    with pool:
+        ddp(rank)
+    pool.close()
+
+
+@program
 def pipeline_stages(rank: int) -> None:
     """Each rank has a stage; microbatches go through them in turns, forward and backward."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe

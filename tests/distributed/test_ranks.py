@@ -20,7 +20,7 @@ LOCAL = ("another_variant_on_each_rank_with_ragged_sizes", "one_rank_compiles_la
          "the_same_variant_is_compiled_once_for_all_ranks", "a_compile_that_hangs_on_one_rank")  # fmt: skip
 TRAINING = ("functional_tensor_parallel_training", "ddp", "dtensor_tensor_parallel", "fsdp2_block_by_block",
             "checkpointed", "compiled_autograd")  # fmt: skip
-DIVIDED = ("context_parallel", "pipeline_stages")
+DIVIDED = ("context_parallel", "pipeline_stages", "the_allocator_is_asked_for")
 
 
 SLICE = (*LOCAL[:2], "ddp")
@@ -38,7 +38,7 @@ SLICE = (*LOCAL[:2], "ddp")
 def test_two_ranks_are_right(names: tuple[str, ...], tmp_path: Path) -> None:
     port = str(processes.free_port())
     words = [[str(rank), "2", port, *names] for rank in range(2)]
-    environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "NONCE": str(time.time())}
+    environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "NONCE": str(time.time()), "MULTIGRAPH_ALLOCATOR": "1"}
     for ended in processes.run(processes.HERE / "ranks.py", words, 500, environ):
         assert ended.status == 0, ended.said
         assert [name for name in names if f"{name}: ok" not in ended.said] == []
