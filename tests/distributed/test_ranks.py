@@ -16,8 +16,9 @@ from multigraph_backend.distributed import compiling
 from tests.distributed import processes
 
 LOCAL = ("another_variant_on_each_rank_with_ragged_sizes", "one_rank_compiles_late_and_the_other_goes_on",
-         "a_compile_that_fails_on_one_rank", "a_variant_that_is_given_up_and_comes_back_on_one_rank",
-         "the_same_variant_is_compiled_once_for_all_ranks", "a_compile_that_hangs_on_one_rank")  # fmt: skip
+         "a_compile_that_hangs_on_one_rank", "a_compile_that_fails_on_one_rank",  # the process goes on after the hang
+         "a_variant_that_is_given_up_and_comes_back_on_one_rank",
+         "the_same_variant_is_compiled_once_for_all_ranks")  # fmt: skip
 TRAINING = ("functional_tensor_parallel_training", "ddp", "dtensor_tensor_parallel", "fsdp2_block_by_block",
             "checkpointed", "compiled_autograd")  # fmt: skip
 DIVIDED = ("context_parallel", "pipeline_stages", "the_allocator_is_asked_for")
