@@ -166,20 +166,23 @@ def a_collective_of_the_users_on_an_output_is_over_before_that_is_moved(rank: in
         return torch.relu(x @ up) @ down
 
     function, every = compiled(local), [weights(other) for other in range(dist.get_world_size())]
-    x = torch.randn(16, 64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(5))
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    inputs = [torch.randn(16, 64, device=DEVICE, generator=generator) for _ in range(6)]  # none at another's address
     with torch.no_grad():
-        for _ in range(4):
+        for x in inputs[:4]:
             torch.testing.assert_close(function(x, *every[rank]), local(x, *every[rank]), rtol=1e-4, atol=1e-4)
         assert counts("recordings") == 1
-        reduced = function(x, *every[rank])
+        reduced = function(inputs[4], *every[rank])
         torch.cuda.synchronize()
         time.sleep(rank)  # the others wait for the last
         begun = dist.all_reduce(reduced, async_op=True)
-        other = function(x + 1, *every[rank])
+        other = function(inputs[5], *every[rank])
+        assert begun is not None
         begun.wait()
-        torch.testing.assert_close(other, local(x + 1, *every[rank]), rtol=1e-4, atol=1e-4)
-        wanted = torch.stack([local(x, *parts) for parts in every]).sum(0)
+        torch.testing.assert_close(other, local(inputs[5], *every[rank]), rtol=1e-4, atol=1e-4)
+        wanted = torch.stack([local(inputs[4], *parts) for parts in every]).sum(0)
         torch.testing.assert_close(reduced, wanted, rtol=1e-4, atol=1e-4)
+    assert counts("recordings") == 1
     assert counts("moved_outputs") == 1, multigraph_backend.explain()
 
 
