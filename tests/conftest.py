@@ -19,6 +19,7 @@ def _fresh_start() -> None:
         sys.modules["multigraph_backend.trace"].reset_stats()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes run the tests, each file goes to one, and folders in TOGETHER."""
     for item in items:

@@ -105,6 +105,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "variants": ("error", "no graph gets variants: each is compiled at once, as any backend would"),
     "changed inputs": ("error", "gradients may be wrong where a graph changes its inputs in place"),
     "saved tensors": ("warning", "tensors that are saved for backward are not packed, whatever rules say"),
+    "watchdog": ("warning", "a rank that waits for others says so by a timeout of its own, not its group's"),
     "one compile": ("warning", "each rank of a host compiles on its own"),
     "endings": ("warning", "recordings with collectives are not destroyed when a process group is aborted"),
     "distributed": ("warning", "no collective is recorded in CUDA graphs"),

@@ -247,10 +247,9 @@ def test_the_first_layers_are_away_while_the_others_run() -> None:
             assert (made.begun_before - begun > 2 * count) == bool(rules)
             if not cudagraphs:
                 peaks[name] = peaks_of(model, run, x)
-    for one, other in zip(results["plain", False], results["offloaded", False], strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(results["plain", "auto"], results["offloaded", "auto"], strict=True):
-        assert torch.equal(one, other)
+    for key in (False, "auto"):  # cuDNN's backward of attention adds up in any order
+        for one, other in zip(results["plain", key], results["offloaded", key], strict=True):
+            assert (one - other).float().norm() <= 1e-2 * one.float().norm()
     said = next(said for said in accounts() if said.packed)
     gone = sum(entry.bytes for entry in said.tensors if entry.packed == "offload" and entry.with_ is None)
     for before, after in zip(peaks["plain"], peaks["offloaded"], strict=True):
