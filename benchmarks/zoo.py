@@ -24,6 +24,7 @@ import importlib
 import inspect
 import itertools
 import os
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -303,6 +304,24 @@ def row_of(name: str, mode: str, number: int, args: argparse.Namespace) -> tuple
     return row, error
 
 
+def summaries(rows: Sequence[Mapping[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each mode: how many models, the sums of what went wrong with multigraph alone and with stock, the median of
+    the share in graphs."""
+    found = []
+    for mode in MODES:
+        ran = [row for row in rows if row["mode"] == mode and not row.get("inductor_raised")]
+        shares = [row["in_graphs"] for row in ran if row.get("in_graphs") is not None]
+        summary: dict[str, Any] = {
+            key: sum(row[key] if isinstance(row[key], int) else STEPS for row in ran if row.get(key) is not None)
+            for key in ("steps", "raised", "wrong", "stock_raised", "stock_wrong")
+            if any(row.get(key) is not None for row in ran)
+        }
+        summary["in_graphs"] = statistics.median(shares) if shares else None
+        if ran:
+            found.append(({"model": f"{len(ran)} models", "mode": mode}, summary))
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
     made.add_argument("--only", nargs="+", metavar="NAME", choices=tuple(MODELS), help="all")
@@ -332,8 +351,10 @@ def main() -> int:
         for number, (mode, name) in enumerate(itertools.product(args.modes or MODES, names)):
             asked[pool.submit(row_of, name, mode, number, args)] = {"model": name, "mode": mode}
         for done in as_completed(asked):
-            results.add(asked[done], *done.result(), headline=True)
+            results.add(asked[done], *done.result())
     results.sort(lambda row: (MODES.index(row["mode"]), names.index(row["model"])))
+    for about, row in summaries(results.rows):
+        results.add(about, row, headline=True)
     return results.finish()
 
 

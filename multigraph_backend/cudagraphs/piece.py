@@ -23,7 +23,8 @@ class Function:
     """A piece at one key (the numbers among its inputs): what the tree records.
 
     `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
-    inputs that came at too many addresses.  `reasons` counts why calls ran unrecorded; `refused`: why none is recorded.
+    inputs that came at too many addresses.  `reasons` counts why calls ran unrecorded; `refused`: why none is recorded;
+    `unprofitable`: because that costs more than it saves.
     `recorded_at`: how often it was recorded at each depth of a step; `_places`: where its static inputs lay then.
     """
 
@@ -32,6 +33,7 @@ class Function:
         self.called = False
         self.failures = 0
         self.refused: str | None = None
+        self.unprofitable = False
         self.addresses: dict[int, int] = {}
         self.copied: set[int] = set()
         self.reasons: Counter[str] = Counter()

@@ -290,7 +290,7 @@ class Tree:
         function.reasons[why] += 1
         self.counts["unrecorded"] += 1
         trace.count("unrecorded_pieces")
-        if why != FIRST_CALL:
+        if why != FIRST_CALL and not function.unprofitable:  # that is a choice, and was logged as one
             label = function.piece.label
             trace.warn_once(f"{label}: unrecorded: {why}", "%s runs unrecorded: %s", label, why)
 
@@ -455,7 +455,7 @@ class Tree:
     def give_up(self, node: Node, why: str) -> None:
         """Record no more what `node` recorded, which is still on the path."""
         assert node.function is not None
-        node.function.refused = why
+        node.function.refused, node.function.unprofitable = why, True
         self.counts["not worth it"] += 1
         trace.count("unprofitable_recordings")
         log.info("%s: %s", node.function.piece.label, why)

@@ -660,13 +660,16 @@ def slow(x: torch.Tensor) -> tuple[torch.Tensor]:
     return (x * 2,)
 
 
-def test_a_recording_whose_copies_take_longer_than_its_code_is_given_up() -> None:
+def test_a_recording_whose_copies_take_longer_than_its_code_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.device.copies_us = 1e9
     piece, after = bench.piece(slow, 1, 1, must_pay=True), bench.piece(double, 1, 1)
-    for _ in range(REPLAYS + 4):
-        (y,) = call_right(piece, slow, values())
-        call_right(after, double, y)
+    with caplog.at_level(logging.INFO, "multigraph_backend"):
+        for _ in range(REPLAYS + 4):
+            (y,) = call_right(piece, slow, values())
+            call_right(after, double, y)
+    said = [record.levelname for record in caplog.records if "does not pay" in record.getMessage()]
+    assert said == ["INFO"], "a choice is no warning"
     (reason,) = bench.unrecorded(piece)
     assert reason.startswith("it does not pay: a replay takes ")
     assert bench.tree.counts["not worth it"] == 1
