@@ -111,13 +111,16 @@ class ChangesLast(_OutputCode):  # type: ignore[misc]
     """Code that returns new values of inputs behind its `count` outputs, copied to the inputs `targets` at last.
 
     AOTAutograd keeps it in no cache: it has no key of Inductor's, by which `code` alone would be found, and it refuses
-    to be serialized.
+    to be serialized.  Having none is having no such attribute: AOTAutograd of torch 2.11 asks for that alone.
     """
 
     def __init__(self, code: Any, targets: Sequence[int], count: int) -> None:
         self.code, self.targets, self.count = code, targets, count
         self._boxed_call = True
-        self._fx_graph_cache_key = None
+
+    @property
+    def _fx_graph_cache_key(self) -> str:
+        raise AttributeError("_fx_graph_cache_key")
 
     def __call__(self, args: list[Any]) -> Any:
         changed = [args[index] for index in self.targets]
