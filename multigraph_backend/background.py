@@ -17,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
-import gc
+import fcntl
+import os
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Generic, TypeVar
 
 from multigraph_backend import _compat
@@ -29,6 +31,7 @@ Result = TypeVar("Result")
 
 _GRACE = 1.0  # seconds an overdue compile gets to notice
 _UNWINDING = 10.0  # seconds it gets to unwind once it has
+_LOCKED = ".lock"  # how the files that Inductor locks end
 
 
 class CompileTimeout(Exception):
@@ -119,15 +122,28 @@ class _Job(Generic[Result]):
 
 
 def _let_go_of_files() -> None:
-    """Release the locks on files that the calling thread holds, as far as they know their thread."""
+    """Release the locks on files that the calling thread is inside of: those that a frame of it names, or whose path.
+
+    All objects of the process must not be looked at for that: a tuple that another thread is making would be seen
+    half made, and could not be finished.
+    """
     kind = getattr(sys.modules.get("filelock"), "BaseFileLock", None)
     if kind is None:  # the package is not loaded
         return
-    for entry in gc.get_objects():
-        if issubclass(type(entry), kind):
-            with contextlib.suppress(Exception):
-                if entry.is_thread_local() and entry.is_locked:
-                    entry.release(force=True)
+    paths = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if type(value) is str and value.endswith(_LOCKED):
+                paths.add(os.path.realpath(value))
+            elif issubclass(type(value), kind):
+                paths.add(os.path.realpath(value.lock_file))
+        frame = frame.f_back
+    with contextlib.suppress(OSError):  # a system that does not tell
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}") in paths:
+                    fcntl.flock(int(name), fcntl.LOCK_UN)
 
 
 def compile_within(
