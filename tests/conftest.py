@@ -11,5 +11,7 @@ import pytest
 def _fresh_start() -> None:
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+        # torch 2.11 forgets to set it back where threads call code with dynamic=True at the same time
+        sys.modules["torch._dynamo"].config.assume_static_by_default = True
     if "multigraph_backend.trace" in sys.modules:
         sys.modules["multigraph_backend.trace"].reset_stats()
