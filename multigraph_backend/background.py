@@ -8,8 +8,9 @@ backward takes it too.  When time is up the thread is asked to end by an excepti
 waits in C code, or in a callback that drops exceptions) is abandoned: the lock is taken over, process-wide changes are
 undone by the caller.  Should it come
 back later, it is parked for good: unwinding would set random states and configurations back to what they were before
-the compile, under the feet of a program that has gone on.  Locks on files it gives back first: Inductor holds one while
-a C++ compiler runs, and other compiles, of other processes too, would wait for it.
+the compile, under the feet of a program that has gone on.  A lock on a
+file that Inductor holds while a C++ compiler runs stays with it: other compiles wait for that as long as Inductor lets
+them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
-import fcntl
-import os
-import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Generic, TypeVar
 
 from multigraph_backend import _compat
@@ -31,7 +28,6 @@ Result = TypeVar("Result")
 
 _GRACE = 1.0  # seconds an overdue compile gets to notice
 _UNWINDING = 10.0  # seconds it gets to unwind once it has
-_LOCKED = ".lock"  # how the files that Inductor locks end
 
 
 class CompileTimeout(Exception):
@@ -117,33 +113,7 @@ class _Job(Generic[Result]):
         with self._lock:
             self._unwinding = not self._abandoned
         if not self._unwinding:
-            _let_go_of_files()
             threading.Event().wait()
-
-
-def _let_go_of_files() -> None:
-    """Release the locks on files that the calling thread is inside of: those that a frame of it names, or whose path.
-
-    All objects of the process must not be looked at for that: a tuple that another thread is making would be seen
-    half made, and could not be finished.
-    """
-    kind = getattr(sys.modules.get("filelock"), "BaseFileLock", None)
-    if kind is None:  # the package is not loaded
-        return
-    paths = set()
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        for value in frame.f_locals.values():
-            if type(value) is str and value.endswith(_LOCKED):
-                paths.add(os.path.realpath(value))
-            elif issubclass(type(value), kind):
-                paths.add(os.path.realpath(value.lock_file))
-        frame = frame.f_back
-    with contextlib.suppress(OSError):  # a system that does not tell
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{name}") in paths:
-                    fcntl.flock(int(name), fcntl.LOCK_UN)
 
 
 def compile_within(

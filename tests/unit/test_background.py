@@ -9,9 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
-import filelock
 import pytest
 import torch
 
@@ -145,33 +143,6 @@ def _parked() -> bool:
         [entry.name for entry in traceback.extract_stack(frame)][-5:-2] == ["compile", "__init__", "noticed"]
         for frame in sys._current_frames().values()
     )
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_a_compile_that_was_given_up_gives_locks_on_files_back_when_it_comes_back(tmp_path: Path, named: bool) -> None:
-    """As where a C++ compiler takes longer than the limit: Inductor keeps a name of the lock, or of its path."""
-
-    def run_the_compiler() -> None:
-        time.sleep(2)
-
-    def compile(process_wide: contextlib.ExitStack) -> None:
-        if named:
-            lock = filelock.FileLock(tmp_path / "here.lock")
-            with lock:
-                run_the_compiler()
-        else:
-            path = str(tmp_path / "here.lock")
-            with filelock.FileLock(path):
-                run_the_compiler()
-
-    other = filelock.FileLock(tmp_path / "other.lock")
-    with other:
-        with pytest.raises(CompileTimeout):
-            compile_within(0.1, compile, here())
-        with filelock.FileLock(tmp_path / "here.lock", timeout=30):  # raises where it is not given back
-            pass
-        with pytest.raises(filelock.Timeout), filelock.FileLock(tmp_path / "other.lock", timeout=0.1):
-            pass  # locks of other threads are theirs
 
 
 def _sleeps_in(thread: threading.Thread, function: str) -> bool:
