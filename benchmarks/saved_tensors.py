@@ -551,7 +551,9 @@ def main() -> int:
         return loss_curve.main(args)
     if args.answer is not None:
         return answer(args.answer, partial(answered, args))
-    results = Results("saved_tensors", "Saved tensors: memory and time of training steps, packed or not", COLUMNS, args)
+    title = "Saved tensors: memory and time of training steps, packed or not"
+    title += ", multigraph's recorded" if args.cudagraphs == "auto" else ""
+    results = Results("saved_tensors", title, COLUMNS, args)
     with torch._inductor.config.patch(reorder_for_peak_memory=not args.no_reordering):
         _, error = attempt(partial(add_rows, args, results))
     if error is not None:

@@ -13,7 +13,7 @@ that a CUDA graph launched, in training of a forward, the loss, which is eager, 
 torch.compile(mode="reduce-overhead"), its steps that raised or were wrong.
 
     python benchmarks/zoo.py --json zoo.json --jobs 16
-    python benchmarks/zoo.py --only resnet18 mixtral --no-stock
+    python benchmarks/zoo.py --only resnet18 MixtralForCausalLM --no-stock
 """
 
 from __future__ import annotations

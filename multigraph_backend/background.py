@@ -6,9 +6,8 @@ take the request with it.  (Compiling while the generic graph serves will use th
 torch allows one compile at a time, under Dynamo's compile lock, which the compiling thread takes because Inductor's
 backward takes it too.  When time is up the thread is asked to end by an exception; one that does not come back (it
 waits in C code, or in a callback that drops exceptions) is abandoned: the lock is taken over, process-wide changes are
-undone by the caller.  Should it come
-back later, it is parked for good: unwinding would set random states and configurations back to what they were before
-the compile, under the feet of a program that has gone on.  A lock on a
+undone by the caller.  Should it come back later, it is parked for good: unwinding would set random states and
+configurations back to what they were before the compile, under the feet of a program that has gone on.  A lock on a
 file that Inductor holds while a C++ compiler runs stays with it: other compiles wait for that as long as Inductor lets
 them.
 """

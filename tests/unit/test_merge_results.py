@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "merge_results.py"
+from tests.unit.scripts import load
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("merge_results", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-merge_results = _load()
+merge_results = load("merge_results")
 
 
 def part(date: str, *rows: int, **others: Any) -> dict[str, Any]:

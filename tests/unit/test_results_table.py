@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "results_table.py"
+from tests.unit.scripts import load
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-results_table = _load()
+results_table = load("results_table")
 
 RESULT: dict[str, Any] = {
     "benchmark": "dispatch",
