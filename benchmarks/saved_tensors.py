@@ -11,6 +11,9 @@ inductor, checkpointing   each block under torch.utils.checkpoint
 multigraph                torch.compile(backend="multigraph"), no rules
 multigraph, fp8           options={"saved_tensors": [Rule(Match(...), Cast("float8_e4m3fn"))]}
 multigraph, int8          the same with Scaled("int8", per="row")
+multigraph, fp8, pointwise     what is made pointwise of what is packed is computed again from that: before the others
+                          a Rule(Match(..., pointwise=True), Recompute(from_packed=True))
+multigraph, int8, pointwise    the same with int8
 multigraph, offload       Offload() for the first blocks, a twelfth of them: what a link can carry beside the step
 multigraph, budget 0.5    options={"saved_tensors_budget": 0.5} without rules: computed again
 multigraph, budget 0.3, int8   the same with 0.3, and int8 allowed
@@ -68,7 +71,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +98,7 @@ from measure import (
 from training_programs import Language, Stack
 
 import multigraph_backend
-from multigraph_backend import Cast, Match, Offload, Rule, Scaled
+from multigraph_backend import Cast, Match, Offload, Recompute, Rule, Scaled
 from multigraph_backend.backend import multigraph
 
 COLUMNS = (
@@ -119,6 +122,8 @@ STOCK = {
     "multigraph": "inductor",
     "multigraph, fp8": "inductor, fp8",
     "multigraph, int8": "inductor, int8",
+    "multigraph, fp8, pointwise": "inductor, fp8",
+    "multigraph, int8, pointwise": "inductor, int8",
     "multigraph, offload": "inductor",
     "multigraph, budget 0.5": "inductor, budget 0.5",
     "multigraph, budget 0.3, int8": "inductor, int8",
@@ -243,7 +248,8 @@ def forms_of(stack: Stack, options: Mapping[str, Any]) -> list[Form]:
     half = partial(torch._functorch.config.patch, activation_memory_budget=0.5)
     first = [f"*blocks.{number}{end}" for number in range(stack.first_blocks()) for end in ("", ".*")]
     offload = [Rule(Match(module=name, dtype=match.dtype, min_bytes=stack.least), Offload()) for name in first]
-    int8 = Rule(match, Scaled("int8", per="row"))
+    fp8, int8 = Rule(match, Cast("float8_e4m3fn")), Rule(match, Scaled("int8", per="row"))
+    again = Rule(replace(match, pointwise=True), Recompute(from_packed=True))
     return [
         Form("eager", program),
         Form("eager, fp8", program, "fp8", inlined("fp8", stack)),
@@ -254,8 +260,10 @@ def forms_of(stack: Stack, options: Mapping[str, Any]) -> list[Form]:
         Form("inductor, budget 0.5", inductor, making=half),
         Form("inductor, checkpointing", partial(inductor, blocks)),
         Form("multigraph", ours),
-        Form("multigraph, fp8", partial(ours, Rule(match, Cast("float8_e4m3fn"))), "fp8"),
+        Form("multigraph, fp8", partial(ours, fp8), "fp8"),
         Form("multigraph, int8", partial(ours, int8), "int8"),
+        Form("multigraph, fp8, pointwise", partial(ours, again, fp8), "fp8"),
+        Form("multigraph, int8, pointwise", partial(ours, again, int8), "int8"),
         *([Form("multigraph, offload", partial(ours, *offload), "offload")] if stack.device == "cuda" else []),
         Form("multigraph, budget 0.5", partial(ours, budget=0.5), "recompute"),
         Form("multigraph, budget 0.3, int8", partial(ours, int8, budget=0.3), "int8"),

@@ -13,12 +13,12 @@ Invariant: every saved tensor is in one unit or among the kept ones, never in bo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import GraphModule, Node
 
-from multigraph_backend.saved_tensors import graphs
+from multigraph_backend.saved_tensors import graphs, pointwise
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.rules import (
     Bits,
@@ -93,6 +93,11 @@ def choose(
         ),
         **dict.fromkeys(changed(forward), "the graph changes it in place"),
     }
+    follows: set[Node] = set()
+    if any(rule.match.pointwise is not None for rule in rules):
+        parameters = {node for node, role in roles.items() if role == "parameter"}
+        known = {root: members for root, members in families.items() if root not in odd}
+        follows = pointwise.following(forward.graph, known, parameters)
     for root, members in families.items():
         role = roles.get(root, "intermediate")
         if gathered and role in ("parameter", "input"):
@@ -102,7 +107,8 @@ def choose(
             choice.kept += [Kept(node, describe(node, node, role), odd[root]) for node in members]
             continue
         for source, views in _sources(root, members):
-            _decide(choice, source, views, role, rules)
+            described = replace(describe(source, views[0], role), pointwise=root in follows)
+            _decide(choice, source, views, described, rules)
     return choice
 
 
@@ -112,8 +118,7 @@ def held(forward: GraphModule, outputs: int, static: Sequence[int]) -> list[str]
     return [node.name for node in saved_tensors(forward, outputs) if graphs.root(node) in roles]
 
 
-def _decide(choice: Choice, source: Node, members: Sequence[Node], role: Role, rules: Sequence[Rule]) -> None:
-    described = describe(source, members[0], role)
+def _decide(choice: Choice, source: Node, members: Sequence[Node], described: Described, rules: Sequence[Rule]) -> None:
     rule = decide(rules, described)
     reason = rule if isinstance(rule, str) else ""
     if isinstance(rule, Rule):
@@ -125,7 +130,7 @@ def _decide(choice: Choice, source: Node, members: Sequence[Node], role: Role, r
         else:
             choice.units.append(Unit(source, tuple(members), described, rule.pack, str(rule)))
             return
-    choice.kept += [Kept(node, describe(node, node, role), reason) for node in members]
+    choice.kept += [Kept(node, describe(node, node, described.role), reason) for node in members]
 
 
 def _sources(root: Node, members: Sequence[Node]) -> list[tuple[Node, list[Node]]]:

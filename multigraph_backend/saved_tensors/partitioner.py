@@ -34,6 +34,7 @@ from multigraph_backend.saved_tensors import (
     recompute,
     surgery,
     transfers,
+    units,
     within_budget,
 )
 from multigraph_backend.saved_tensors.account import SavedTensor, SavedTensors
@@ -110,8 +111,7 @@ def pack_saved_tensors(
             kept = [entry for entry in kept if entry.node.name not in lent]
             account.add(SavedTensors(tuple(map(_kept, kept)), budget=said))
             return forward, backward
-        placed = Estimate(forward, backward, outputs, static, reordered).place(traced)
-        surgery.carry_out(forward, backward, outputs, traced, placed)
+        placed = _carry_out(forward, backward, outputs, static, traced, reordered)
         used = recompute.take_back(forward, backward, outputs, lent)
         kept = [entry for entry in kept if entry.node.name not in lent or entry.node.name in used]
         account.add(replace(_account(traced, kept, placed), budget=said))
@@ -126,6 +126,29 @@ def pack_saved_tensors(
     return forward, backward
 
 
+def _carry_out(
+    forward: GraphModule,
+    backward: GraphModule,
+    outputs: int,
+    static: Sequence[int],
+    traced: Sequence[Traced],
+    reordered: bool,
+) -> placement.Placement:
+    """Put packs and unpacks into both graphs, where they are placed.
+
+    What is computed again from what is packed comes first: to the others these are steps like any.
+    """
+    packed = {member.name for entry in traced for member in entry.unit.members}
+    leaning = [entry for entry in traced if any(anchor.name in packed for anchor in units.anchors(entry))]
+    rest = [entry for entry in traced if entry not in leaning]
+    parts = [part for part in (leaning, rest) if part]
+    found = []
+    for part in parts:
+        found.append(Estimate(forward, backward, outputs, static, reordered).place(part))
+        surgery.carry_out(forward, backward, outputs, part, found[-1])
+    return found[0] if len(found) == 1 else found[1].after(found[0])
+
+
 def _by_rules(
     forward: GraphModule,
     backward: GraphModule,
@@ -137,12 +160,14 @@ def _by_rules(
     """What the first rule that matches says of each saved tensor."""
     choice = choosing.choose(forward, outputs, static, rules, gathered)
     tracer = Tracer(backward)
-    # what is computed again leans on nothing that a rule is about
+    # what is computed again leans on nothing that a rule is about, or if it may on what is packed
     taken = {member.name for unit in choice.units for member in unit.members}
+    again = {member.name for unit in choice.units if isinstance(unit.pack, Recompute) for member in unit.members}
     traced, kept = [], list(choice.kept)
     for unit in choice.units:
+        leans = isinstance(unit.pack, Recompute) and unit.pack.from_packed
         try:
-            traced.append(tracer.trace(unit, taken))
+            traced.append(tracer.trace(unit, again if leans else taken))
         except CannotPack as reason:
             kept += [Kept(member, unit.described, str(reason)) for member in unit.members]
     return traced, kept

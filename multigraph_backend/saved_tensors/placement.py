@@ -93,6 +93,16 @@ class Placement:
     settles: tuple[tuple[str, tuple[str, ...]], ...] = ()
     begins: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
+    def after(self, first: Placement) -> Placement:
+        """Both, where this one is of the programs that `first` left."""
+        return replace(
+            self,
+            pack_before={**first.pack_before, **self.pack_before},
+            unpackings={**first.unpackings, **self.unpackings},
+            unpacked_forward_peak=first.unpacked_forward_peak,
+            unpacked_backward_peak=first.unpacked_backward_peak,
+        )
+
 
 _Packs = dict[str, int]
 _Unpacks = dict[str, list[tuple[int, list[int]]]]

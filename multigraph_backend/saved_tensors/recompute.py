@@ -10,7 +10,6 @@ Invariant: what is repeated gives the same each time: operators of torch that dr
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -19,9 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend.saved_tensors import choosing, costs, graphs
 from multigraph_backend.saved_tensors.choosing import Unit
+from multigraph_backend.saved_tensors.repeating import MOST, why_not
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
-
-MOST = 64  # operations that are repeated for one tensor
 
 
 def trace(unit: Unit, backward: GraphModule, taken: Collection[str]) -> Traced:
@@ -61,27 +59,13 @@ def _needed(wanted: list[Node], given: dict[str, Node]) -> tuple[set[Node], list
         if node.name in given:
             anchors[node] = None
             continue
-        _check(node)
+        if (reason := why_not(node)) is not None:
+            raise CannotPack(reason)
         needed.add(node)
         if len(needed) > MOST:
             raise CannotPack(f"more than {MOST} operations lead to it from what the backward has")
         waiting += node.all_input_nodes
     return needed, list(anchors)
-
-
-def _check(node: Node) -> None:
-    if node.op != "call_function":
-        raise CannotPack(f"it is made of {node.name}, which the backward does not have")
-    if node.target is operator.getitem:
-        return
-    schema: Any = getattr(node.target, "_schema", None)
-    tags = getattr(node.target, "tags", ())
-    if schema is None or getattr(node.target, "namespace", "") not in ("aten", "prims"):
-        raise CannotPack(f"it is made by {node.target}, which may give something else when it is repeated")
-    if torch.Tag.nondeterministic_seeded in tags:
-        raise CannotPack(f"it is made by {node.target}, which draws random numbers")
-    if schema.is_mutable:
-        raise CannotPack(f"it is made by {node.target}, which changes something")
 
 
 def _nothing(source: Node) -> GraphModule:

@@ -127,10 +127,19 @@ class Offload:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Save nothing: the backward computes it again, from what it has anyway.  Not of random numbers."""
+    """Save nothing: the backward computes it again, from what it has anyway.  Not of random numbers.
+
+    from_packed: also from what other rules pack, as it is unpacked; with their rounding, if they round
+    """
+
+    from_packed: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.from_packed, bool):
+            raise ValueError(f"from_packed must be True or False, got {shown(self.from_packed)}")
 
     def __str__(self) -> str:
-        return "recompute"
+        return "recompute" + (" from what is packed" if self.from_packed else "")
 
 
 Pack = Keep | Cast | Scaled | Bits | Offload | Recompute | SavedHook
@@ -145,6 +154,8 @@ class Match:
     min_bytes: its size at the least
     module: path or glob of the module that produced it, "layers.0.attention", "layers.*"
     role: "intermediate", "input", "parameter" or "output"
+    pointwise: whether it is made pointwise of what else is saved, and of parameters: the output of an activation whose
+    input is saved too, of a norm whose statistics are
     """
 
     op: str | None = None
@@ -152,6 +163,7 @@ class Match:
     min_bytes: int | None = None
     module: str | None = None
     role: Role | None = None
+    pointwise: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -161,6 +173,8 @@ class Match:
         low = self.min_bytes
         if low is not None and (isinstance(low, bool) or not isinstance(low, int) or low < 0):
             raise ValueError(f"min_bytes must be a number of bytes, got {shown(low)}")
+        if self.pointwise is not None and not isinstance(self.pointwise, bool):
+            raise ValueError(f"pointwise must be True or False, got {shown(self.pointwise)}")
         if self.role is not None and self.role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(map(repr, ROLES))}, got {shown(self.role)}")
 
@@ -199,6 +213,7 @@ class Described:
     bytes: int
     module: str
     role: Role
+    pointwise: bool = False
 
 
 def decide(rules: Sequence[Rule], tensor: Described) -> Rule | str:
@@ -211,6 +226,8 @@ def decide(rules: Sequence[Rule], tensor: Described) -> Rule | str:
         if match.dtype is not None and match.dtype != tensor.dtype:
             continue
         if match.module is not None and not fnmatch.fnmatchcase(tensor.module, match.module):
+            continue
+        if match.pointwise is not None and match.pointwise != tensor.pointwise:
             continue
         if match.min_bytes is not None and tensor.bytes < match.min_bytes:
             continue
@@ -267,7 +284,7 @@ def rule_to_json(rule: Rule) -> dict[str, Any]:
     elif isinstance(rule.pack, Bits):
         pack = "bits"
     elif isinstance(rule.pack, Recompute):
-        pack = "recompute"
+        pack = {"recompute": {"from_packed": True}} if rule.pack.from_packed else "recompute"
     elif isinstance(rule.pack, SavedHook):
         pack = {"hook": rule.pack.name, "key": rule.pack.key}  # a function is no plain data: this names it
     return {"match": {name: value for name, value in match.items() if value is not None}, "pack": pack}
@@ -294,6 +311,10 @@ def _pack_from_json(pack: Any) -> Pack:
         _refuse_unknown(pack, ("offload",), "pack")
         _refuse_unknown(pack["offload"], ("waiting", "ahead"), "offload")
         return Offload(**pack["offload"])
+    if isinstance(pack, Mapping) and isinstance(pack.get("recompute"), Mapping):
+        _refuse_unknown(pack, ("recompute",), "pack")
+        _refuse_unknown(pack["recompute"], ("from_packed",), "recompute")
+        return Recompute(**pack["recompute"])
     if isinstance(pack, str) and ":" in pack:
         return _imported(pack)
     kinds = '"keep", "bits", "offload", "recompute", "module:name" of a saved_hook, {"cast": dtype} or {"scale": dtype}'
