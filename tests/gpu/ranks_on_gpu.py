@@ -29,6 +29,7 @@ from multigraph_backend.cudagraphs.output_code import RecordedCode
 PROGRAMS: dict[str, Callable[[int], None]] = {}
 BY_NAME: dict[str, Callable[[int], None]] = {}
 DEVICE = "cuda"
+TIMEOUT = 60.0  # seconds of a collective
 
 
 def program(function: Callable[[int], None]) -> Callable[[int], None]:
@@ -487,14 +488,14 @@ def the_model_of_each_rank_lies_in_a_pool(rank: int) -> None:
 
 def main() -> int:
     rank, size, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    faulthandler.dump_traceback_later(230, exit=True)  # a rank that hangs says where
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.cuda.set_device(rank)
     device = torch.device(DEVICE, rank)
     dist.init_process_group(
-        "nccl", rank=rank, world_size=size, device_id=device, timeout=datetime.timedelta(seconds=60)
+        "nccl", rank=rank, world_size=size, device_id=device, timeout=datetime.timedelta(seconds=TIMEOUT)
     )
     for name in sys.argv[4:] or PROGRAMS:
+        faulthandler.dump_traceback_later(TIMEOUT * 0.7)  # a rank that hangs says where
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.synchronize()

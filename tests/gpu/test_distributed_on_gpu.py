@@ -27,8 +27,10 @@ def names(kind: str = "program") -> list[str]:
 def run(wanted: list[str], seconds: float, environ: Mapping[str, str] | None = None) -> None:
     port = str(processes.free_port())
     words = [[str(rank), "2", port, *wanted] for rank in range(2)]
-    for ended in processes.run(PROGRAM, words, seconds, environ):
-        assert ended.status == 0, ended.said
+    ranks = processes.run(PROGRAM, words, seconds, environ)
+    every = "\n".join(f"rank {rank} ended with {ended.status}: {ended.said}" for rank, ended in enumerate(ranks))
+    assert [ended.status for ended in ranks] == [0, 0], every
+    for ended in ranks:
         assert [name for name in wanted if f"{name}: ok" not in ended.said] == []
 
 
