@@ -209,12 +209,17 @@ class CudaDevice:
             self.new_pool()
 
     def wait_for(self, stream: int) -> None:
-        torch.cuda.current_stream(self.index).wait_stream(torch.cuda.ExternalStream(stream, device=self._device))
+        torch.cuda.current_stream(self.index).wait_stream(self._stream_of(stream))
+
+    def _stream_of(self, handle: int) -> torch.cuda.Stream:
+        if not handle:  # torch would take a new one from its pool
+            return torch.cuda.default_stream(self.index)
+        return torch.cuda.ExternalStream(handle, device=self._device)
 
     def mark(self, stream: int) -> Callable[[], bool] | None:
         torch.cuda.set_device(self.index)  # a thread that comes from another device would make a context there
         event = torch.cuda.Event()
-        with _beside_captures(), torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device)):
+        with _beside_captures(), torch.cuda.stream(self._stream_of(stream)):
             if self.capturing():
                 return None
             event.record()

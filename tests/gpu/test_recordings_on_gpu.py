@@ -584,3 +584,23 @@ def test_meta_tensors_are_no_reason_to_skip() -> None:
 
 def test_every_replay_is_checked_by_poison() -> None:
     assert runtime.tree(0).poisons  # all tests of this folder run in this mode
+
+
+def test_a_call_on_another_stream_waits_for_what_the_default_stream_still_reads() -> None:
+    function = compiled(lambda x: (x.sin() * 2).cos())
+    side = torch.cuda.Stream()
+    for _ in range(4):
+        function(torch.randn(1 << 16, device=CUDA))
+    for _ in range(4):
+        first, second = torch.randn(1 << 16, device=CUDA), torch.randn(1 << 16, device=CUDA)
+        torch.cuda.synchronize()
+        y = function(first)
+        torch.cuda._sleep(100_000_000)
+        kept = y.clone()
+        del y
+        with torch.cuda.stream(side):
+            got = function(second).clone()
+        torch.cuda.synchronize()
+        close(kept, (first.sin() * 2).cos())
+        close(got, (second.sin() * 2).cos())
+    assert tree_counts("recordings") >= 1
