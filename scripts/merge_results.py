@@ -2,8 +2,10 @@
 
     python scripts/merge_results.py benchmarks/results/models.json out/gpt2/models.json out/llama/models.json
     python scripts/merge_results.py benchmarks/results/gpu_tests.json out/a/summary.json out/b/summary.json
+    python scripts/merge_results.py --several-commits benchmarks/results/endings.json out/*/endings.json
 
-The parts must be of one benchmark, commit, machine and set of versions; what they list comes in the order given.
+The parts must be of one benchmark, commit, machine and set of versions; what they list comes in the order given. With
+`--several-commits` they may be of more than one: the result names each of them, and each row its own.
 """
 
 from __future__ import annotations
@@ -23,8 +25,14 @@ class NotAlike(ValueError):
     """Parts that are not of one run's conditions."""
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(parts: Sequence[Mapping[str, Any]], several_commits: bool = False) -> dict[str, Any]:
     """All that `parts` list under what they have in common, dated as the last of them.  Raises NotAlike."""
+    if several_commits:
+        together = ", ".join(dict.fromkeys(str(part["commit"]) for part in parts))
+        parts = [
+            {**part, "rows": [{**row, "commit": part["commit"]} for row in part["rows"]], "commit": together}
+            for part in parts
+        ]
     heads = [{key: value for key, value in part.items() if key not in OWN} for part in parts]
     for head in heads[1:]:
         different = sorted(key for key in heads[0].keys() | head.keys() if heads[0].get(key) != head.get(key))
@@ -41,9 +49,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("to", type=Path)
     parser.add_argument("parts", type=Path, nargs="+")
+    parser.add_argument("--several-commits", action="store_true", help="parts of more than one commit")
     args = parser.parse_args()
     try:
-        result = merged([json.loads(path.read_text()) for path in args.parts])
+        result = merged([json.loads(path.read_text()) for path in args.parts], args.several_commits)
     except (OSError, ValueError) as error:
         print(f"scripts/merge_results.py: {error}", file=sys.stderr)
         return 1

@@ -54,13 +54,21 @@ def _where(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     failed = sum(row.get("error") is not None for row in rows)
     if failed:
         parts.append(f"{failed} of {len(rows)} rows failed")
-    said = f"`benchmarks/{result['benchmark']}.py{' --quick' if result.get('quick') else ''}`"
+    said = f"`{_script(str(result['benchmark']))}{' --quick' if result.get('quick') else ''}`"
     return f"{said}: {', '.join(parts)}."
 
 
-def _short(commit: str) -> str:
-    name, dash, dirty = commit.partition("-")
-    return name[:12] + dash + dirty
+def _script(benchmark: str) -> str:
+    """What wrote a file that says it is of `benchmark`: one beside the benchmarks, or else one among the tests."""
+    found = CHECKOUT.glob(f"tests/*/*_{benchmark}.py")
+    others = [path.relative_to(CHECKOUT) for path in found if not path.name.startswith("test_")]
+    own = Path("benchmarks") / f"{benchmark}.py"
+    return str(own if (CHECKOUT / own).exists() or len(others) != 1 else others[0])
+
+
+def _short(commits: str) -> str:
+    named = [commit.partition("-") for commit in commits.split(", ")]
+    return " and ".join(name[:12] + dash + dirty for name, dash, dirty in named)
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -48,3 +48,9 @@ def test_summaries_of_tests_are_merged_alike() -> None:
     whole = merge_results.merged([summary("one", 1), summary("two", 2)])
     assert [part["name"] for part in whole["parts"]] == ["one", "two"]
     assert whole["gpus"] == ["H200"] * 2
+
+
+def test_parts_of_several_commits_where_that_is_asked_for() -> None:
+    whole = merge_results.merged([part("1", 1), part("2", 2, commit="4567"), part("3", 3)], several_commits=True)
+    assert whole["commit"] == "0123, 4567"
+    assert [(row["n"], row["commit"]) for row in whole["rows"]] == [(1, "0123"), (2, "4567"), (3, "0123")]

@@ -117,3 +117,9 @@ def test_a_result_that_no_benchmark_wrote_is_an_error(
     assert run(checkout, "--check") == 1
     assert "other" in capsys.readouterr().err
     assert (checkout / "README.md").read_text() == README
+
+
+def test_what_a_script_among_the_tests_wrote_names_that_script() -> None:
+    assert results_table._script("dispatch") == "benchmarks/dispatch.py"
+    assert results_table._script("endings") == "tests/distributed/soak_endings.py"
+    assert results_table._short("0123456789abcdef, fedcba9876543210-dirty") == "0123456789ab and fedcba987654-dirty"
