@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, circles
 
 Result = TypeVar("Result")
 
@@ -55,6 +55,7 @@ class _Job(Generic[Result]):
         self._ended = False
         self._abandoned = False
         self._unwinding = False
+        self._told = threading.Lock()  # held while an exception waits for the compiling thread to run Python
         self.holds_lock = threading.Event()
         self.finished = threading.Event()
         self.result: Result | None = None
@@ -105,10 +106,14 @@ class _Job(Generic[Result]):
 
     def _interrupt(self, thread: threading.Thread) -> None:
         overdue = type("_Overdue", (_Overdue,), {"job": self})
+        self._told.acquire()
+        circles.look_out(thread.ident or 0, self._told)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(overdue))
 
     def noticed(self) -> None:
         """In the compiling thread, when the exception of `abandon` reaches it; does not return once abandoned."""
+        if self._told.locked():
+            self._told.release()
         with self._lock:
             self._unwinding = not self._abandoned
         if not self._unwinding:

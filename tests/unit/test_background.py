@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import subprocess
 import sys
 import threading
 import time
@@ -135,6 +136,25 @@ def test_a_compile_that_drops_what_should_end_it_is_parked_too(monkeypatch: pyte
     assert _parked()
     assert dropped == ["_Overdue"]
     assert compile_within(10, lambda process_wide: 42, here()) == 42
+
+
+PROFILED = """
+import contextvars, cProfile, threading
+from multigraph_backend import background
+
+in_c_code = threading.Lock()
+in_c_code.acquire()
+try:
+    background.compile_within(0.2, lambda process_wide: in_c_code.acquire(), contextvars.copy_context())
+except background.CompileTimeout:
+    profile = cProfile.Profile()
+    print(profile.runcall(lambda: (lambda: "profiled")()), sum(entry.callcount for entry in profile.getstats()))
+"""
+
+
+def test_a_program_can_be_profiled_while_a_compile_that_was_given_up_is_in_c_code() -> None:
+    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("profiled "), done.stderr
 
 
 def _parked() -> bool:
