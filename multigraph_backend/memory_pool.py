@@ -38,7 +38,9 @@ class MemoryPool(Protocol):
     #: addresses of the blocks that the runtime owns
     owned: set[int]
 
-    def restore(self, state: State, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
+    def restore(
+        self, state: State, blocks: Collection[int], owned: Sequence[tuple[int, int]] = ()
+    ) -> list[torch.UntypedStorage]:
         """See `device.Device.restore`."""
 
     def freed(self) -> frozenset[int]:
@@ -92,7 +94,11 @@ class TorchPool:
         self._flag = flag  # the anchor writes to it
         self.empty = State(self._now(), frozenset())
 
-    def restore(self, state: State, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
+    def restore(
+        self, state: State, blocks: Collection[int], owned: Sequence[tuple[int, int]] = ()
+    ) -> list[torch.UntypedStorage]:
+        device = torch.device("cuda", self.index)
+        owners = [_compat.storage_at(address, device, nbytes) for address, nbytes in owned]
         for address in self.owned:
             _compat.free_block(address)
         self.owned.clear()
@@ -102,6 +108,7 @@ class TorchPool:
             _compat.free_block(address)
             self.owned.discard(address)
         self._owners = [(storage.data_ptr(), StorageWeakRef(storage)) for storage in owners]
+        return owners
 
     def freed(self) -> frozenset[int]:
         freed = frozenset(address for address, owner in self._owners if owner.expired())

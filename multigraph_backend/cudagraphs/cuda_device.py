@@ -107,10 +107,12 @@ class CudaDevice:
     def empty_state(self) -> PoolState:
         return self._pool.empty
 
-    def restore(self, state: PoolState, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
+    def restore(
+        self, state: PoolState, blocks: Collection[int], owned: Sequence[tuple[int, int]] = ()
+    ) -> list[torch.UntypedStorage]:
         assert isinstance(state, State)
         try:
-            self._pool.restore(state, blocks, owners)
+            return self._pool.restore(state, blocks, owned)
         except Exception as error:
             self.new_pool()
             raise DeviceFailed(_first_line(error)) from error

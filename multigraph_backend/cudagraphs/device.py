@@ -137,12 +137,15 @@ class Device(Protocol):
     def empty_state(self) -> PoolState:
         """The pool without any block."""
 
-    def restore(self, state: PoolState, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
+    def restore(
+        self, state: PoolState, blocks: Collection[int], owned: Sequence[tuple[int, int]] = ()
+    ) -> list[torch.UntypedStorage]:
         """Make the pool's allocator what it was at `state`, with the blocks at the addresses `blocks` allocated and no
         others (`blocks` are among those of `state`).  Bytes are not touched where a block stays allocated.
 
-        `owners` are storages that `storage_at` has just made over some of `blocks`: during the next capture, and then
-        only, the death of one frees its block, for the rest of the capture to use.
+        `owned`: address and bytes of some of `blocks`.  Returns an *owner* for each, a storage over it, which is held
+        by nobody else: during the next capture, and then only, its death frees the block, for the rest of the capture
+        to use.
 
         Raises `DeviceFailed`; a new pool is begun then.
         """

@@ -156,17 +156,14 @@ def record(
     piece: Piece,
     inputs: Sequence[Any],
     plan: InputPlan,
-    prepare: Callable[[Sequence[torch.UntypedStorage]], None],
+    prepare: Callable[[Sequence[tuple[int, int]]], list[torch.UntypedStorage]],
 ) -> Recording:
-    """Capture `piece` for `inputs`.  `prepare` sets the pool to the state to record in, given the owners of blocks.
+    """Capture `piece` for `inputs`.  `prepare` sets the pool to the state to record in, and makes owners of blocks.
 
     Nothing of it runs.  Raises `NotRecorded`; the pool is then fit for another `prepare`.
     """
-    owners = {
-        slot.address: device.storage_at(slot.address, slot.nbytes)
-        for slot in {id(slot): slot for slot in (plan.managed[index] for index in plan.owned)}.values()
-    }
-    prepare(list(owners.values()))
+    dying = {slot.address: slot.nbytes for slot in (plan.managed[index] for index in plan.owned)}
+    owners = dict(zip(dying, prepare(list(dying.items())), strict=True))
     parts = {index: _place(inputs[index]) for index in plan.copied}
     owned = {index: (plan.managed[index].address, Layout.of(inputs[index])) for index in plan.owned}
     places: dict[int, tuple[int, int]] = {}

@@ -208,7 +208,10 @@ class SimulatedDevice:
     def empty_state(self) -> PoolState:
         return _State(self._pool, ArenaState())
 
-    def restore(self, state: PoolState, blocks: Collection[int], owners: Sequence[torch.UntypedStorage] = ()) -> None:
+    def restore(
+        self, state: PoolState, blocks: Collection[int], owned: Sequence[tuple[int, int]] = ()
+    ) -> list[torch.UntypedStorage]:
+        owners = [self.storage_at(address, nbytes) for address, nbytes in owned]
         self._driver("restore", tuple(sorted(blocks)))
         pool = self._pool
         if not isinstance(state, _State) or state.pool is not pool:
@@ -225,6 +228,7 @@ class SimulatedDevice:
         pool.arena.restore(ArenaState(tuple(kept.items())))
         self._owners = owning
         self._memory.scatter()
+        return owners
 
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
         pool = self._pool

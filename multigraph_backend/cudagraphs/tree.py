@@ -390,7 +390,7 @@ class Tree:
                 function.piece,
                 inputs,
                 plan,
-                lambda owners: self.device.restore(state, alive, owners),
+                lambda owned: self.device.restore(state, alive, owned),
             )
         except NotRecorded as why:
             self.counts["failed"] += 1

@@ -8,13 +8,14 @@ memory is garbage as soon as something else lives there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from multigraph_backend.cudagraphs import replay
+from multigraph_backend.cudagraphs.device import PoolState
 from multigraph_backend.cudagraphs.recording import Slot
 from multigraph_backend.cudagraphs.simulated import SimulatedDevice
 from multigraph_backend.cudagraphs.tree import Limits, Tree
@@ -146,7 +147,14 @@ def _everything_seems_dead(patch: pytest.MonkeyPatch) -> None:
 
 def _nothing_is_kept_out_of_the_way(patch: pytest.MonkeyPatch) -> None:
     restore = SimulatedDevice.restore
-    patch.setattr(SimulatedDevice, "restore", lambda device, state, blocks, owners: restore(device, state, (), ()))
+
+    def wrong(
+        device: SimulatedDevice, state: PoolState, blocks: Collection[int], owned: Sequence[tuple[int, int]]
+    ) -> list[torch.UntypedStorage]:
+        restore(device, state, ())
+        return [device.storage_at(address, nbytes) for address, nbytes in owned]
+
+    patch.setattr(SimulatedDevice, "restore", wrong)
 
 
 def _dead_or_alive_does_not_matter(patch: pytest.MonkeyPatch) -> None:

@@ -309,8 +309,7 @@ def test_owners_free_their_blocks_in_the_next_capture(device: SimulatedDevice) -
     first.graph.replay()
     kept, dying = map(device.address, first.result)
     device.log.clear()
-    owners = [device.storage_at(address, 128) for address in (kept, dying)]
-    device.restore(first.state, [kept, dying], owners)
+    owners = device.restore(first.state, [kept, dying], [(kept, 128), (dying, 128)])
     inputs = [device.maker(Layout.of(X))(owner) for owner in owners]
     owners.clear()
 
@@ -334,9 +333,9 @@ def test_owners_free_their_blocks_in_the_next_capture(device: SimulatedDevice) -
 
 def test_owners_must_be_over_blocks_that_stay(device: SimulatedDevice) -> None:
     captured = capture(device, lambda: X + 1)
-    owner = device.storage_at(device.address(captured.result), 128)
+    address = device.address(captured.result)
     with pytest.raises(AssertionError, match="owners"):
-        device.restore(captured.state, (), [owner])
+        device.restore(captured.state, (), [(address, 128)])
 
 
 def test_a_new_pool_leaves_the_old_one_to_its_recordings(device: SimulatedDevice) -> None:
@@ -678,7 +677,7 @@ def test_an_interrupt_passes_and_leaves_the_pool_as_it_was(device: SimulatedDevi
 def test_what_owners_freed_is_back_after_a_failed_capture(device: SimulatedDevice) -> None:
     first = capture(device, lambda: X + 1)
     first.graph.replay()
-    device.restore(first.state, first.blocks, owners := [device.storage_at(device.address(first.result), 128)])
+    owners = device.restore(first.state, first.blocks, [(device.address(first.result), 128)])
 
     def program() -> torch.Tensor:
         owners.clear()
