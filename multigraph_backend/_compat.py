@@ -198,6 +198,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("stop_allocating_to_pool", "torch._C", "_cuda_endAllocateToPool", feature="cudagraphs on CUDA"),
         _S("release_pool", "torch._C", "_cuda_releasePool", feature="cudagraphs on CUDA"),
         _S("raw_snapshot", "torch._C", "_cuda_memorySnapshot", feature="cudagraphs on CUDA"),
+        _S("free_and_detach", "torch._C", "_free_And_Remove_DeleterFn", feature="recordings in the extension on CUDA"),
         _S("clear_cublas_workspaces", "torch._C", "_cuda_clearCublasWorkspaces", feature="cudagraphs on CUDA"),
         # the allocator extension
         _S("set_allocator_settings", "torch._C", "_accelerator_setAllocatorSettings", feature="allocator"),

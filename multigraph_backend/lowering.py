@@ -92,7 +92,7 @@ def lower(
     cache_tag = f"{tag}|{recorded and options.recording}"
     options = dataclasses.replace(options, inductor=compiling.quiet(options.inductor))
     if graph.communicates:
-        cache_tag += f"|{groups.backends()}|{groups.registered_buffers()}"
+        cache_tag += f"|{groups.backends()}|{groups.registered_buffers()}|{groups.growing_ranges()}"
     hooked = state.hooks is not None and options.compiler == "inductor"
     if state.hooks is not None and hooked:
         options = dataclasses.replace(options, saved_tensors=(*options.saved_tensors, *hook_rules(state.hooks)))

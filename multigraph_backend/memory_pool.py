@@ -4,7 +4,8 @@ In:  captures, which allocate here, and the states, blocks and owners that the r
 Out: states to come back to, which blocks are still allocated, what the pool has reserved.
 
 The runtime owns blocks by address: what a capture leaves allocated is adopted, and then no storage frees it by dying;
-`restore` and `leave` do.  `MemoryPool` is what any allocator has to serve; `TorchPool` serves it with torch's own.
+`restore` and `leave` do.  `MemoryPool` is what any allocator has to serve; `TorchPool` serves it with torch's own, and
+`allocator.recording_pool` with the extension where that is the process's allocator.
 """
 
 from __future__ import annotations
@@ -69,6 +70,25 @@ class MemoryPool(Protocol):
         """Free all that is owned.  The pool serves no further captures."""
 
 
+def capture_anchor(
+    index: int, pool: tuple[int, int], anchor: torch.cuda.CUDAGraph, stream: torch.cuda.Stream
+) -> torch.Tensor:
+    """Capture the least that there is into `anchor`, in `pool` of device `index`, on `stream`.
+
+    While that graph is kept, so is the pool; and a capture that ends well sets right what a failed one has left behind
+    in torch.  Returns what the graph writes to, which has to live as long.
+    """
+    flag = torch.zeros(1, device=torch.device("cuda", index))
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        anchor.capture_begin(pool=cast(Any, pool), capture_error_mode="thread_local")
+        try:
+            flag.zero_()
+        finally:
+            anchor.capture_end()
+    return flag
+
+
 class TorchPool:
     """A `torch.cuda.MemPool`, with the calls that torch made for its own trees.
 
@@ -83,15 +103,7 @@ class TorchPool:
         self.id: tuple[int, int] = self._pool.id
         self.owned: set[int] = set()
         self._owners: list[tuple[int, StorageWeakRef]] = []
-        flag = torch.zeros(1, device=torch.device("cuda", index))
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            anchor.capture_begin(pool=cast(Any, self.id), capture_error_mode="thread_local")
-            try:
-                flag.zero_()
-            finally:
-                anchor.capture_end()
-        self._flag = flag  # the anchor writes to it
+        self._written = capture_anchor(index, self.id, anchor, stream)
         self.empty = State(self._now(), frozenset())
 
     def restore(

@@ -43,6 +43,14 @@ int with_status(Body body) noexcept {
   }
 }
 
+// A block that is live already, to be the answer to one allocation of this thread.
+struct Claim {
+  mg::Address address = 0;
+  size_t bytes = 0;
+  int index = 0;
+};
+thread_local Claim claim;
+
 }  // namespace
 
 using torch_pool = std::pair<unsigned long long, unsigned long long>;
@@ -79,7 +87,17 @@ MG_EXPORT int mg_torch_snapshot_at_oom(const char* path) noexcept {
 // The allocator of a device, for the functions of abi.h; null before torch has allocated there.
 MG_EXPORT mg_device* mg_torch_device(int index) noexcept { return made_device(index); }
 
+// The calling thread's next allocation of so many bytes there is answered with this block, which the caller owns: so
+// torch makes a storage over it whose death is a free of it. Address 0: no longer.
+MG_EXPORT int mg_torch_claim(int index, uint64_t address, size_t bytes) noexcept {
+  claim = {address, bytes, index};
+  return 0;
+}
+
 extern "C" MG_TORCH_EXPORT void* mg_torch_alloc(size_t bytes, int index, mg::Stream stream) {
+  if (claim.address != 0 && claim.bytes == bytes && claim.index == index) {
+    return reinterpret_cast<void*>(std::exchange(claim.address, 0));
+  }
   std::string reason;
   mg::Device* device = device_of(index, reason);
   if (device == nullptr) {

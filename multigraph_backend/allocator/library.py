@@ -39,6 +39,15 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mg_release_pool": (ctypes.c_int, ctypes.c_void_p, *_POOL),
     "mg_use_on_oom": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_int),
     "mg_pool_limit": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_size_t),
+    "mg_pool_save": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.POINTER(ctypes.c_uint64)),
+    "mg_pool_restore": (ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64),
+    "mg_pool_forget": (ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64),
+    "mg_adopt": (ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t),
+    "mg_drop": (ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64),
+    "mg_pool_blocks": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_void_p, ctypes.c_size_t, _OUT_SIZE),
+    "mg_pool_segments": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_void_p, ctypes.c_size_t, _OUT_SIZE),
+    "mg_pool_users": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.POINTER(ctypes.c_int)),
+    "mg_torch_claim": (ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t),
     "mg_empty_cache": (ctypes.c_int, ctypes.c_void_p, _OUT_SIZE),
     "mg_empty_pool": (ctypes.c_int, ctypes.c_void_p, *_POOL, _OUT_SIZE),
     "mg_read_stats": (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
@@ -63,6 +72,17 @@ class Options(ctypes.Structure):
         ("expandable", ctypes.c_int),
         ("garbage_threshold", ctypes.c_double),
         ("history", ctypes.c_size_t),
+    )
+
+
+class Block(ctypes.Structure):
+    """mg_block."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("requested", ctypes.c_uint64),
+        ("stream", ctypes.c_void_p),
     )
 
 

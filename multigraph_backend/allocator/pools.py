@@ -36,6 +36,11 @@ _OURS = 1 << 62
 _numbers = itertools.count(1)
 
 
+def new_id() -> PoolId:
+    """The id of a pool of the extension that nothing else in this process has, also not a pool of torch's."""
+    return _OURS + next(_numbers), 0
+
+
 class _Kind(Protocol):
     """What a pool stands on."""
 
@@ -266,7 +271,7 @@ class _OfTheExtension:
         self._device = loaded.call("mg_torch_make_device", index)
         if self._device is None:
             raise Refused(loaded.message())
-        own = (_OURS + next(_numbers), 0)
+        own = new_id()
         self.id: PoolId | None = own
         self._id = own
         self._begin()  # and without a release: that is how the pool is held

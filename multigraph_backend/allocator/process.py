@@ -39,7 +39,7 @@ _KNOWN_ERRORS = ((2, 11), (2, 16))
 LOST = (
     "torch.cuda.memory_stats, memory_allocated, memory_snapshot (use those of multigraph_backend.allocator)",
     "torch.cuda.MemPool (use multigraph_backend.allocator.pool)",
-    'mode="reduce-overhead" and multigraph\'s recordings; torch.cuda.graph works',
+    'mode="reduce-overhead"; multigraph\'s recordings and torch.cuda.graph work',
     "torch.backends.cudnn.benchmark",
     "sharing CUDA tensors between processes (IPC)",
 )

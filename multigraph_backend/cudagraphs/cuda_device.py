@@ -17,9 +17,11 @@ from typing import Any, cast
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.allocator import process
+from multigraph_backend.allocator.recording_pool import ExtensionPool
 from multigraph_backend.cudagraphs import poison, staging
 from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, DeviceFailed, Graph, Layout, PoolState
-from multigraph_backend.memory_pool import MemoryPool, State, TorchPool
+from multigraph_backend.memory_pool import MemoryPool, State, TorchPool, capture_anchor
 
 
 class CudaDevice:
@@ -95,11 +97,22 @@ class CudaDevice:
     def new_pool(self) -> None:
         with torch.cuda.device(self.index):
             # the capture of its anchor also sets right what a failed one leaves behind in the random number generators
-            pool = TorchPool(self.index, torch.cuda.CUDAGraph(), self._capture_stream)
+            pool = self._make_pool(torch.cuda.CUDAGraph())
         if self.generation >= 0:
             self._left[self.generation] = self._pool
         self._pool = pool
         self.generation += 1
+
+    def _make_pool(self, anchor: torch.cuda.CUDAGraph) -> MemoryPool:
+        """A pool of the allocator that the process has."""
+        installed = process.installed()
+        if installed is None:
+            return TorchPool(self.index, anchor, self._capture_stream)
+
+        def held(pool: tuple[int, int]) -> object:
+            return anchor, capture_anchor(self.index, pool, anchor, self._capture_stream)
+
+        return ExtensionPool(installed.library, self.index, held)
 
     def leave(self, generation: int) -> None:
         self._left.pop(generation).leave()

@@ -193,6 +193,8 @@ def _collective_reason(node: Node, op: Any, rules: CutRules) -> str | None:
         return SYMMETRIC
     if (hook := groups.registered_buffers()) is not None:
         return f"{SYMMETRIC} ({hook})"
+    if (reason := groups.growing_ranges()) is not None:
+        return reason
     for collective in sequence.of_nodes([node]):
         backend = groups.backend_of(collective.group, rules.device_type)
         if backend is None:

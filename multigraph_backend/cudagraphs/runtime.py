@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from multigraph_backend import _compat, trace
+from multigraph_backend.allocator import process
 from multigraph_backend.cudagraphs.device import Device
 from multigraph_backend.cudagraphs.tree import Limits, Tree
 from multigraph_backend.options import debugging_aids
@@ -24,8 +25,12 @@ def unavailable() -> str | None:
     lacking = _compat.missing("cudagraphs") + _compat.missing("cudagraphs on CUDA")
     if lacking:
         reason = f"this torch differs: {lacking[0]}"
-    elif torch.cuda.get_allocator_backend() == "pluggable":
+    elif torch.cuda.get_allocator_backend() != "pluggable":
+        return None
+    elif process.installed() is None:
         reason = "the process's allocator is a pluggable one, whose pools torch cannot save and restore"
+    elif lacking := _compat.missing("recordings in the extension on CUDA"):
+        reason = f"the allocator extension is installed, and this torch differs: {lacking[0]}"
     else:
         return None
     trace.warn_once("recordings", "nothing is recorded in CUDA graphs: %s", reason)

@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 
 from multigraph_backend import _compat
+from multigraph_backend.allocator import process
 
 #: backends whose collectives a CUDA graph can hold
 RECORDABLE = frozenset(("nccl",))
 REGISTERED = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+#: NCCL registers the buffers of what is captured, unless this is 0
+REGISTERS_CAPTURED = "NCCL_GRAPH_REGISTER"
 
 
 class Place(NamedTuple):
@@ -68,3 +71,16 @@ def registered_buffers() -> str | None:
     """What registers memory with all ranks of a group, where that is on; None where nothing does."""
     on = os.environ.get(REGISTERED, "0").strip().lower() in ("1", "y", "yes", "true", "t", "on")
     return REGISTERED if on and torch.cuda.is_available() else None
+
+
+def growing_ranges() -> str | None:
+    """Why the memory of this process is not for NCCL to register when it is captured; None where it may be, or where
+    NCCL is told not to.
+
+    NCCL takes a buffer for one allocation.  In a range that grows it is several, and ranks were seen to hang (PyTorch
+    issue 158029, with torch's own expandable segments).
+    """
+    installed = process.installed()
+    if installed is None or not installed.expandable or os.environ.get(REGISTERS_CAPTURED, "").strip() == "0":
+        return None
+    return f"a collective over memory of the allocator extension's expandable segments ({REGISTERS_CAPTURED}=0 lets it)"

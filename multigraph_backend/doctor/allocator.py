@@ -39,6 +39,7 @@ class AllocatorFacts:
 
 def allocator_facts(environ: Mapping[str, str]) -> AllocatorFacts:
     """Look at this process; torch must be importable."""
+    from multigraph_backend import _compat
     from multigraph_backend.allocator import process
 
     status = process.status()
@@ -48,8 +49,9 @@ def allocator_facts(environ: Mapping[str, str]) -> AllocatorFacts:
         version = None
     entries = importlib.metadata.entry_points(group="torch.backends", name="multigraph_allocator")
     segments = "expandable" if status.expandable else "plain"
-    on = (f"reuse in captures: {status.reuse}", f"segments: {segments}", f"out of memory: {status.out_of_memory}")
-    features = on if status else ()
+    lives = "not made, this torch differs" if _compat.missing("recordings in the extension on CUDA") else "in its pools"
+    reuse, error = f"reuse in captures: {status.reuse}", f"out of memory: {status.out_of_memory}"
+    features = (reuse, f"segments: {segments}", error, f"recordings: {lives}") if status else ()
     return AllocatorFacts(
         version=version,
         abi=status.abi,

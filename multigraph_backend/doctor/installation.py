@@ -114,6 +114,10 @@ LOST: dict[str, tuple[Level, str]] = {
     "cudagraphs on CUDA": ("warning", "nothing is recorded in CUDA graphs"),
     "allocator": ("warning", "the allocator extension does not switch on torch's own reuse in captures"),
     "allocator on CUDA": ("warning", "pools draw no memory from the allocator extension"),
+    "recordings in the extension on CUDA": (
+        "warning",
+        "nothing is recorded while the allocator extension is installed",
+    ),
     "stances": ("warning", "late compiles do not heed torch.compiler.set_stance"),
     "modes": ("warning", "the option 'mode' cannot be used"),
     "marks": ("warning", "multigraph_backend.mark cannot be used"),

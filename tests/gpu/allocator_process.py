@@ -24,8 +24,8 @@ from multigraph_backend.allocator import library, process, statistics
 MIB = 1 << 20
 GIB = 1 << 30
 Check = Callable[[], None]
-CHECKS: dict[str, dict[str, Check]] = {"installed": {}, "plain": {}, "compiled": {}, "pools": {}}
-MODULES = ("tests.gpu.allocator_checks_installed", "tests.gpu.allocator_checks_beside")
+CHECKS: dict[str, dict[str, Check]] = {"installed": {}, "plain": {}, "compiled": {}, "recorded": {}, "pools": {}}
+MODULES = tuple(f"tests.gpu.allocator_checks_{name}" for name in ("installed", "beside", "recorded"))
 
 
 def check(group: str) -> Callable[[Check], Check]:
@@ -94,7 +94,7 @@ def start(group: str) -> None:
     """What a group's process does before its checks."""
     if group == "plain":
         expect(bool(allocator.install(reuse="own_stream", expandable=False)), allocator.status())
-    if group == "compiled":
+    if group in ("compiled", "recorded"):
         expect(bool(allocator.install(reuse="any_stream", history=1000)), allocator.status())
     if group != "pools":
         expect(process.installed() is not None, allocator.status())

@@ -45,6 +45,13 @@ def test_allocator(name: str, check: str) -> None:
     assert check not in found["failed"], found["failed"][check]
 
 
+def test_the_tests_of_recordings_over_the_extension() -> None:
+    environ = os.environ | {"MULTIGRAPH_ALLOCATOR": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_recordings_on_gpu.py"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=900, env=environ, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
 def test_memory_was_given_back_inside_captures() -> None:
     counts = group("installed")["counts"]
     assert counts["multigraph.proven"] > 500

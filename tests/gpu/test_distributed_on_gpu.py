@@ -41,10 +41,18 @@ def test_two_ranks_are_right() -> None:
 
 if library.load().library is not None:  # where the extension is built: scripts/gpu --allocator
 
-    @pytest.mark.parametrize(("kind", "asked"), [("installed", "1"), ("beside", "0")])
-    def test_two_ranks_with_the_allocator_extension(kind: str, asked: str) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "environ"),
+        [
+            ("installed", {"MULTIGRAPH_ALLOCATOR": "1"}),
+            ("installed", {"MULTIGRAPH_ALLOCATOR": "1", "NCCL_GRAPH_REGISTER": "0"}),
+            ("beside", {"MULTIGRAPH_ALLOCATOR": "0"}),
+        ],
+        ids=["installed", "installed, collectives recorded", "beside"],
+    )
+    def test_two_ranks_with_the_allocator_extension(kind: str, environ: dict[str, str]) -> None:
         assert names(kind)
-        run(names(kind), 115, {"MULTIGRAPH_ALLOCATOR": asked})
+        run(names(kind), 115, environ)
 
 
 def test_every_ending_ends() -> None:

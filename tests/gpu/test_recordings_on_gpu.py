@@ -19,9 +19,13 @@ import torch
 import torch.utils.checkpoint
 
 import multigraph_backend
+from multigraph_backend import allocator
+from multigraph_backend.allocator.recording_pool import ExtensionPool
 from multigraph_backend.backend import multigraph
 from multigraph_backend.cudagraphs import runtime
+from multigraph_backend.cudagraphs.cuda_device import CudaDevice
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
+from multigraph_backend.memory_pool import TorchPool
 from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
 
 
@@ -414,7 +418,7 @@ def test_a_copy_from_unpinned_memory_leaves_the_process_healthy() -> None:
 def test_recordings_go_with_the_code_and_their_memory_with_them() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    before = allocator.memory_reserved()
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).to(CUDA)
     run = compiled(model)
     with torch.no_grad():
@@ -426,7 +430,14 @@ def test_recordings_go_with_the_code_and_their_memory_with_them() -> None:
     gc.collect()
     assert runtime.tree(0).size == 0
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+    assert allocator.memory_reserved() <= before + (4 << 20)
+
+
+def test_they_live_in_pools_of_the_process_s_allocator() -> None:
+    device = runtime.tree(0).device
+    assert isinstance(device, CudaDevice)
+    extension = os.environ.get("MULTIGRAPH_ALLOCATOR") == "1"  # the allocator's tests run this file with it
+    assert isinstance(device._pool, ExtensionPool if extension else TorchPool)
 
 
 # argument 1, if any: "save" or "load"; argument 2: the file of artifacts

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from multigraph_backend.allocator import process
 from multigraph_backend.cudagraphs import cuts, partition
 from multigraph_backend.cudagraphs.cuts import CutRules
 from multigraph_backend.cudagraphs.generated_code import GeneratedCode
@@ -119,6 +120,18 @@ def test_one_that_cannot_or_may_not_be_recorded_is_cut_with_its_wait_and_the_rea
 def test_registered_buffers_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "registered_buffers", lambda: groups.REGISTERED)
     assert all(reason.startswith(cuts.SYMMETRIC) for _, reason in reasons(cut(waited, RECORDED)))
+
+
+def test_what_lies_in_ranges_that_grow_is_cut_unless_nccl_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cuts_with(*, expandable: bool, environ: str) -> list[tuple[str, str]]:
+        installed = process.Installed(None, None, "any_stream", expandable, "torch.OutOfMemoryError")  # type: ignore[arg-type]
+        monkeypatch.setattr(process, "_installed", installed)
+        monkeypatch.setenv(groups.REGISTERS_CAPTURED, environ)
+        return reasons(cut(waited, RECORDED))
+
+    assert all("NCCL_GRAPH_REGISTER=0" in reason for _, reason in cuts_with(expandable=True, environ="1"))
+    assert cuts_with(expandable=True, environ="1") != []
+    assert cuts_with(expandable=True, environ="0") == cuts_with(expandable=False, environ="1") == []
 
 
 def test_the_wait_belongs_to_the_piece_of_its_start_or_both_are_out() -> None:
