@@ -203,6 +203,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         # the allocator extension
         _S("set_allocator_settings", "torch._C", "_accelerator_setAllocatorSettings", feature="allocator"),
         _S("memory_snapshot", "torch.cuda.memory", "_snapshot", feature="allocator", shape=("device",)),
+        _S("record_memory_history", "torch.cuda.memory", "_record_memory_history", feature="stacks of allocations"),
+        _S("skip_code", "torch._dynamo.eval_frame", "skip_code", feature="stacks of allocations", shape=("code",)),
         _S("raw_alloc", "torch._C", "_cuda_cudaCachingAllocator_raw_alloc", feature="allocator on CUDA"),
         _S("custom_allocator", "torch._C", "_cuda_customAllocator", feature="allocator on CUDA"),
         # several processes

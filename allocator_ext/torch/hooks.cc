@@ -5,7 +5,9 @@
 // torch does not look at a null address, so the one that allocates has to throw; it is the only function that does, and
 // it is C++ to C++ (torch_error.h). What is not out-of-memory is a std::runtime_error, torch's RuntimeError.
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <new>
@@ -17,11 +19,14 @@
 #include "abi.h"
 #include "cuda/libcuda.h"
 #include "torch/devices.h"
+#include "torch/stacks.h"
 #include "torch/torch_error.h"
 
 using mg::torch_side::device_of;
 using mg::torch_side::made_device;
 using mg::torch_side::on_any_device;
+using mg::torch_side::Stacks;
+using mg::torch_side::stacks;
 
 namespace {
 
@@ -104,14 +109,96 @@ extern "C" MG_TORCH_EXPORT void* mg_torch_alloc(size_t bytes, int index, mg::Str
     throw std::runtime_error(mg::torch_side::forked() ? reason : "multigraph's allocator cannot serve this: " + reason);
   }
   mg::Address address = 0;
+  Stacks::Asked asked = stacks().ask(false);
   mg::Outcome outcome = device->allocate(bytes, stream, address);
-  if (outcome.status == mg::Status::out_of_memory) mg::throw_out_of_memory(out_of_memory_text(outcome.message));
+  if (outcome.status == mg::Status::out_of_memory) {
+    stacks().was_refused(asked, index, bytes);
+    mg::throw_out_of_memory(out_of_memory_text(outcome.message));
+  }
   if (outcome.status != mg::Status::ok) throw std::runtime_error("multigraph's allocator: " + outcome.message);
+  stacks().was_allocated(asked, index, address, bytes);
   return reinterpret_cast<void*>(address);
 }
 
 MG_EXPORT void mg_torch_free(void* address, size_t, int index, mg::Stream) noexcept {
-  if (mg::Device* device = made_device(index)) mg_free(device, number(address));
+  mg::Device* device = made_device(index);
+  if (device == nullptr) return;
+  Stacks::Asked asked = stacks().ask(true);
+  stacks().is_freed(asked, number(address));
+  mg_free(device, number(address));
+  stacks().was_freed(asked, index, number(address));
+}
+
+// From now on `number()` is asked for the calling thread's stack at each allocation, with `of_frees` at each free too, and
+// the latest `calls` are kept, at most 1500000. It runs under no lock of this library and may take locks of its own. Null:
+// no longer; then this waits for threads in which it runs.
+MG_EXPORT int mg_torch_record_stacks(uint64_t (*number)(), int of_frees, size_t calls) noexcept {
+  return with_status([&] {
+    if (number == nullptr) {
+      stacks().stop();
+    } else {
+      stacks().start(number, of_frees != 0, calls);
+    }
+    return mg::Outcome{};
+  });
+}
+
+// Address and number of stack of what is live. Here and below at most `capacity` are written; `count` is how many there are.
+MG_EXPORT int mg_torch_stacks_live(uint64_t* out, size_t capacity, size_t* count) noexcept {
+  return with_status([&] {
+    auto live = stacks().live();
+    *count = live.size();
+    for (size_t i = 0; i < live.size() && i < capacity; i++) {
+      out[2 * i] = live[i].first;
+      out[2 * i + 1] = live[i].second;
+    }
+    return mg::Outcome{};
+  });
+}
+
+// The latest calls, from the oldest to the newest: seven numbers each, as `Stacks::Call` lists them.
+MG_EXPORT int mg_torch_stacks_log(int64_t* out, size_t capacity, size_t* count) noexcept {
+  return with_status([&] {
+    auto calls = stacks().calls();
+    *count = calls.size();
+    static_assert(sizeof(Stacks::Call) == 7 * sizeof(int64_t));
+    if (out != nullptr && !calls.empty()) memcpy(out, calls.data(), std::min(calls.size(), capacity) * sizeof(Stacks::Call));
+    return mg::Outcome{};
+  });
+}
+
+// States of pools as in abi.h, and with them the stacks of what comes back.
+MG_EXPORT int mg_torch_pool_save(mg_device* device, uint64_t first, uint64_t second, uint64_t* state) noexcept {
+  int status = mg_pool_save(device, first, second, state);
+  if (status == 0) stacks().was_saved(*device, *state, {first, second});
+  return status;
+}
+
+MG_EXPORT int mg_torch_pool_restore(mg_device* device, uint64_t state) noexcept {
+  int status = 0;
+  int looked = with_status([&] {
+    auto before = stacks().blocks_of(*device, state);
+    status = mg_pool_restore(device, state);
+    if (status == 0) stacks().was_restored(*device, state, before);
+    return mg::Outcome{};
+  });
+  return status != 0 ? status : looked;
+}
+
+MG_EXPORT int mg_torch_pool_forget(mg_device* device, uint64_t state) noexcept {
+  stacks().was_forgotten(*device, state);
+  return mg_pool_forget(device, state);
+}
+
+MG_EXPORT int mg_torch_adopt(mg_device* device, uint64_t address) noexcept {
+  int status = mg_adopt(device, &address, 1);
+  if (status == 0) stacks().is_adopted(address);
+  return status;
+}
+
+MG_EXPORT int mg_torch_drop(mg_device* device, uint64_t address) noexcept {
+  stacks().is_dropped(address);
+  return mg_drop(device, address);
 }
 
 MG_EXPORT void mg_torch_init(int) noexcept {}

@@ -20,6 +20,7 @@ one line says so, `status()` has the reason, and torch's own allocator serves.  
     process.py      install, status
     pools.py        pool
     statistics.py   memory_stats and the rest
+    stacks.py       record_memory_history: Python's stacks in snapshots
 
 Origin: PyTorch pull requests 158352 and 162186 (reuse within a capture), 151487 (pools that serve at out-of-memory).
 """
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 from multigraph_backend.allocator.pools import Pool, pool
 from multigraph_backend.allocator.process import REUSE_RULES, Status, install, status
+from multigraph_backend.allocator.stacks import record_memory_history
 from multigraph_backend.allocator.statistics import (
     empty_cache,
     max_memory_allocated,
@@ -54,6 +56,7 @@ __all__ = [
     "memory_stats",
     "memory_summary",
     "pool",
+    "record_memory_history",
     "reset_peak_memory_stats",
     "status",
 ]

@@ -21,7 +21,7 @@ import torch
 
 from multigraph_backend import trace
 from multigraph_backend.allocator import library
-from multigraph_backend.allocator.library import Library, Refused
+from multigraph_backend.allocator.library import Library, Options, Refused
 from multigraph_backend.predicates import did_you_mean
 
 Rule = Literal["strict", "own_stream", "graph_wide", "any_stream"]
@@ -97,6 +97,7 @@ class Installed:
     reuse: Rule
     expandable: bool
     out_of_memory: str
+    options: Options
 
 
 _lock = threading.Lock()
@@ -165,7 +166,7 @@ def install(
         raise ValueError(f"install: history is a number of events from 0 to 1500000, got {history!r}")
     if not 0 <= garbage_threshold < 1:
         raise ValueError(f"install: garbage_threshold lies between 0 and 1, got {garbage_threshold!r}")
-    options = library.Options(
+    options = Options(
         reuse=REUSE_RULES.index(reuse), expandable=expandable, garbage_threshold=garbage_threshold, history=history
     )
     path = None if snapshot_at_oom is None else os.path.abspath(snapshot_at_oom)
@@ -200,7 +201,7 @@ def install_as_asked(environ: Mapping[str, str]) -> Status:
     return install(**options)
 
 
-def _install(reuse: Rule, options: library.Options, snapshot_at_oom: str | None) -> Installed | str:
+def _install(reuse: Rule, options: Options, snapshot_at_oom: str | None) -> Installed | str:
     """The whole way; a text is why it ended."""
     found = library.load()
     if found.library is None:
@@ -225,7 +226,17 @@ def _install(reuse: Rule, options: library.Options, snapshot_at_oom: str | None)
         return f"this torch differs: {error}"
     except RuntimeError as error:  # torch's, where its allocator is in use although CUDA looks as if it had not started
         return f"too late: torch says: {str(error).splitlines()[0]}; {SUGGESTION}"
-    return Installed(found.library, allocator, reuse, bool(options.expandable), out_of_memory)
+    return Installed(found.library, allocator, reuse, bool(options.expandable), out_of_memory, options)
+
+
+def keep_history(installed: Installed, entries: int) -> None:
+    """From now on keep the latest `entries` events of each device; what was kept is forgotten."""
+    installed.options.history = entries
+    installed.library.call("mg_set_options", ctypes.byref(installed.options))  # of devices that come later
+    for index in range(_gpus()):
+        device = installed.library.call("mg_torch_device", index)
+        if device is not None:
+            installed.library.call("mg_record_history", device, entries)
 
 
 def _torch_errors(loaded: Library) -> str:

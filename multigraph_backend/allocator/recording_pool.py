@@ -38,7 +38,7 @@ class _Saved:
 
 def _forget(loaded: Library, device: int, number: int) -> None:
     with contextlib.suppress(Refused):
-        loaded.call("mg_pool_forget", device, number)
+        loaded.call("mg_torch_pool_forget", device, number)
 
 
 class ExtensionPool:
@@ -76,11 +76,11 @@ class ExtensionPool:
         self, state: State, blocks: Collection[int], owned: Sequence[tuple[int, int]] = ()
     ) -> list[torch.UntypedStorage]:
         self.disown()  # of a capture that never came
-        self._library.call("mg_pool_restore", self._device, state.raw.number)
+        self._library.call("mg_torch_pool_restore", self._device, state.raw.number)
         self.owned.clear()
         self.owned.update(state.addresses)
         for address in state.addresses.difference(blocks):
-            self._library.call("mg_drop", self._device, address)
+            self._library.call("mg_torch_drop", self._device, address)
             self.owned.discard(address)
         owners: list[torch.UntypedStorage] = []
         try:
@@ -106,7 +106,7 @@ class ExtensionPool:
 
     def _now(self) -> State:
         number = ctypes.c_uint64()
-        self._call("mg_pool_save", ctypes.byref(number))
+        self._call("mg_torch_pool_save", ctypes.byref(number))
         assert self._device is not None
         return State(_Saved(self._library, self._device, number.value), frozenset(self.owned))
 
@@ -139,7 +139,7 @@ class ExtensionPool:
     def _detach(self, addresses: Mapping[int, int]) -> None:
         """Let these storages, by handle, free their blocks no more."""
         for handle, address in addresses.items():
-            self._library.call("mg_adopt", self._device, ctypes.byref(ctypes.c_uint64(address)), 1)
+            self._library.call("mg_torch_adopt", self._device, address)
             _compat.free_and_detach(handle)
 
     # ---------------------------------------------------------------- the pool as a whole
@@ -171,7 +171,7 @@ class ExtensionPool:
     def leave(self) -> None:
         for address in self.owned:
             with contextlib.suppress(Refused):  # an owner of a capture that never came may have freed it
-                self._library.call("mg_drop", self._device, address)
+                self._library.call("mg_torch_drop", self._device, address)
         self.owned.clear()
         if self._is_held:
             self._is_held = False

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.allocator import process
+from multigraph_backend.allocator import process, stacks
 from multigraph_backend.allocator.library import Library
 
 # the extension's levels, in its order, by torch's names
@@ -120,7 +120,7 @@ def memory_snapshot() -> dict[str, Any]:
     """Segments, blocks and history of all devices, as PyTorch's memory_viz page reads it from a pickle.
 
     `pickle.dump(memory_snapshot(), file)`, then drop the file on pytorch.org/memory_viz.  The history is as long as
-    `install(history=...)` said; it has no stack traces.
+    `install(history=...)` or `record_memory_history` said, which also keeps stacks.
     """
     installed = process.installed()
     if installed is None:
@@ -130,7 +130,10 @@ def memory_snapshot() -> dict[str, Any]:
         return snapshot
     loaded = installed.library
     handles = [loaded.call("mg_torch_device", index) for index in range(process._gpus())]
-    return merged([{} if handle is None else snapshot_of(loaded, handle) for handle in handles])
+    live = stacks.of_live_blocks(loaded)
+    made = merged([{} if handle is None else snapshot_of(loaded, handle) for handle in handles])
+    stacks.put_into(made, loaded, live)
+    return made
 
 
 def snapshot_of(loaded: Library, handle: int) -> dict[str, Any]:

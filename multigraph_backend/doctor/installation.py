@@ -113,6 +113,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "cudagraphs": ("warning", "nothing is recorded in CUDA graphs"),
     "cudagraphs on CUDA": ("warning", "nothing is recorded in CUDA graphs"),
     "allocator": ("warning", "the allocator extension does not switch on torch's own reuse in captures"),
+    "stacks of allocations": ("warning", "allocator.record_memory_history keeps no stacks"),
     "allocator on CUDA": ("warning", "pools draw no memory from the allocator extension"),
     "recordings in the extension on CUDA": (
         "warning",

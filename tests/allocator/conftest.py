@@ -12,7 +12,7 @@ import torch
 from tests.allocator.extension import Allocator, build
 
 if torch.version.cuda is None:
-    collect_ignore = ["test_recording_pool.py", "test_through_torch.py"]
+    collect_ignore = ["test_recording_pool.py", "test_stacks_through_torch.py", "test_through_torch.py"]
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ facts["freed"] = list(pool.freed()) == [block]
 facts["brought back"] = [pool.restore(state, [block]), pool.holds_only([block])]
 number = state.raw.number
 del state
-facts["forgotten"] = refused(lambda: loaded.call("mg_pool_restore", pool._device, number))
+facts["forgotten"] = refused(lambda: loaded.call("mg_torch_pool_restore", pool._device, number))
 pool.leave()
 facts["left"] = [pool.holds_only([]), refused(lambda: ExtensionPool(loaded, 0, lambda pool: 1 / 0))]
 print(json.dumps(facts))

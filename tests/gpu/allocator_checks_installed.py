@@ -91,6 +91,28 @@ def a_snapshot_shows_them() -> None:
 
 
 @check("installed")
+def a_snapshot_tells_who_allocated() -> None:
+    def makes() -> torch.Tensor:
+        return cuda(3 * MIB)
+
+    allocator.record_memory_history(max_entries=1000)
+    try:
+        tensor = makes()
+        made_again = (tensor * 2).sum()
+        torch.cuda.synchronize()
+        snapshot = allocator.memory_snapshot()
+    finally:
+        allocator.record_memory_history(None)
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    (frames,) = [block["frames"] for block in blocks if block["address"] == tensor.data_ptr()]
+    expect([frame["name"] for frame in frames[:3]] == ["cuda", "makes", "a_snapshot_tells_who_allocated"], frames[:4])
+    history = [entry for entry in snapshot["device_traces"][0] if entry["action"] == "alloc"]
+    expect(len(history) >= 3 and all(entry["frames"] for entry in history), history)
+    expect(bool(made_again.isfinite()))
+    expect(allocator.memory_snapshot()["device_traces"][0] == [])
+
+
+@check("installed")
 def a_recorded_stream_is_waited_for() -> None:
     torch.ones(8 * MIB, device="cuda").sum()  # a kernel that is loaded for the first time may wait for the device
     torch.cuda.synchronize()

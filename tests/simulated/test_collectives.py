@@ -124,7 +124,7 @@ def test_registered_buffers_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_lies_in_ranges_that_grow_is_cut_unless_nccl_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def cuts_with(*, expandable: bool, environ: str) -> list[tuple[str, str]]:
-        installed = process.Installed(None, None, "any_stream", expandable, "torch.OutOfMemoryError")  # type: ignore[arg-type]
+        installed = process.Installed(None, None, "any_stream", expandable, "", None)  # type: ignore[arg-type]
         monkeypatch.setattr(process, "_installed", installed)
         monkeypatch.setenv(groups.REGISTERS_CAPTURED, environ)
         return reasons(cut(waited, RECORDED))
