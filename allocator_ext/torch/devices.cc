@@ -16,15 +16,19 @@ namespace {
 std::mutex making;
 std::string snapshot_path;  // under `making`
 std::atomic<Device*> devices[most_devices];
-std::atomic<bool> is_child{false};
+std::atomic<bool> driver_used{false};
+std::atomic<bool> is_child{false};       // of any fork
+std::atomic<bool> is_late_child{false};  // of one after the driver was used
 
-// Only a flag: the child may have been forked while another thread held any of the locks.
-[[maybe_unused]] const int watching_forks =
-    pthread_atfork(nullptr, nullptr, [] { is_child.store(true, std::memory_order_relaxed); });
+// Only flags: the child may have been forked while another thread held any of the locks.
+[[maybe_unused]] const int watching_forks = pthread_atfork(nullptr, nullptr, [] {
+  is_child.store(true, std::memory_order_relaxed);
+  if (driver_used.load(std::memory_order_relaxed)) is_late_child.store(true, std::memory_order_relaxed);
+});
 
 }  // namespace
 
-bool forked() noexcept { return is_child.load(std::memory_order_relaxed); }
+bool forked() noexcept { return is_late_child.load(std::memory_order_relaxed); }
 
 const Driver* driver_for(int index, Context& context, std::string& reason) {
   if (forked()) {
@@ -37,10 +41,12 @@ const Driver* driver_for(int index, Context& context, std::string& reason) {
   }
   const Driver* driver = cuda::driver(reason);
   if (driver == nullptr) return nullptr;
+  driver_used.store(true, std::memory_order_relaxed);
   int ordinal = 0;
   if (driver->device_get(&ordinal, index) != result::success ||
       driver->primary_context(&context, ordinal) != result::success) {
-    reason = "the driver has no context for device " + std::to_string(index);
+    // torch may have started the driver before the fork, without a word to this library
+    reason = is_child.load() ? forked_text : "the driver has no context for device " + std::to_string(index);
     return nullptr;
   }
   return driver;

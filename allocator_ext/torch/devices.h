@@ -1,7 +1,7 @@
 // The allocators of this process, one for each device that torch names, and the driver that they stand on.
 //
-// Invariant: an allocator is never taken down, for torch frees tensors until the very end of the process. In a child of a
-// fork there is none: the driver does not survive a fork.
+// Invariant: an allocator is never taken down, for torch frees tensors until the very end of the process. In a child that
+// was forked after the driver was used there is none: the driver does not survive that.
 #pragma once
 
 #include <string>
@@ -23,10 +23,12 @@ Device* made_device(int index) noexcept;
 // empty: nowhere. What else they are like is mg_set_options' matter.
 void snapshot_at_oom(std::string path);
 
-// This process is the child of a fork that happened after the library was loaded.
+// This process is the child of a fork that happened after the driver was used. Nothing of its parent's may be touched, no
+// lock either: another thread may have held it.
 bool forked() noexcept;
 constexpr const char* forked_text =
-    "CUDA memory cannot be used in a forked process (multigraph's allocator): use multiprocessing's start method 'spawn'";
+    "CUDA memory cannot be used in a forked process whose parent had started CUDA (multigraph's allocator): "
+    "use multiprocessing's start method 'spawn', or fork before CUDA starts";
 
 // Calls `attempt` with each allocator until it answers true: some of torch's calls do not say which device they mean.
 template <class Try>

@@ -23,6 +23,8 @@
 #include "torch/torch_error.h"
 
 using mg::torch_side::device_of;
+using mg::torch_side::forked;
+using mg::torch_side::forked_text;
 using mg::torch_side::made_device;
 using mg::torch_side::on_any_device;
 using mg::torch_side::Stacks;
@@ -106,7 +108,7 @@ extern "C" MG_TORCH_EXPORT void* mg_torch_alloc(size_t bytes, int index, mg::Str
   std::string reason;
   mg::Device* device = device_of(index, reason);
   if (device == nullptr) {
-    throw std::runtime_error(mg::torch_side::forked() ? reason : "multigraph's allocator cannot serve this: " + reason);
+    throw std::runtime_error(reason == forked_text ? reason : "multigraph's allocator cannot serve this: " + reason);
   }
   mg::Address address = 0;
   Stacks::Asked asked = stacks().ask(false);
@@ -167,14 +169,17 @@ MG_EXPORT int mg_torch_stacks_log(int64_t* out, size_t capacity, size_t* count) 
   });
 }
 
-// States of pools as in abi.h, and with them the stacks of what comes back.
+// States of pools and owners of blocks as in abi.h, and with them the stacks of what comes back. In a child of a fork what
+// gives something up does nothing, for it runs when objects of the parent end there.
 MG_EXPORT int mg_torch_pool_save(mg_device* device, uint64_t first, uint64_t second, uint64_t* state) noexcept {
+  if (forked()) return with_status([] { return mg::Outcome{mg::Status::invalid, forked_text}; });
   int status = mg_pool_save(device, first, second, state);
   if (status == 0) stacks().was_saved(*device, *state, {first, second});
   return status;
 }
 
 MG_EXPORT int mg_torch_pool_restore(mg_device* device, uint64_t state) noexcept {
+  if (forked()) return with_status([] { return mg::Outcome{mg::Status::invalid, forked_text}; });
   int status = 0;
   int looked = with_status([&] {
     auto before = stacks().blocks_of(*device, state);
@@ -186,17 +191,20 @@ MG_EXPORT int mg_torch_pool_restore(mg_device* device, uint64_t state) noexcept 
 }
 
 MG_EXPORT int mg_torch_pool_forget(mg_device* device, uint64_t state) noexcept {
+  if (forked()) return 0;
   stacks().was_forgotten(*device, state);
   return mg_pool_forget(device, state);
 }
 
 MG_EXPORT int mg_torch_adopt(mg_device* device, uint64_t address) noexcept {
+  if (forked()) return 0;
   int status = mg_adopt(device, &address, 1);
   if (status == 0) stacks().is_adopted(address);
   return status;
 }
 
 MG_EXPORT int mg_torch_drop(mg_device* device, uint64_t address) noexcept {
+  if (forked()) return 0;
   stacks().is_dropped(address);
   return mg_drop(device, address);
 }

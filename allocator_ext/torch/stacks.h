@@ -59,8 +59,8 @@ class Stacks {
   void stop() {
     on_.store(false);
     number_.store(nullptr);
-    // in a child of a fork, other threads are no more
-    while (asking_.load() != 0 && !forked()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    if (forked()) return;  // other threads are no more, and what they held is never given back
+    while (asking_.load() != 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
     std::lock_guard lock(mutex_);
     live_.clear();
     adopted_.clear();

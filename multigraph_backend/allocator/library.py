@@ -47,6 +47,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mg_pool_blocks": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_void_p, ctypes.c_size_t, _OUT_SIZE),
     "mg_pool_segments": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_void_p, ctypes.c_size_t, _OUT_SIZE),
     "mg_pool_users": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.POINTER(ctypes.c_int)),
+    "mg_torch_release_pool": (None, ctypes.c_int, *_POOL),
     "mg_torch_claim": (ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t),
     "mg_record_history": (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t),
     "mg_torch_record_stacks": (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t),

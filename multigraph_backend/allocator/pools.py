@@ -309,4 +309,4 @@ class _OfTheExtension:
         return given.value
 
     def close(self) -> None:
-        self._call("mg_release_pool")
+        self._library.call("mg_torch_release_pool", self._index, *self._id)

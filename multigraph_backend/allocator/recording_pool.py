@@ -175,4 +175,4 @@ class ExtensionPool:
         self.owned.clear()
         if self._is_held:
             self._is_held = False
-            self._call("mg_release_pool")
+            self._library.call("mg_torch_release_pool", self.index, *self.id)

@@ -12,7 +12,9 @@ import torch
 from tests.allocator.extension import Allocator, build
 
 if torch.version.cuda is None:
-    collect_ignore = ["test_recording_pool.py", "test_stacks_through_torch.py", "test_through_torch.py"]
+    collect_ignore = [
+        f"test_{name}.py" for name in ("forks", "recording_pool", "stacks_through_torch", "through_torch")
+    ]
 
 
 @pytest.fixture(scope="session")

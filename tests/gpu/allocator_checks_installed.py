@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import os
 import sys
 import threading
 from pathlib import Path
@@ -480,27 +479,6 @@ def what_torch_cannot_do_is_said() -> None:
             expect(name in lost, lost)
         else:
             raise AssertionError(f"torch.cuda.{name} does not raise: the list is not right")
-
-
-@check("installed")
-def a_forked_process_is_told_to_spawn() -> None:
-    tensor = cuda(1000)
-    copied = tensor.clone()
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        said = "nothing"
-        try:
-            torch.empty(10, device="cuda")
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(write, said.encode()[:4000])
-        os._exit(0)
-    os.close(write)
-    _, status = os.waitpid(child, 0)
-    said = b"".join(iter(lambda: os.read(read, 4096), b"")).decode()
-    expect(status == 0 and said.startswith("RuntimeError") and "spawn" in said, status, said)
-    torch.testing.assert_close(tensor, copied)
 
 
 @check("installed")
