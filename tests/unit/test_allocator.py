@@ -14,8 +14,9 @@ import torch
 from expecttest import assert_expected_inline
 
 import multigraph_backend
-from multigraph_backend import allocator
+from multigraph_backend import _compat, allocator
 from multigraph_backend.allocator import library, pools, process, statistics
+from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.doctor.allocator import AllocatorFacts
 from multigraph_backend.doctor.allocator import allocator as findings
 
@@ -214,3 +215,21 @@ def test_what_the_doctor_says(found: dict[str, Any], expected: str) -> None:
     (finding,) = findings(AllocatorFacts(**found))
     assert f"{finding.level}: {finding.text}" == expected
     assert (finding.remedy is None) == (finding.level == "ok")
+
+
+# ---------------------------------------------------------------- recordings
+
+
+@pytest.mark.usefixtures("fresh")
+def test_nothing_is_recorded_in_another_pluggable_allocator_or_without_torch_s_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lacking: dict[str, tuple[str, ...]] = {}
+    monkeypatch.setattr(_compat, "missing", lambda feature: lacking.get(feature, ()))
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    assert str(runtime.unavailable()).startswith("the process's allocator is a pluggable one")
+    installed: Any = process.Installed(None, None, "any_stream", True, "", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(process, "_installed", installed)
+    assert runtime.unavailable() is None
+    lacking["recordings in the extension on CUDA"] = ("no such symbol",)
+    assert runtime.unavailable() == "the allocator extension is installed, and this torch differs: no such symbol"
