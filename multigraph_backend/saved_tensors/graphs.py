@@ -22,7 +22,6 @@ from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step
 from multigraph_backend.saved_tensors.offloading import BEGIN, OFFLOAD, SETTLE
 
 _SHARES_FIRST = {torch.ops.aten._unsafe_view.default, torch.ops.aten.copy_.default}
-_RESHAPES = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
 _UNKNOWN_SIZE = 4096  # for a size that only a run knows
 
 
@@ -68,21 +67,6 @@ def tensor(node: Node) -> torch.Tensor | None:
 def on_host(node: Node) -> bool:
     """Whether `node` is bytes that were offloaded: they take no memory of the device."""
     return node.op == "call_function" and node.target in (OFFLOAD, SETTLE, BEGIN)
-
-
-def read_as(node: Node) -> tuple[int, ...] | None:
-    """The shape in which what is element by element reads `node`, where a view gives it another one than it has.
-
-    Inductor fuses on a GPU what reads a buffer in the same shape.
-    """
-    waiting = [node]
-    for read in waiting:
-        if any(elementwise(user) for user in read.users):
-            value = tensor(read)
-            shape = () if value is None or read is node else tuple(value.shape)
-            return shape if shape and all(isinstance(size, int) for size in shape) else None
-        waiting += [user for user in read.users if user.target in _RESHAPES]
-    return None
 
 
 def storage_bytes(value: torch.Tensor) -> int:

@@ -60,18 +60,13 @@ class Traced:
 
 
 def trace(
-    unit: Unit,
-    pack: PackFunction,
-    unpack: UnpackFunction,
-    numbers: Sequence[Node],
-    in_memory: bool = False,
-    shape: tuple[int, ...] | None = None,
+    unit: Unit, pack: PackFunction, unpack: UnpackFunction, numbers: Sequence[Node], in_memory: bool = False
 ) -> Traced:
     """Trace both functions for `unit`.
 
-    `pack` gets the source as it lies in memory, in `shape` if that is given, and `unpack` has to return the same;
-    `numbers` are the symbolic numbers that the backward graph has as inputs.  `in_memory`: what is unpacked has to lie
-    in memory as the source did, whatever the compiler would rather do.  Raises CannotPack.
+    `pack` gets the source as it lies in memory, and `unpack` has to return the same; `numbers` are the symbolic
+    numbers that the backward graph has as inputs.  `in_memory`: what is unpacked has to lie in memory as the source
+    did, whatever the compiler would rather do.  Raises CannotPack.
     """
     source = graphs.tensor(unit.source)
     assert source is not None
@@ -84,16 +79,14 @@ def trace(
     symbols = [node.meta["val"] for node in numbers]
 
     def packing(x: torch.Tensor) -> list[torch.Tensor]:
-        x = _permuted(x, order.dims)
-        tensors, structure = take_apart(pack(x if shape is None else x.view(shape)))
+        tensors, structure = take_apart(pack(_permuted(x, order.dims)))
         built.append((structure, len(tensors)))
         return tensors
 
     def unpacking(*values: Any) -> list[torch.Tensor]:
         structure, count = built[-1]
         found = unpack(structure.build(values[:count]))
-        in_order = [source.shape[dim] for dim in order.dims]
-        expected = in_order if shape is None else list(shape)
+        expected = [source.shape[dim] for dim in order.dims]
         if not isinstance(found, torch.Tensor):
             raise CannotPack(f"unpack returned a {type(found).__name__}, not a tensor")
         if found.dtype != source.dtype:
@@ -103,8 +96,6 @@ def trace(
         if found.device != source.device:
             raise CannotPack(f"unpack returned a tensor on {found.device} where one on {source.device} was saved")
         found = found.contiguous()
-        if shape is not None:
-            found = found.view(in_order)
         if in_memory:
             found = _compat.force_stride_order(found, found.stride())
         found = _permuted(found, order.inverse)
@@ -123,7 +114,7 @@ def trace(
     return Traced(unit, packed, unpacked, tuple(saved), tuple(numbers))
 
 
-def form(unit: Unit, in_memory: bool, shape: tuple[int, ...] | None = None) -> Hashable:
+def form(unit: Unit, in_memory: bool) -> Hashable:
     """What `trace` makes of a unit: for units of the same form it makes the same graphs."""
     source = graphs.tensor(unit.source)
     assert source is not None
@@ -134,7 +125,7 @@ def form(unit: Unit, in_memory: bool, shape: tuple[int, ...] | None = None) -> H
             (node.target, str(_values_of((node.args[1:], node.kwargs)))) for node in graphs.chain(member, unit.source)
         ]
         members.append((tuple(views), _layout(graphs.tensor(member))))
-    return pack, _layout(source), source.device, in_memory, shape, tuple(members)
+    return pack, _layout(source), source.device, in_memory, tuple(members)
 
 
 def _layout(value: torch.Tensor | None) -> Hashable:

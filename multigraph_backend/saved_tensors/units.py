@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from multigraph_backend.saved_tensors import graphs, packs, recompute, tracing
 from multigraph_backend.saved_tensors.choosing import Unit
 from multigraph_backend.saved_tensors.hooks import SavedHook
-from multigraph_backend.saved_tensors.rules import Cast, Offload, Recompute, Scaled
+from multigraph_backend.saved_tensors.rules import Offload, Recompute
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
 
 
@@ -39,11 +39,10 @@ class Tracer:
         if isinstance(unit.pack, Offload) and self._computes_bytes:
             raise CannotPack("the backward computes bytes on the CPU, which may come to lie in its copy")
         in_memory = self._into_attention(unit)
-        shape = _shape(unit)
-        form = tracing.form(unit, in_memory, shape)
+        form = tracing.form(unit, in_memory)
         if form not in self._known:
             try:
-                self._known[form] = self._first(unit, in_memory, shape)
+                self._known[form] = self._first(unit, in_memory)
             except CannotPack as reason:
                 self._known[form] = reason
         found = self._known[form]
@@ -74,7 +73,7 @@ class Tracer:
                     reached.append(user)
         return False
 
-    def _first(self, unit: Unit, in_memory: bool, shape: tuple[int, ...] | None) -> Traced:
+    def _first(self, unit: Unit, in_memory: bool) -> Traced:
         value = graphs.tensor(unit.source)
         assert value is not None
         order = graphs.memory_order(value)
@@ -82,26 +81,13 @@ class Tracer:
         assert not isinstance(unit.pack, Recompute)
         if isinstance(unit.pack, SavedHook):
             return tracing.trace(unit, unit.pack.pack, unit.pack.unpack, self._numbers, in_memory)
-        like = value.permute(order.dims) if value.dim() else value
-        found = packs.functions(unit.pack, like if shape is None else like.view(shape))
+        found = packs.functions(unit.pack, value.permute(order.dims) if value.dim() else value)
         if isinstance(found, str):
             raise CannotPack(found)
-        traced = tracing.trace(unit, *found, self._numbers, in_memory, shape)
+        traced = tracing.trace(unit, *found, self._numbers, in_memory)
         if traced.saved_bytes >= unit.described.bytes:
             raise CannotPack(f"packed it would need {traced.saved_bytes} bytes of {unit.described.bytes}")
         return traced
-
-
-def _shape(unit: Unit) -> tuple[int, ...] | None:
-    """The shape in which a pack is made, where that is not the source's: as its readers have it, to be fused with them.
-
-    A scale's row stays the row.
-    """
-    value, shape = graphs.tensor(unit.source), graphs.read_as(unit.source)
-    if shape is None or value is None or not isinstance(unit.pack, Cast | Scaled):
-        return None
-    contiguous = graphs.memory_order(value) == graphs.MemoryOrder(tuple(range(value.dim())))
-    return shape if contiguous and value.shape[-1] == shape[-1] else None
 
 
 def _computes_bytes(backward: GraphModule) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from multigraph_backend.saved_tensors.rules import Cast, Pack, Scaled
+from multigraph_backend.saved_tensors.rules import Cast, Scaled
 from tests.saved_tensors.partitioned import Partitioned, everything, gradients, partition, text
 
 
@@ -168,32 +168,3 @@ def test_what_is_saved_has_the_kinds_and_order_that_backward_takes(dynamic: bool
 
 def _value(gm: torch.fx.GraphModule, name: str) -> object:
     return next(node.meta["val"] for node in gm.graph.nodes if node.name == name)
-
-
-def _flat_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return (x.flatten(0, 1) @ w).view(x.shape[0], x.shape[1], -1).sin()
-
-
-@pytest.mark.parametrize(("pack", "dynamic"), [(Cast("bf16"), False), (Scaled("int8"), False), (Cast("bf16"), True)])
-def test_a_pack_has_the_shape_in_which_others_read_its_source(pack: Pack, dynamic: bool) -> None:
-    made = partition(_flat_matmul, everything(pack), dynamic)
-    args = torch.randn(2, 4, 8), torch.randn(8, 6)
-    got, wanted = gradients(made.run, *args), gradients(_flat_matmul, *args)
-    torch.testing.assert_close(got[0], wanted[0])
-    assert 0 < max(float((one - two).norm() / two.norm()) for one, two in zip(got[1:], wanted[1:], strict=True)) < 0.05
-    saved = [node for node in made.backward[0].graph.find_nodes(op="placeholder") if "_pack_" in node.name]
-    shapes = [tuple(node.meta["val"].shape) for node in saved]
-    if dynamic:  # sizes that only a run knows stay as they are
-        assert [len(shape) for shape in shapes] == [2]
-    else:
-        assert shapes == [(2, 4, 6), (2, 4, 1)][: len(shapes)]
-
-
-def test_a_pack_whose_rows_are_others_than_those_of_its_readers_keeps_its_own() -> None:
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return (x @ w).view(4, 2, 3).sin()
-
-    made = partition(function, everything(Scaled("int8")))
-    gradients(made.run, torch.randn(4, 8), torch.randn(8, 6))
-    saved = [node for node in made.backward[0].graph.find_nodes(op="placeholder") if "_pack_" in node.name]
-    assert [tuple(node.meta["val"].shape) for node in saved] == [(4, 6), (4, 1)]
