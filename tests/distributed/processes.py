@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -81,3 +83,38 @@ def run(
             said, _ = process.communicate()
         ended.append(Ended(None if hung else process.returncode, said))
     return ended
+
+
+class Warm:
+    """A process that has imported torch, and runs a program's ranks in forks of itself; see `warm.py`."""
+
+    def __init__(self, program: Path) -> None:
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        self._folder = tempfile.TemporaryDirectory()
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "warm.py"), str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=settings,
+        )
+
+    def run(self, words: Sequence[Sequence[str]], seconds: float) -> list[Ended]:
+        """As the function of this name."""
+        logs = [Path(self._folder.name) / f"rank{rank}" for rank in range(len(words))]
+        asked = {"ranks": [list(entry) for entry in words], "logs": [str(log) for log in logs], "seconds": seconds}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        statuses = json.loads(self._process.stdout.readline())
+        ended = [Ended(status, log.read_text(errors="replace")) for status, log in zip(statuses, logs, strict=True)]
+        for log in logs:
+            log.unlink()
+        return ended
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()

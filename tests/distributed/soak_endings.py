@@ -1,13 +1,15 @@
 """Every ending of `endings.py` many times over, each run with a time limit; the exit status says whether one hung.
 
-    python tests/distributed/soak_endings.py --runs 100 --jobs 2 --json endings.json
+    python tests/distributed/soak_endings.py --runs 100 --jobs 2 --warm --json endings.json
     python tests/distributed/soak_endings.py --runs 20 --device cuda --seconds 90 --jobs 4 --json endings.json
 
-A run has ended when all its ranks have, by themselves and with the status that this ending should have.
+A run has ended when all its ranks have, by themselves and with the status that this ending should have.  With `--warm`
+their processes are forked from one that has imported torch, which takes most of a run on a CPU; not on a GPU.
 """
 
 from __future__ import annotations
 
+import queue
 import statistics
 import sys
 import time
@@ -21,6 +23,9 @@ from tests.distributed import endings, processes
 
 #: Python's own for an interrupt that nobody catches, by signal or as a shell has it; torch's hook for errors
 _INTERRUPTED = (-2, 130, 1)
+
+
+PROGRAM = processes.HERE / "endings.py"
 
 
 class Run(NamedTuple):
@@ -48,12 +53,12 @@ def problem(ending: str, ranks: list[processes.Ended]) -> str | None:
     return None
 
 
-def once(ending: str, size: int, device: str, seconds: float) -> Run:
+def once(ending: str, size: int, device: str, seconds: float, warm: processes.Warm | None = None) -> Run:
     """One run of `size` ranks."""
     port = str(processes.free_port())
     words = [[ending, str(rank), str(size), port, "--device", device] for rank in range(size)]
     began = time.monotonic()
-    ranks = processes.run(processes.HERE / "endings.py", words, seconds)
+    ranks = processes.run(PROGRAM, words, seconds) if warm is None else warm.run(words, seconds)
     hung = any(rank.status is None for rank in ranks)
     return Run(problem(ending, ranks), hung, time.monotonic() - began)
 
@@ -72,6 +77,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=2, help="ranks (2)")
     parser.add_argument("--seconds", type=float, default=60, help="of one run at most (60)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
+    parser.add_argument("--warm", action="store_true", help="processes forked from one that has imported torch")
     parser.add_argument("--only", metavar="TEXT", default="", help="endings whose name has this in it")
     args = parser.parse_args()
     columns = (
@@ -85,10 +91,22 @@ def main() -> int:
         Column("goals", "goals"),
     )
     results = Results("endings", "Several ranks: runs of every ending, and how many hang", columns, args)
+    if args.warm and results.device == "cuda":
+        parser.error("--warm: a process that is forked cannot use CUDA as this one may")
+    warm: queue.SimpleQueue[processes.Warm | None] = queue.SimpleQueue()
+    for _ in range(args.jobs):
+        warm.put(processes.Warm(PROGRAM) if args.warm else None)
+
+    def one(ending: str) -> Run:
+        used = warm.get()
+        try:
+            return once(ending, args.size, results.device, args.seconds, used)
+        finally:
+            warm.put(used)
+
     with ThreadPoolExecutor(args.jobs) as pool:
         for ending in [name for name in endings.ENDINGS if args.only in name]:
-            again = [(ending, args.size, results.device, args.seconds)] * args.runs
-            runs = list(pool.map(lambda one: once(*one), again))
+            runs = list(pool.map(one, [ending] * args.runs))
             problems = [entry.problem for entry in runs if entry.problem is not None]
             row = {
                 "runs": len(runs),
@@ -100,6 +118,9 @@ def main() -> int:
             row["goals"] = goals_text((Goal("hung", "hung", 0), Goal("otherwise", "wrong", 0)), row)
             error = "\n".join(problems) if problems else None
             results.add({"ending": ending, "ranks": args.size}, row, error, headline=True)
+    while not warm.empty():
+        if (used := warm.get()) is not None:
+            used.close()
     return results.finish()
 
 
