@@ -19,6 +19,7 @@ one line says so, `status()` has the reason, and torch's own allocator serves.  
     library.py      the shared library: found, loaded, its version checked, its functions typed
     process.py      install, status
     pools.py        pool
+    recording_pool.py  where recordings live while it is the process's allocator
     statistics.py   memory_stats and the rest
     stacks.py       record_memory_history: Python's stacks in snapshots
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch._dynamo.utils import counters
 from multigraph_backend import _compat
 from multigraph_backend.allocator import process, record_memory_history, stacks
 from multigraph_backend.allocator.stacks import Call, stacks_of
+from tests.allocator.extension import SOURCE
 
 A, B = 0x1000, 0x2000
 
@@ -135,3 +138,18 @@ def test_torch_s_own_is_called_where_the_extension_is_not_installed(monkeypatch:
     monkeypatch.setattr(process, "_gpus", lambda: 1)
     record_memory_history("state", context="alloc", max_entries=7)
     assert said == [(("state",), {"context": "alloc", "stacks": "python", "max_entries": 7})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+def test_threads_that_are_asked_for_their_stacks_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
+    sources = [Path(__file__).with_name("stacks_under_threads.cc"), SOURCE / "abi.cc"]
+    sources += [path for folder in ("core", "sim", "torch") for path in sorted((SOURCE / folder).glob("*.cc"))]
+    program = tmp_path / "stacks"
+    command = ["g++", "-std=c++17", "-O0", "-g1", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizers}"]
+    command += [f"-I{SOURCE}", *map(str, sources), "-ldl", "-lpthread", "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout) > 1000
