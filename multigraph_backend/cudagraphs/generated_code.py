@@ -165,19 +165,19 @@ class GeneratedCode:
         """
         function = self.partitions[number]
         inner = [other for other in self._reached(function) if other is not function]
-        if any(_communicates(ast.unparse(other)) for other in inner):
+        if any(_touches_collectives(other) for other in inner):
             return True
         of: dict[str, str] = {}  # names of one buffer
         started: set[str] = set()
         done: set[str] = set()
         for statement, sure in _flat(function.body):
-            if isinstance(statement, ast.With) or not (text := ast.unparse(statement)):
+            if isinstance(statement, ast.With):
                 continue
             value = statement.value if isinstance(statement, ast.Assign | ast.Expr) else None
             targets = [ast.unparse(target) for target in statement.targets] if isinstance(statement, ast.Assign) else []
             operator = _operator(value)
             if operator is None or not (sequence.issues(operator) or sequence.waits(operator)):
-                if _communicates(text):
+                if _touches_collectives(statement):
                     return True
                 if value is not None and len(targets) == 1 and _only_looks(value) and (names := _names(value)):
                     of[targets[0]] = of.get(names[0], names[0])
@@ -262,6 +262,12 @@ class GeneratedCode:
 
 def _communicates(text: str) -> bool:
     return any(f"torch.ops.{name}." in text for name in sequence.NAMESPACES)
+
+
+def _touches_collectives(tree: ast.AST) -> bool:
+    """Whether one is named in it, other than in a text: checks of sizes have the operator's name for their message."""
+    names = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return any(_communicates(f"{name}.") for name in names)
 
 
 def _operator(value: ast.expr | None) -> str | None:

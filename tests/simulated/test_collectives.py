@@ -301,3 +301,18 @@ def test_outputs_stay_where_they_are_while_the_device_does_not_finish(monkeypatc
     assert len(set(addresses)) == len(addresses)
     for x, y in held:
         torch.testing.assert_close(y, x * 2)
+
+
+def test_a_gather_whose_result_is_checked_by_its_operators_name_is_whole() -> None:
+    gathered = (
+        f"buf2 = {_HEAD}.all_gather_into_tensor.default(buf0, 2, '0')",
+        f"assert_size_stride(buf2, (8, 4), (4, 1), '{_HEAD}.all_gather_into_tensor.default')",
+        f"assert_alignment(buf2, 16, '{_HEAD}.all_gather_into_tensor.default')",
+    )
+    for waits, apart in (((f"{_HEAD}.wait_tensor.default(buf2)",), False), ((), True)):
+        code = generated(*gathered, *waits)
+        (piece,) = as_inductor_says(code, "\n".join(code.lines)).pieces
+        assert piece.groups == ("0",)
+        assert piece.unrecorded == (cuts.APART if apart else None)
+    hidden = generated(*gathered, f"wait = {_HEAD}.wait_tensor.default", "wait(buf2)")
+    assert hidden.waits_elsewhere(0)
