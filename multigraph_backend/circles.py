@@ -27,6 +27,9 @@ _LOOKS = 4  # in a row that find a thread at the same beginning of a function
 _RESUME = dis.opmap.get("RESUME")
 
 
+_Place = tuple[int, int, int]  # thread, frame, instruction
+
+
 class _Met(BaseException):
     pass
 
@@ -38,24 +41,29 @@ def look_out(thread: int, waiting: threading.Lock) -> None:
 
 
 def _look(thread: int, waiting: threading.Lock) -> None:
-    # no function of Python is called from here, until the flag is down
-    seen: dict[tuple[int, int, int], int] = {}
-    own = _thread.get_ident()
+    seen: dict[_Place, int] = {}
     while waiting.locked():
         time.sleep(_PERIOD)
-        frames = sys._current_frames()
-        if thread not in frames:
+        if thread not in (places := _beginnings()):
             return
-        beginning = {}
-        for ident, frame in frames.items():
-            if ident != own and frame.f_code.co_code[frame.f_lasti] == _RESUME:
-                key = ident, id(frame), frame.f_lasti
-                beginning[key] = seen.get(key, 0) + 1
-        seen = beginning
-        del frames
+        seen = {place: seen.get(place, 0) + 1 for place in places.values() if place is not None}
         if seen and max(seen.values()) >= _LOOKS:
             _take_down()
             return
+
+
+def _beginnings() -> dict[int, _Place | None]:
+    """Each other thread, and where it is if that is the beginning of a function.
+
+    Frames are let go of before another thread can run: one that outlived its function here would end here what that
+    function had, such as a state of torch that belongs to its thread.
+    """
+    own, found = _thread.get_ident(), dict[int, _Place | None]()
+    for ident, frame in sys._current_frames().items():
+        if ident != own:
+            at = frame.f_lasti
+            found[ident] = (ident, id(frame), at) if frame.f_code.co_code[at] == _RESUME else None
+    return found
 
 
 def _take_down() -> None:

@@ -206,15 +206,29 @@ def _listed(issued: Sequence[Collective]) -> str:
 def _inside_generated_code() -> Iterator[tuple[int, int, int, str]]:
     """For each thread in generated code that communicates: the thread, its frame, where in it, and that as text."""
     sources = {source: code for code in _communicating() if (source := getattr(code.inner, "source_code", None))}
-    for thread, start in sys._current_frames().items():
-        frame: FrameType | None = start
-        while frame is not None and sources:
-            text = "".join(linecache.getlines(frame.f_code.co_filename))
+    for thread, stack in _stacks().items() if sources else ():
+        for frame, at, name, line in stack:
+            text = "".join(linecache.getlines(name))
             code = sources.get(text)
             if code is not None:
-                yield thread, id(frame), frame.f_lasti, f"{code.label}: {_at(code, text, frame.f_lineno)}"
+                yield thread, frame, at, f"{code.label}: {_at(code, text, line)}"
                 break
+
+
+def _stacks() -> dict[int, list[tuple[int, int, str, int]]]:
+    """Of each thread, innermost first: the frame as a number, where in it, its file and line.
+
+    Frames are let go of before another thread can run: one that outlived its function here would end here what that
+    function had, such as a state of torch that belongs to its thread.
+    """
+    found: dict[int, list[tuple[int, int, str, int]]] = {}
+    for thread, start in sys._current_frames().items():
+        stack = found[thread] = []
+        frame: FrameType | None = start
+        while frame is not None:
+            stack.append((id(frame), frame.f_lasti, frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back
+    return found
 
 
 _OPERATOR = re.compile(r"torch\.ops\.([A-Za-z_]\w*\.\w+(?:\.\w+)?)\((.*)")
