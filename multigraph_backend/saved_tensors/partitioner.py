@@ -139,11 +139,13 @@ def _carry_out(
     What is computed again from what is packed comes first: to the others these are steps like any.
     """
     packed = {member.name for entry in traced for member in entry.unit.members}
-    leaning = [entry for entry in traced if any(anchor.name in packed for anchor in units.anchors(entry))]
-    rest = [entry for entry in traced if entry not in leaning]
-    parts = [part for part in (leaning, rest) if part]
+    leaning: list[Traced] = []
+    rest: list[Traced] = []
+    for entry in traced:
+        leans = any(anchor.name in packed for anchor in units.anchors(entry))
+        (leaning if leans else rest).append(entry)
     found = []
-    for part in parts:
+    for part in filter(None, (leaning, rest)):
         found.append(Estimate(forward, backward, outputs, static, reordered).place(part))
         surgery.carry_out(forward, backward, outputs, part, found[-1])
     return found[0] if len(found) == 1 else found[1].after(found[0])

@@ -3,7 +3,7 @@
 In: units as `choosing` finds them, both graphs.  Out: a `Traced` for each, or `CannotPack` with the reason.
 
 Invariant: what is traced here can be carried out on the two graphs, alone and together with what else was traced,
-where a unit that is computed again leans on none of the others.
+where a unit that is computed again leans on none of the others, or is carried out before those that it leans on.
 """
 
 from __future__ import annotations
