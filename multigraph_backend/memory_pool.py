@@ -11,7 +11,7 @@ The runtime owns blocks by address: what a capture leaves allocated is adopted, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -70,6 +70,31 @@ class MemoryPool(Protocol):
         """Free all that is owned.  The pool serves no further captures."""
 
 
+@contextlib.contextmanager
+def generator_set_free(index: int, stream: torch.cuda.Stream) -> Iterator[Callable[[], None]]:
+    """Around a capture that draws no random numbers: other threads may.
+
+    A capture takes the device's generator for itself.  After the call of what this yields, at the capture's begin, it
+    keeps the state that it took, and until the end all others draw from a copy, which goes on where that had come to.
+    `stream` is one that does not capture, as torch asks of whoever copies a state.
+    """
+    generator = torch.cuda.default_generators[index]
+    taken = generator.graphsafe_get_state()
+    copies: list[torch.Generator] = []
+
+    def free() -> None:
+        with torch.cuda.stream(stream):
+            copies.append(generator.clone_state())
+        generator.graphsafe_set_state(copies[0])
+
+    try:
+        yield free
+    finally:
+        if copies:
+            generator.graphsafe_set_state(taken)
+            taken.set_state(copies[0].get_state())
+
+
 def capture_anchor(
     index: int, pool: tuple[int, int], anchor: torch.cuda.CUDAGraph, stream: torch.cuda.Stream
 ) -> torch.Tensor:
@@ -79,10 +104,12 @@ def capture_anchor(
     in torch.  Returns what the graph writes to, which has to live as long.
     """
     flag = torch.zeros(1, device=torch.device("cuda", index))
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream), generator_set_free(index, current) as free:
         anchor.capture_begin(pool=cast(Any, pool), capture_error_mode="thread_local")
         try:
+            free()
             flag.zero_()
         finally:
             anchor.capture_end()

@@ -21,7 +21,7 @@ from multigraph_backend.allocator import process
 from multigraph_backend.allocator.recording_pool import ExtensionPool
 from multigraph_backend.cudagraphs import poison, staging
 from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, DeviceFailed, Graph, Layout, PoolState
-from multigraph_backend.memory_pool import MemoryPool, State, TorchPool, capture_anchor
+from multigraph_backend.memory_pool import MemoryPool, State, TorchPool, capture_anchor, generator_set_free
 
 
 class CudaDevice:
@@ -172,7 +172,7 @@ class CudaDevice:
             self._capture_stream.wait_stream(current)
             with torch.cuda.stream(self._capture_stream):
                 try:
-                    free = None if random else stack.enter_context(_generator_set_free(self.index))
+                    free = None if random else stack.enter_context(generator_set_free(self.index, current))
                     graph.capture_begin(pool=cast(Any, self._pool.id), capture_error_mode="thread_local")
                     if free is not None:
                         free()
@@ -301,30 +301,6 @@ def _undisturbed(index: int) -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _generator_set_free(index: int) -> Iterator[Callable[[], None]]:
-    """Around a capture that draws no random numbers: other threads may.
-
-    A capture takes the device's generator for itself.  After the call of what this yields, at the capture's begin, it
-    keeps the state that it took, and until the end all others draw from a copy.
-    """
-    generator = torch.cuda.default_generators[index]
-    taken, copy = generator.graphsafe_get_state(), generator.clone_state()
-    freed = False
-
-    def free() -> None:
-        nonlocal freed
-        freed = True
-        generator.graphsafe_set_state(copy)
-
-    try:
-        yield free
-    finally:
-        if freed:
-            generator.graphsafe_set_state(taken)
-            taken.set_state(copy.get_state())
 
 
 def _clear_frames(error: BaseException) -> None:
