@@ -26,14 +26,22 @@ from multigraph_backend.saved_tensors import transfers
 from multigraph_backend.saved_tensors.transfers import host_shape
 
 _library = torch.library.Library("multigraph", "DEF")
-_tags = tuple(
-    tag for name in ("cudagraph_unsafe", "needs_fixed_stride_order") if (tag := getattr(torch.Tag, name, None))
-)
-_library.define("offload(Tensor x) -> Tensor", tags=_tags)
-_library.define("settle(Tensor[] kept, Tensor[] copies, Tensor[] after) -> Tensor", tags=_tags)
-_library.define("begin(Tensor[] copies, Device device, Tensor[] after) -> Tensor", tags=_tags)
+
+
+def _tags(*names: str) -> tuple[torch.Tag, ...]:
+    return tuple(tag for name in ("cudagraph_unsafe", *names) if (tag := getattr(torch.Tag, name, None)))
+
+
+# where strides are prescribed, Inductor makes a copy of its own for each operator of what has no memory yet: `settle`
+# would keep another one than `offload` reads
+_library.define("offload(Tensor x) -> Tensor", tags=_tags("flexible_layout"))
+_library.define("settle(Tensor[] kept, Tensor[] copies, Tensor[] after) -> Tensor", tags=_tags("flexible_layout"))
 _library.define(
-    "reload(Tensor copy, ScalarType dtype, Device device, Tensor[] begun, Tensor[] after) -> Tensor", tags=_tags
+    "begin(Tensor[] copies, Device device, Tensor[] after) -> Tensor", tags=_tags("needs_fixed_stride_order")
+)
+_library.define(
+    "reload(Tensor copy, ScalarType dtype, Device device, Tensor[] begun, Tensor[] after) -> Tensor",
+    tags=_tags("needs_fixed_stride_order"),
 )
 
 _Tensors = Sequence[torch.Tensor]

@@ -3,7 +3,7 @@
 In: a forward graph that Inductor is to compile, after its partition was packed.  Out: Inductor's code, with the account
 beside it.  A process that finds the code in AOTAutograd's cache never sees a partition: it reads the account from here.
 
-Invariant: calling it is calling Inductor's code.
+Invariant: calling it is calling Inductor's code, and code that offloads keeps what it offloads until it is settled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.saved_tensors import account
+from multigraph_backend.saved_tensors import account, kept
 from multigraph_backend.saved_tensors.account import SavedTensors
+from multigraph_backend.saved_tensors.offloading import OFFLOAD
 
 InnerCompile = Callable[..., Any]
 
@@ -32,7 +33,10 @@ def inner_compile(inner: InnerCompile | None) -> InnerCompile:
 def _compile(
     inner: InnerCompile | None, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Any:
+    offloads = bool(gm.graph.find_nodes(op="call_function", target=OFFLOAD))  # Inductor changes the graph
     code = (inner or _compat.compile_fx_inner)(gm, example_inputs, **settings)
+    if offloads:
+        kept.check(str(getattr(getattr(code, "inner", code), "source_code", "?")))
     found = account.latest()
     if found is None or settings.get("is_backward") or settings.get("is_inference"):
         return code

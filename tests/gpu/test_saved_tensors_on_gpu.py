@@ -20,7 +20,7 @@ from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.rules import Pack
 from multigraph_backend.saved_tensors.transfers import CudaStream, Transfers
 from tests.gpu.programs import CUDA, compiled, fresh, tree_counts
-from tests.saved_tensors.models import Block
+from tests.saved_tensors.models import Block, Grouped
 
 WIDTH, TOKENS, BATCH = 256, 128, 8
 CYCLES = 20_000_000  # of a GPU: some 10 ms, longer than any step here
@@ -255,6 +255,34 @@ def test_the_first_layers_are_away_while_the_others_run() -> None:
     gone = sum(entry.bytes for entry in said.tensors if entry.packed == "offload" and entry.with_ is None)
     for before, after in zip(peaks["plain"], peaks["offloaded"], strict=True):
         assert before - after > 0.8 * gone
+
+
+def test_offloads_between_the_norms_of_many_rows() -> None:
+    """Their backward reduces rows and columns: in one kernel where nothing is cut, and the end of it behind a cut."""
+    model = torch.nn.Sequential(*[Block(1024, 8) for _ in range(3)]).to(CUDA, torch.bfloat16)
+    before = tree_counts("recordings")
+    results = []
+    for rules in ([], [Rule(Match(module=name), Offload()) for name in ("0", "0.*")]):
+        run = compiled(model, saved_tensors=rules)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            results.append(gradients(model, run, torch.randn(16, 512, 1024, device=CUDA, dtype=torch.bfloat16)))
+    assert any(said.packed for said in accounts())
+    assert tree_counts("recordings") > before
+    for plain, offloaded in zip(results[:4], results[4:], strict=True):
+        for one, other in zip(plain, offloaded, strict=True):
+            assert (one - other).float().norm() <= 1e-2 * one.float().norm()
+
+
+def test_keys_that_are_repeated_for_attention_stay_until_they_are_copied() -> None:
+    model = torch.nn.Sequential(*[Grouped(1024, 16, 4) for _ in range(8)]).to(CUDA, torch.bfloat16)
+    first = [Rule(Match(module=name), Offload()) for name in ("0", "0.*")]
+    run, plain = (compiled(model, saved_tensors=rules, cudagraphs=False) for rules in (first, []))
+    for _ in range(3):
+        x = torch.randn(4, 2048, 1024, device=CUDA, dtype=torch.bfloat16)
+        for one, other in zip(gradients(model, run, x), gradients(model, plain, x), strict=True):
+            assert (one - other).float().norm() <= 1e-2 * other.float().norm()
+    assert any(said.packed for said in accounts())
 
 
 def peaks_of(model: torch.nn.Module, run: Callable[..., Any], x: torch.Tensor) -> tuple[int, int]:

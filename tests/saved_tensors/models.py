@@ -35,6 +35,26 @@ class Block(torch.nn.Module):
         return x + F.gelu(self.out(mixed))
 
 
+class Grouped(torch.nn.Module):
+    """Attention whose keys and values several heads share, so that they are repeated for it."""
+
+    def __init__(self, width: int = 32, heads: int = 4, groups: int = 2) -> None:
+        super().__init__()
+        self.heads, self.groups = heads, groups
+        self.queries = torch.nn.Linear(width, width)
+        self.others = torch.nn.Linear(width, 2 * width * groups // heads)
+        self.out = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        q = self.queries(x).view(batch, tokens, self.heads, -1).transpose(1, 2)
+        k, v = self.others(x).view(batch, tokens, 2 * self.groups, -1).transpose(1, 2).chunk(2, 1)
+        repeated = (batch, self.groups, self.heads // self.groups, tokens, width // self.heads)
+        k, v = (part.unsqueeze(2).expand(repeated).flatten(1, 2) for part in (k * k.sin(), v))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
+        return x + F.gelu(self.out(mixed))
+
+
 class Mlp(torch.nn.Module):
     """Two layers: quick to compile, and three tensors to pack."""
 

@@ -20,11 +20,11 @@ from torch._inductor.utils import run_and_get_code
 import multigraph_backend
 from multigraph_backend import Offload, Scaled
 from multigraph_backend.cudagraphs import cuts
-from multigraph_backend.saved_tensors import links, offloading, transfers
+from multigraph_backend.saved_tensors import kept, links, offloading, transfers
 from multigraph_backend.saved_tensors.rules import Match, Rule, rule_from_json, rule_to_json
 from multigraph_backend.saved_tensors.transfers import Transfers
 from tests.saved_tensors.late_stream import CPU, LateStream, late_stream
-from tests.saved_tensors.models import Block, Mlp, accounts, compiled, rules, step
+from tests.saved_tensors.models import Block, Grouped, Mlp, accounts, compiled, rules, step
 from tests.saved_tensors.partitioned import everything, gradients, partition, text
 
 
@@ -215,6 +215,7 @@ def test_the_stand_in_sees_a_missing_link(late: Transfers, monkeypatch: pytest.M
         return settled
 
     monkeypatch.setattr(links, "link_forward", without)
+    monkeypatch.setattr(kept, "check", lambda source: None)
     model = torch.nn.Sequential(*[Block() for _ in range(2)])
     x = torch.randn(4, 16, 32)
     run = compiled(model, rules(Offload()))
@@ -223,6 +224,47 @@ def test_the_stand_in_sees_a_missing_link(late: Transfers, monkeypatch: pytest.M
     wanted = step(model, compiled(model, []), x)
     assert accounts()[0].packed > 0
     assert any(not torch.allclose(one, other, equal_nan=False) for one, other in zip(got[1:], wanted[1:], strict=True))
+
+
+def test_what_no_operator_has_given_memory_is_offloaded_and_kept_in_one_buffer(late: Transfers) -> None:
+    """Keys that are repeated for attention: views of them, until somebody asks for memory."""
+    stream(late).speed = (1e7, 1e7)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[Grouped() for _ in range(4)])
+    run, plain = compiled(model, rules(Offload(waiting=8))), compiled(model, [])
+    for _ in range(3):
+        x = torch.randn(4, 16, 32)
+        got, wanted = step(model, run, x), step(model, plain, x)
+        assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    (said, *_) = accounts()
+    assert said.failed is None
+    assert said.packed > 20
+
+
+def test_code_that_keeps_another_buffer_is_compiled_again_without_packs(
+    late: Transfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = links.link_forward
+
+    def of_others(graph: torch.fx.Graph, *arguments: Any) -> torch.fx.Node:
+        settled = whole(graph, *arguments)
+        for node in graph.find_nodes(op="call_function", target=offloading.SETTLE):
+            with graph.inserting_before(node):
+                others = [graph.call_function(torch.ops.aten.neg.default, (entry,)) for entry in node.args[0]]
+            for made, entry in zip(others, node.args[0], strict=True):
+                made.meta.update(entry.meta)
+            node.update_arg(0, others)
+        return settled
+
+    monkeypatch.setattr(links, "link_forward", of_others)
+    model = Mlp()
+    x = torch.randn(8, 16)
+    with functorch_config.patch(enable_autograd_cache=False):  # this code is for nobody else
+        got = step(model, compiled(model, rules(Offload())), x)
+    wanted = step(model, compiled(model, []), x)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    assert late.copies == 0
+    assert re.search(r"the compiled code offloads \w+ and keeps \w+", str(accounts()[0].failed))
 
 
 def test_gradients_are_bitwise_the_same_over_a_hundred_steps(late: Transfers) -> None:
