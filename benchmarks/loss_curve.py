@@ -23,7 +23,7 @@ import workloads
 from measure import Column, Goal, Results, attempt, goals_text
 
 import multigraph_backend
-from multigraph_backend import Cast, Match, Rule, Scaled
+from multigraph_backend import Cast, Keep, Match, Rule, Scaled
 from multigraph_backend.backend import multigraph
 
 COLUMNS = (
@@ -38,6 +38,8 @@ COLUMNS = (
 FORMS: dict[str, list[Rule]] = {
     "unpacked": [],
     "fp8": [Rule(Match(), Cast("float8_e4m3fn"))],
+    "fp8, scaled": [Rule(Match(), Scaled("float8_e4m3fn"))],
+    "fp8, attention kept": [Rule(Match(module="*.attention"), Keep()), Rule(Match(), Cast("float8_e4m3fn"))],
     "int8": [Rule(Match(), Scaled("int8", per=64))],
     "int8, stochastic": [Rule(Match(), Scaled("int8", per=64, stochastic=True))],
 }

@@ -131,6 +131,19 @@ class GeneratedCode:
         )
         return Call(inputs, len(results), pieces, outside, tuple(dict.fromkeys(ops)))
 
+    def unmade(self) -> tuple[int, str] | None:
+        """The first piece that reads a buffer which it is not given and has not made, and that buffer."""
+        for number, function in enumerate(self.partitions):
+            made: set[str] = set()
+            for statement, _ in _flat(function.body):
+                names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+                if not hasattr(statement, "body"):  # what is inside of a `with` comes by itself
+                    for name in names:
+                        if isinstance(name.ctx, ast.Load) and _BUFFER.fullmatch(name.id) and name.id not in made:
+                            return number, name.id
+                    made.update(name.id for name in names if isinstance(name.ctx, ast.Store))
+        return None
+
     def recorded(self, operators: Iterable[str]) -> tuple[int, str] | None:
         """The first piece that runs one of `operators`, each as code writes it (`torch.ops.aten.mm.default`)."""
         text = "\n".join(self.lines)
@@ -443,6 +456,7 @@ def _piece_called(statement: ast.stmt) -> tuple[int, str, list[str]] | None:
     return int(found[1]), found[2], [_name(target) for target in _elements(statement.targets[0])]
 
 
+_BUFFER = re.compile(r"buf\d+")
 _ARGUMENTS = re.compile(r"partition\d+_args")
 _CALLED = re.compile(r"self\.partitions\[(\d+)\]\((\w+)\)")
 

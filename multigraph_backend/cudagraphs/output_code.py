@@ -40,6 +40,9 @@ _OutputCode: Any = object if _compat.missing("cudagraphs") else _compat.OutputCo
 KNOBS: Mapping[str, object] = {"triton.cudagraphs": True, "graph_partition": True}
 #: what keeps Inductor from gathering what cannot be recorded; copies to the host run beside what is between them
 PLACED = ("triton.reorder_for_reducing_graph_partitions", False)
+#: what keeps Inductor from reducing rows and columns in one kernel, for a norm's backward: it parts the graph before it
+#: moves the end of the second reduction to that kernel, and a piece behind a cut would miss the result
+APART: Mapping[str, object] = {"triton.mix_order_reduction": False}
 
 
 _living: weakref.WeakValueDictionary[int, RecordedCode] = weakref.WeakValueDictionary()
@@ -245,7 +248,7 @@ def _compile_inner(
     taken = partition.take(gm, settings.get("static_input_idxs") or (), backward, rules)  # Inductor changes the graph
     config = _compat.inductor_config
     cut = [*config.custom_should_partition_ops, *taken.cut_ops]
-    with config.patch(custom_should_partition_ops=cut):
+    with config.patch({"custom_should_partition_ops": cut, **(APART if cut or taken.graph.cuts else {})}):
         code = _compat.compile_fx_inner(gm, example_inputs, **settings)
     if not isinstance(code, _compat.CompiledFxGraph):
         return code

@@ -34,6 +34,10 @@ log = logging.getLogger(__name__)
 LEFT_OUT = "Inductor, which keeps it out of its pieces"
 
 
+class BrokenCode(RuntimeError):
+    """The code would fail when it runs, recorded or not."""
+
+
 @dataclass(frozen=True)
 class Taken:
     """What the graph says.
@@ -78,7 +82,10 @@ def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRu
 
 
 def from_inductor(code: Any, taken: Taken) -> GraphSpec:
-    """The spec of what Inductor made of a graph, `code`, a `CompiledFxGraph`."""
+    """The spec of what Inductor made of a graph, `code`, a `CompiledFxGraph`.
+
+    Raises `BrokenCode`.
+    """
     graph = dataclasses.replace(taken.graph, mutated=tuple(sorted(set(code.mutated_input_idxs))))
     if graph.not_known is None:
         graph = dataclasses.replace(graph, not_known=_other_order(code, graph.collectives))
@@ -102,6 +109,8 @@ def _put_together(code: Any, taken: Taken, graph: GraphSpec) -> GraphSpec:
         parameters = generated.parameters
     except NotUnderstood as error:
         raise ValueError(f"Inductor's code is not understood: {error}") from None
+    if (unmade := generated.unmade()) is not None:
+        raise BrokenCode(f"Inductor's code reads {unmade[1]} in piece {unmade[0]}, and nothing has made it there")
     if len(parameters) != len(maps):
         raise ValueError(f"Inductor tells of {len(maps)} pieces, and its code has {len(parameters)}")
     if (found := generated.recorded(taken.forbidden)) is not None:

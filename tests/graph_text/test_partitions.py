@@ -17,7 +17,7 @@ from multigraph_backend import _compat
 from multigraph_backend.cudagraphs import partition
 from multigraph_backend.cudagraphs.cuts import CutRules
 from multigraph_backend.cudagraphs.generated_code import GeneratedCode, NotUnderstood
-from multigraph_backend.cudagraphs.partition import Taken
+from multigraph_backend.cudagraphs.partition import BrokenCode, Taken
 from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, Placeholder
 
 FIXTURES = Path(__file__).parent.parent / "unit" / "fixtures_partitions"
@@ -221,6 +221,15 @@ def test_a_map_that_contradicts_the_code_is_not_trusted() -> None:
     spec = example.read()
     assert spec.pieces == ()
     assert (spec.refused or "").startswith("Inductor's map of a piece has inputs [0, 1, 2, 3, 5, 4]")
+
+
+def test_a_piece_that_reads_what_nothing_has_made_there_is_no_code_to_run() -> None:
+    """As a piece behind a cut, when the reduction that it was to end has become a part of one before the cut."""
+    example = a_forward()
+    given = example.source.replace("buf1 = ", "buf99 = ", 1)
+    assert given != example.source
+    with pytest.raises(BrokenCode, match="reads buf1 in piece 0, and nothing has made it there"):
+        example.read(given)
 
 
 def test_maps_are_taken_where_the_code_is_not_understood_and_they_fit() -> None:
