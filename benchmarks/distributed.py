@@ -21,6 +21,7 @@ their answer and end at once: stock would wait forever for its graphs.
 
     python benchmarks/distributed.py --json distributed.json
     python benchmarks/distributed.py --work decoder --ranks 4
+    python benchmarks/distributed.py --work cold --share 2      twice as many ranks as GPUs
     python benchmarks/distributed.py --quick --device cpu
 """
 
@@ -88,6 +89,7 @@ COLUMNS = (
     Column("us", "us", 1),
     Column("over_hand", "over by hand", 3),
     Column("over_stock", "over stock's best", 3),
+    Column("share", "ranks a GPU"),
     Column("seconds", "cold seconds", 2),
     Column("over_one", "over one rank", 2),
     Column("recordings", "recordings"),
@@ -432,10 +434,12 @@ def rank_program(args: argparse.Namespace) -> int:
     rank, ranks = args.rank
     torch.set_num_threads(args.threads)
     work, size = args.work[0], size_of(args.work[0], args.quick)
+    settings: dict[str, Any] = {}
     if args.device == "cuda":
-        torch.cuda.set_device(rank)
-    settings: dict[str, Any] = {"device_id": torch.device("cuda", rank)} if args.device == "cuda" else {}
-    backend = "nccl" if args.device == "cuda" else "gloo"
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        settings = {"device_id": device} if args.share == 1 else {}
+    backend = "nccl" if args.device == "cuda" and args.share == 1 else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120), **settings)
     results: dict[str, dict[str, Any]] = {}
 
@@ -483,7 +487,15 @@ def _ranks(work: str, ranks: int, args: argparse.Namespace, folder: Path) -> Ite
     started = []
     for rank in range(ranks):
         words = ["--work", work, "--rank", str(rank), str(ranks), "--answer", str(folder / "answer")]
-        words += ["--device", args.device, "--threads", str(args.threads), *(["--quick"] if args.quick else [])]
+        words += [
+            "--device",
+            args.device,
+            "--share",
+            str(args.share),
+            "--threads",
+            str(args.threads),
+            *(["--quick"] if args.quick else []),
+        ]
         words += [word for name in args.only or () for word in ("--only", name)]
         with (folder / f"log.{rank}").open("wb") as log:
             started.append(
@@ -552,13 +564,17 @@ def add_cold(counts: Sequence[int], args: argparse.Namespace, results: Results, 
             row["over_one"] = row["seconds"] / one
             if ranks > 1:
                 row["goals"] = goals_text(COLD_GOALS, row)
-        results.add({"work": "cold", "ranks": ranks, "form": "multigraph"}, row, error, headline=True)
+        about = {"work": "cold", "ranks": ranks, "form": "multigraph"}
+        results.add({**about, "share": args.share} if args.share > 1 else about, row, error, headline=True)
 
 
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__)
     made.add_argument("--work", nargs="+", choices=WORKS, help="all of them")
     made.add_argument("--ranks", type=int, metavar="N", help="one for each GPU, at most 2 (2)")
+    made.add_argument(
+        "--share", type=int, default=1, metavar="N", help="ranks on each GPU, over gloo; for cold starts (1)"
+    )
     made.add_argument("--only", action="append", metavar="FORM", help="eager and the form of this name (all)")
     made.add_argument("--seconds", type=float, default=100, help="of the processes of one work at most (100)")
     made.add_argument("--rank", nargs=2, type=int, help=argparse.SUPPRESS)  # of a process: its rank, how many there are
@@ -572,10 +588,12 @@ def main() -> int:
         return rank_program(args)
     results = Results("distributed", "Several GPUs: a step on all ranks, beside stock's", COLUMNS, args)
     args.device = results.device
-    gpus = torch.cuda.device_count() if args.device == "cuda" else 2
+    gpus = torch.cuda.device_count() * args.share if args.device == "cuda" else 2
     ranks = args.ranks or min(gpus, 2)
     if ranks > gpus and args.device == "cuda":
-        parser().error(f"--ranks: there are {gpus} GPUs")
+        parser().error(f"--ranks: there are GPUs for {gpus}")
+    if args.share > 1 and args.work != ["cold"]:
+        parser().error("--share: for --work cold alone")
     for work in args.work or (WORKS[:1] if args.quick else WORKS):
         if work == "cold":
             add_cold([count for count in (1, 2, 4) if count <= ranks], args, results, args.seconds)

@@ -5,7 +5,8 @@
     python scripts/merge_results.py --several-commits benchmarks/results/endings.json out/*/endings.json
 
 The parts must be of one benchmark, commit, machine and set of versions; what they list comes in the order given. With
-`--several-commits` they may be of more than one: the result names each of them, and each row its own.
+`--several-commits` they may be of more than one: the result names each of them, and each row its own. A row that failed
+is left out there, if a later part has one of the same words that did not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class NotAlike(ValueError):
 def merged(parts: Sequence[Mapping[str, Any]], several_commits: bool = False) -> dict[str, Any]:
     """All that `parts` list under what they have in common, dated as the last of them.  Raises NotAlike."""
     if several_commits:
+        parts = [{**part, "rows": _not_repeated(part["rows"], parts[at + 1 :])} for at, part in enumerate(parts)]
         together = ", ".join(dict.fromkeys(str(part["commit"]) for part in parts))
         parts = [
             {**part, "rows": [{**row, "commit": part["commit"]} for row in part["rows"]], "commit": together}
@@ -43,6 +45,17 @@ def merged(parts: Sequence[Mapping[str, Any]], several_commits: bool = False) ->
     own["date"] = max(str(part.get("date")) for part in parts)
     own["gpus"] = max((part.get("gpus", []) for part in parts), key=len)
     return {key: own.get(key, value) for key, value in parts[0].items()}
+
+
+def _not_repeated(rows: Sequence[Mapping[str, Any]], later: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    succeeded = [_words(row) for part in later for row in part["rows"] if row.get("error") is None]
+    return [row for row in rows if row.get("error") is None or _words(row) not in succeeded]
+
+
+def _words(row: Mapping[str, Any]) -> dict[str, str]:
+    """What a row is about; words that say how it came out are no part of that."""
+    outcome = ("error", "goals", "numbers", "wrong")
+    return {key: value for key, value in row.items() if isinstance(value, str) and key not in outcome}
 
 
 def main() -> int:

@@ -26,7 +26,9 @@ MIB = 1 << 20
 GIB = 1 << 30
 Check = Callable[[], None]
 CHECKS: dict[str, dict[str, Check]] = {"installed": {}, "plain": {}, "compiled": {}, "recorded": {}, "pools": {}}
-MODULES = tuple(f"tests.gpu.allocator_checks_{name}" for name in ("installed", "forked", "beside", "recorded"))
+MODULES = tuple(
+    f"tests.gpu.allocator_checks_{name}" for name in ("installed", "stacks", "forked", "beside", "recorded")
+)
 
 
 def check(group: str) -> Callable[[Check], Check]:

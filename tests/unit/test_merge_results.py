@@ -54,3 +54,14 @@ def test_parts_of_several_commits_where_that_is_asked_for() -> None:
     whole = merge_results.merged([part("1", 1), part("2", 2, commit="4567"), part("3", 3)], several_commits=True)
     assert whole["commit"] == "0123, 4567"
     assert [(row["n"], row["commit"]) for row in whole["rows"]] == [(1, "0123"), (2, "4567"), (3, "0123")]
+
+
+def test_a_row_that_failed_and_came_right_later_is_left_out() -> None:
+    def forms(commit: str, **errors: str | None) -> dict[str, Any]:
+        rows = [{"form": form, "goals": str(error), "error": error} for form, error in errors.items()]
+        return {**part("1", commit=commit), "rows": rows}
+
+    parts = [forms("0", a="wrong", b="wrong", c=None), forms("1", a=None, c="wrong")]
+    whole = merge_results.merged(parts, several_commits=True)
+    told = [(row["form"], row["commit"], row["error"]) for row in whole["rows"]]
+    assert told == [("b", "0", "wrong"), ("c", "0", None), ("a", "1", None), ("c", "1", "wrong")]
