@@ -1,7 +1,7 @@
 // What is right, found by looking at everything: shares nothing with the core.
 //
 // In: the simulator's nodes and edges, and which node used which allocation. Out: the order between any two nodes, and
-// the pairs of allocations that lie over each other while the graph does not order their uses.
+// the pairs of allocations that lie over each other, by whichever addresses, while the graph does not order their uses.
 //
 // Two orders: u *begins before* v along edges of any kind; u *completes before* v begins, if the last edge that leaves u
 // is a full one (what a node waited for is over once it has begun). Nodes of a conditional body stand, seen from outside,
@@ -30,8 +30,17 @@ struct Allocation {
   bool recorded = false;      // record_stream named another stream
   std::vector<Use> uses;
 
+  std::vector<Bytes> memory;  // that lay behind its addresses when it was made
+
+  // In addresses or, where memory is mapped at several, in memory.
   bool overlaps(const Allocation& other) const {
-    return address < other.address + other.size && other.address < address + size;
+    if (address < other.address + other.size && other.address < address + size) return true;
+    for (const Bytes& a : memory) {
+      for (const Bytes& b : other.memory) {
+        if (a.place < b.place + b.size && b.place < a.place + a.size) return true;
+      }
+    }
+    return false;
   }
 };
 

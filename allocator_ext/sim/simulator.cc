@@ -163,6 +163,29 @@ bool Simulator::mapped_for(int device, Address address, size_t size) const {
   return true;
 }
 
+std::vector<Bytes> Simulator::memory_of(Address address, size_t size) const {
+  auto plain = memory.upper_bound(address);
+  if (plain != memory.begin() && address + size <= std::prev(plain)->first + std::prev(plain)->second) return {{address, size}};
+  std::vector<Bytes> found;
+  for (Address at = address; at < address + size;) {
+    auto mapping = mappings.upper_bound(at);
+    if (mapping == mappings.begin()) return {};
+    --mapping;
+    Address end = std::min<Address>(mapping->first + mapping->second.size, address + size);
+    if (at >= end) return {};
+    found.push_back({physical.at(mapping->second.handle).place + (at - mapping->first), end - at});
+    at = end;
+  }
+  return found;
+}
+
+// Memory that is neither held nor mapped is the driver's again.
+void Simulator::forget(std::map<Physical, Memory>::iterator memory_) {
+  if (memory_->second.held || memory_->second.mappings != 0) return;
+  used -= memory_->second.size;
+  physical.erase(memory_);
+}
+
 bool Simulator::runnable(const SimNode* node) const {
   return std::all_of(node->dependencies.begin(), node->dependencies.end(), [](const SimNode* d) { return d->done; });
 }
@@ -317,7 +340,8 @@ struct Calls {
     in.unsafe();
     if (in.refused || in.sim->used + size > in.sim->capacity) return result::out_of_memory;
     in.sim->used += size;
-    in.sim->physical[*out = ++in.sim->last_physical_] = size;
+    in.sim->physical[*out = ++in.sim->last_physical_] = {size, in.sim->next_place_};
+    in.sim->next_place_ += size;
     return result::success;
   }
 
@@ -325,12 +349,12 @@ struct Calls {
   static Result physical_release(Physical handle) {
     In in;
     auto found = in.sim->physical.find(handle);
-    if (found == in.sim->physical.end()) {
+    if (found == in.sim->physical.end() || !found->second.held) {
       in.sim->fault = true;
       return invalid;
     }
-    in.sim->used -= found->second;
-    in.sim->physical.erase(found);
+    found->second.held = false;
+    in.sim->forget(found);
     return in.refused ? invalid : result::success;
   }
 
@@ -342,12 +366,13 @@ struct Calls {
     auto found = in.sim->physical.find(handle);
     auto next = in.sim->mappings.lower_bound(address);
     bool taken = next != in.sim->mappings.end() && next->first < address + size;
-    if (!inside || taken || offset != 0 || found == in.sim->physical.end() || found->second != size) {
+    if (!inside || taken || offset != 0 || found == in.sim->physical.end() || !found->second.held ||
+        found->second.size != size) {
       in.sim->fault = true;
       return invalid;
     }
-    in.sim->mappings[address] = {size};
-    in.sim->used += size;
+    in.sim->mappings[address] = {size, handle};
+    found->second.mappings++;
     return result::success;
   }
 
@@ -362,7 +387,9 @@ struct Calls {
       in.sim->fault = true;
       return invalid;
     }
-    in.sim->used -= size;
+    auto memory = in.sim->physical.find(found->second.handle);
+    memory->second.mappings--;
+    in.sim->forget(memory);
     in.sim->mappings.erase(found);
     return result::success;
   }

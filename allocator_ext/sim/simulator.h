@@ -21,6 +21,13 @@ namespace mg::sim {
 
 struct SimGraph;
 
+// A piece of memory, wherever it is mapped.
+struct Bytes {
+  uint64_t place;
+  size_t size;
+  bool operator==(const Bytes& other) const { return place == other.place && size == other.size; }
+};
+
 struct SimNode {
   int number = 0;
   SimGraph* graph = nullptr;  // null: launched outside of captures
@@ -94,15 +101,24 @@ class Simulator {
   std::map<Address, size_t> memory;
   struct Mapping {
     size_t size;
+    Physical handle;
     std::set<int> devices = {};  // that may use it
     bool accessible() const { return !devices.empty(); }
   };
+  struct Memory {
+    size_t size;
+    uint64_t place;          // among all memory that was ever created: no two have one byte in common
+    bool held = true;        // created and not yet released
+    size_t mappings = 0;     // one allocation may be mapped at several addresses
+  };
   std::map<Address, size_t> ranges;       // of addresses, reserved
   std::map<Address, Mapping> mappings;    // in them
-  std::map<Physical, size_t> physical;    // created and not yet released
+  std::map<Physical, Memory> physical;    // which is held or mapped
   // Whether a kernel could use all of this; of one device: through its mappings.
   bool backed(Address address, size_t size) const;
   bool mapped_for(int device, Address address, size_t size) const;
+  // The memory that lies behind these addresses now, in their order; nothing where some have none.
+  std::vector<Bytes> memory_of(Address address, size_t size) const;
   // Devices below this number reach each other.
   static constexpr int peers = 4;
   size_t used = 0;
@@ -114,6 +130,7 @@ class Simulator {
  private:
   friend struct Calls;
   bool refuse();
+  void forget(std::map<Physical, Memory>::iterator memory);
   void run(SimNode* node);
   bool runnable(const SimNode* node) const;
   SimNode* append(SimStream& stream, int tag, bool programmatic);
@@ -126,6 +143,7 @@ class Simulator {
   uint64_t fail_in_ = 0;
   uint64_t last_capture_ = 0;
   Physical last_physical_ = 0;
+  uint64_t next_place_ = uint64_t{1} << 62;  // plain memory is called by its address, of which there are less
   Address next_address_ = Address{1} << 32;
 };
 

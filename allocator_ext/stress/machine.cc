@@ -223,6 +223,7 @@ bool Machine::allocate(int stream, size_t bytes) {
   made.number = static_cast<int>(allocations.size());
   made.address = address;
   made.size = bytes;
+  made.memory = sim.memory_of(address, bytes);
   made.stream = stream;
   made.graph = on.capture != nullptr ? on.capture->graph : nullptr;
   Held block;
@@ -232,6 +233,7 @@ bool Machine::allocate(int stream, size_t bytes) {
   block.users = {stream};
   block.capture = on.capture != nullptr ? on.capture->id : 0;
   block.pool = pool_of(stream);
+  block.replayed = made.graph != nullptr && block.pool >= 0;
   if (!scopes_.empty() && began_in_scope_.count(block.capture) != 0) seen_.insert(block.capture);
   bool again = false, crossed = false;
   for (size_t i = 0; i < held.size(); i++) {
@@ -330,11 +332,22 @@ bool Machine::restore(Saved& to) {
     Held block = to.held[n];
     again.number = static_cast<int>(allocations.size());
     again.uses.clear();
+    if (sim.memory_of(again.address, again.size) != again.memory) return fail("a block came back over other memory");
     block.live = true;
     block.owned = lives.count(block.life) != 0;
     i = allocations.size();
     allocations.push_back(std::move(again));
     held.push_back(std::move(block));
+  }
+  return true;
+}
+
+// While a pool is held its graphs may be launched, so what their kernels write at an address is what it was.
+bool Machine::still_mapped(int pool) {
+  for (size_t i = 0; i < held.size(); i++) {
+    if (!held[i].replayed || held[i].pool != pool) continue;
+    const sim::Allocation& of = allocations[i];
+    if (sim.memory_of(of.address, of.size) != of.memory) return fail("a graph may be launched over memory that has gone");
   }
   return true;
 }
@@ -383,6 +396,12 @@ bool Machine::run(const Step& step) {
       return true;
     }
     case Op::pool_end:
+      if (!still_mapped(step.a)) return false;
+      // Nor are they launched where a state of before comes back.
+      for (Held& block : held) block.replayed = block.replayed && block.pool != step.a;
+      for (Saved& state : saved) {
+        for (Held& block : state.held) block.replayed = block.replayed && block.pool != step.a;
+      }
       scopes_.erase(std::find(scopes_.begin(), scopes_.end(), step.a));
       if (scopes_.empty()) began_in_scope_.clear();
       if (device->end_pool(id_of(step.a)).status != Status::ok || device->release_pool(id_of(step.a)).status != Status::ok) {
@@ -432,6 +451,9 @@ bool Machine::finish() {
     int event = sim.record(streams[static_cast<size_t>(own)]);
     if (valid({Op::wait, other, event})) run({Op::wait, other, event});
     if (valid({Op::use, other, static_cast<int>(i)})) run({Op::use, other, static_cast<int>(i)});
+  }
+  for (int pool : scopes_) {
+    if (!still_mapped(pool)) return false;
   }
   std::string broken = oracle.check(allocations);
   if (!broken.empty()) return fail(broken);

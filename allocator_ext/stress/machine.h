@@ -59,6 +59,7 @@ struct Held {  // an allocation of the program
   uint64_t capture = 0;
   size_t life = 0;                   // the allocation that began it: a restore may bring it back under another number
   bool owned = true;                 // somebody will free it, even after a restore has ended it
+  bool replayed = false;             // by graphs of the pool, which is held since
   int pool = -1;                     // whose memory it is: an index of `pools`, -1: nobody's
 };
 
@@ -105,6 +106,7 @@ class Machine {
   bool may_restore(const Saved& to) const;
   bool in_pool(size_t block, int pool) const;
   bool could_reuse(int stream);
+  bool still_mapped(int pool);
   void use(int stream, int block, bool early);
   bool under_way(const sim::SimGraph* graph) const;
   bool valid_use(const Step& step);
