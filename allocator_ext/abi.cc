@@ -69,6 +69,7 @@ int mg_set_options(const mg_options* options) noexcept {
       made.empty_nodes = options->empty_nodes != 0;
       made.verify = options->verify != 0;
       made.expandable = options->expandable != 0;
+      made.stitch = options->expandable != 2;
       made.garbage_threshold = options->garbage_threshold;
       made.history_entries = options->history;
     }
@@ -216,7 +217,8 @@ int mg_read_stats(mg_device* device, mg_stats* out) noexcept {
             s.ooms, s.retries, s.freed_in_captures, s.proven, s.parked, s.moved, s.verified, s.verify_failures,
             s.allocated_bytes.up, s.allocated_bytes.down, s.requested_bytes.up, s.requested_bytes.down,
             s.reserved_bytes.up, s.reserved_bytes.down, s.active_bytes.up, s.active_bytes.down,
-            s.allocations.up, s.allocations.down, s.segments.up, s.segments.down};
+            s.allocations.up, s.allocations.down, s.segments.up, s.segments.down,
+            s.stitched};
     return mg::Outcome{};
   });
 }

@@ -37,6 +37,7 @@ struct mg_stats {
   int64_t active_up, active_down;
   int64_t allocations_up, allocations_down;
   int64_t segments_up, segments_down;
+  uint64_t stitched;
 };
 
 // How allocators that are made from now on behave; the defaults are zeros but for `reuse`, which is 1. `rule` as in
@@ -45,7 +46,7 @@ struct mg_options {
   int reuse;
   int empty_nodes;
   int verify;
-  int expandable;
+  int expandable;            // 2: and nothing is mapped twice
   double garbage_threshold;  // part of the limit above which old cached segments go; 0: never
   size_t history;            // entries; at most 1500000
 };

@@ -2,7 +2,8 @@
 // sentences of an out-of-memory.
 //
 // Keys of the snapshot and their meaning are torch's: segments with their blocks, and a trace for each device. A waiting
-// block is "active_pending_free", a free one "inactive"; each mapped run of an expandable segment is a segment.
+// block is "active_pending_free", a free one "inactive"; each mapped run of an expandable segment is a segment. What is
+// lent is shown at the address at which it is in use, so no byte is shown twice and each live block where torch knows it.
 
 #include <algorithm>
 #include <cinttypes>
@@ -30,6 +31,7 @@ const char* state_of(const Block& block) {
     case BlockState::free:
       return "inactive";
     case BlockState::unmapped:
+    case BlockState::lent:
       break;
   }
   return "";
@@ -121,7 +123,7 @@ std::string Device::account(size_t asked, const std::string& reason) {
           readable(reserved - active) + " are cached.";
   for (const Pool* pool : pool_list_) {
     if (pool->reserved == 0) continue;
-    size_t bytes[4] = {}, counts[4] = {}, largest[4] = {};  // by state
+    size_t bytes[block_states] = {}, counts[block_states] = {}, largest[block_states] = {};  // by state
     for (auto& [address, segment] : pool->segments()) {
       for (const Block* block = segment->first; block != nullptr; block = block->next) {
         auto state = static_cast<size_t>(block->state);

@@ -3,7 +3,8 @@
 // A segment owns its blocks: they are linked by address from `first`, without holes, and die with it. The driver's
 // memory itself is given back by the pool, which owns the segment. An expandable segment is a range of addresses of which
 // whole pages are mapped, in chunks; what is not is a block too, in no list. A shared one serves captures, whichever
-// streams are in them, so nobody is its home.
+// streams are in them, so nobody is its home. What of it is lent is in use at other addresses, those of a window
+// (window.h), which is a segment of one block.
 // Invariant: blocks of a segment tile it; two free neighbours differ in stream or tag, else they are one.
 #pragma once
 
@@ -21,8 +22,10 @@ namespace mg {
 class Pool;
 struct Block;
 struct Segment;
+struct Window;
 
-enum class BlockState : uint8_t { free, live, waiting, unmapped };
+enum class BlockState : uint8_t { free, live, waiting, unmapped, lent };
+constexpr size_t block_states = 5;
 
 // No stream's handle. A settled block of nobody is free for any stream, inside of captures.
 inline const Stream nobody = reinterpret_cast<Stream>(~uintptr_t{0});
@@ -75,17 +78,25 @@ inline bool BySize::operator()(const Block* a, const Block* b) const {
 }
 inline bool BySize::operator()(const Block* a, size_t size) const { return a->size < size; }
 
+// What one call has mapped. Pages of shared segments keep their handles, so that they can be mapped again.
+struct Chunk {
+  size_t size;
+  Physical handle = 0;
+  size_t windows = 0;  // that map it too
+};
+
 struct Segment {
   Address address = 0;
   size_t size = 0;
   size_t mapped = 0;   // the same, but where it is expandable
   bool expandable = false;
   size_class::Kind kind = size_class::Kind::large;
-  std::map<Address, size_t> chunks;  // of an expandable segment: what was mapped by one call each
+  std::map<Address, Chunk> chunks;   // of an expandable segment
   std::map<Address, Block*> open;    // its unmapped blocks
   Stream home = nullptr;
   Pool* pool = nullptr;
   Block* first = nullptr;
+  Window* window = nullptr;          // of a window's segment
   uint64_t last_use = 0;
 
   Segment() = default;
@@ -110,16 +121,19 @@ struct Segment {
     return true;
   }
 
-  // For each run of mapped memory: its first block, the one behind it, its bytes.
+  // For each run of mapped memory: its first block, the one behind it, its bytes. What is lent is in the window's run.
   template <class Run>
   void each_run(Run run) const {
     for (const Block* block = first; block != nullptr;) {
       const Block* begin = block;
       size_t bytes = 0;
-      for (; block != nullptr && block->state != BlockState::unmapped; block = block->next) bytes += block->size;
+      for (; block != nullptr && here(*block); block = block->next) bytes += block->size;
       if (bytes != 0) run(begin, block, bytes);
       if (block != nullptr) block = block->next;
     }
+  }
+  static bool here(const Block& block) {
+    return block.state != BlockState::unmapped && block.state != BlockState::lent;
   }
 };
 

@@ -53,7 +53,7 @@ Outcome Device::save_pool(PoolId id, uint64_t& state) {
     for (const Block* block = segment->first; block != nullptr; block = block->next) {
       if (block->state != BlockState::live) continue;
       made.blocks.push_back({block->address, block->size, block->requested, block->stream, block->life, block->users,
-                             block->capture});
+                             block->capture, segment->window != nullptr ? segment->window->serial : 0});
     }
   }
   state = ++last_state_;
@@ -70,7 +70,7 @@ Outcome Device::restore_pool(uint64_t state) {
   std::string reason = in_the_way(pool);
   if (!reason.empty()) return {Status::invalid, reason};
   for (const SavedBlock& block : saved.blocks) {
-    if (!pool.maps(block.address, block.size)) {
+    if (block.window != 0 ? pool.window(block.window) == nullptr : !pool.maps(block.address, block.size)) {
       return {Status::invalid, "memory of this state has been given back to the driver"};
     }
   }
@@ -94,11 +94,16 @@ Outcome Device::restore_pool(uint64_t state) {
     history_.add(HistoryEntry::free_requested, block->address, block->size, block->stream);
     history_.add(HistoryEntry::free_completed, block->address, block->size, block->stream);
     // Outside of captures it may have been read on any stream that waited for its own.
-    pool.give(block, block->segment->home_of(*block), settled, never_covered, {});
+    Stream home = block->segment->home_of(*block);
+    if (Window* window = block->segment->window) {
+      for (Block* piece : pool.close(*window)) pool.give(piece, home, settled, never_covered, {});
+    } else {
+      pool.give(block, home, settled, never_covered, {});
+    }
   }
   for (const SavedBlock& old : saved.blocks) {
     if (live_.count(old.address) != 0) continue;
-    Block* block = pool.take_at(old.address, old.size);
+    Block* block = old.window != 0 ? take_window(pool, old) : pool.take_at(old.address, old.size);
     block->stream = old.stream;
     block->requested = old.requested;
     block->users = old.users;
@@ -111,6 +116,18 @@ Outcome Device::restore_pool(uint64_t state) {
     history_.add(HistoryEntry::allocate, block->address, block->size, block->stream);
   }
   return {};
+}
+
+// All pieces are free: where they were, no other block of the state is, and what is not of the state has just been freed.
+Block* Device::take_window(Pool& pool, const SavedBlock& saved) {
+  Window& window = *pool.window(saved.window);
+  std::vector<Block*> pieces;
+  for (const Piece& piece : pieces_of(window.pages, saved.address - window.address, saved.size)) {
+    if (!pieces.empty() && mutated(config_, Mutant::pieces_not_restored)) break;
+    pieces.push_back(pool.take_at(piece.address, piece.size));
+    pieces.back()->stream = saved.stream;
+  }
+  return pool.open(window, saved.address, saved.size, pieces);
 }
 
 Outcome Device::forget_state(uint64_t state) {

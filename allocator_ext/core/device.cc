@@ -42,7 +42,10 @@ Device::~Device() {
   InContext in(*this);
   RelaxedCapture relaxed(driver_);
   for (Pool* pool : pool_list_) {
+    while (!pool->windows().empty() && unmap(*pool, *pool->windows().begin()->second)) {
+    }
     for (auto& [address, segment] : pool->segments()) {
+      if (segment->kind == size_class::Kind::window) continue;
       if (segment->expandable) {
         unmap_all(*segment);
       } else {
@@ -70,7 +73,8 @@ Pool* Device::known(PoolId id) {
 void Device::forget_empty_pools() {
   for (size_t i = pool_list_.size(); i-- > 0;) {
     Pool* pool = pool_list_[i];
-    if (pool == default_pool_ || pool->users > 0 || !pool->segments().empty() || pool->use_on_oom || pool->limit != 0) continue;
+    if (pool == default_pool_ || pool->users > 0 || pool->use_on_oom || pool->limit != 0) continue;
+    if (!pool->segments().empty() || !pool->windows().empty()) continue;
     pool_list_.erase(pool_list_.begin() + static_cast<std::ptrdiff_t>(i));
     PoolId id = pool->id;
     pools_.erase(id);
@@ -128,23 +132,28 @@ Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
   return {};
 }
 
-// `block` is free and listed; it fits.
+// `block` is free and listed, or a window's; it fits.
 void Device::hand_out(Block* block, const Request& request, Address& out) {
   Pool& pool = *block->segment->pool;
   bool moved = block->stream != request.stream && block->stream != nobody;
   bool by_proof = moved || block->tag % 2 == 1;
-  ByAddress::iterator place;
-  if (block->live.empty()) {
-    place = live_.emplace(block->address, block).first;
-  } else {
-    block->live.key() = block->address;
-    block->live.mapped() = block;
-    place = live_.insert(std::move(block->live)).position;
-  }
+  Window* window = block->segment->window;
+  ByAddress::iterator place = live_.end();
   try {
-    pool.take(block, request.size);
+    if (block->live.empty()) {
+      place = live_.emplace(block->address, block).first;
+    } else {
+      block->live.key() = block->address;
+      block->live.mapped() = block;
+      place = live_.insert(std::move(block->live)).position;
+    }
+    if (window == nullptr) pool.take(block, request.size);
   } catch (...) {
-    live_.erase(place);
+    if (place != live_.end()) live_.erase(place);
+    if (window != nullptr) {
+      const StreamView& view = *request.seen.view;
+      for (Block* piece : pool.close(*window)) pool.give(piece, piece->stream, view.proof_tag, never_covered, {});
+    }
     throw;
   }
   block->stream = request.stream;
@@ -152,6 +161,9 @@ void Device::hand_out(Block* block, const Request& request, Address& out) {
   block->requested = request.asked;
   block->life = ++lives_;
   block->segment->last_use = requests_;
+  if (window != nullptr) {
+    for (Block* piece : window->pieces) piece->segment->last_use = requests_;
+  }
   if (request.seen.view != nullptr) {
     pool.captured = true;
     block->capture = request.seen.view->capture->serial;
@@ -197,7 +209,9 @@ Outcome Device::end(ByAddress::iterator place) {
   block->live = live_.extract(place);
   count_live(*block, -1);
   history_.add(HistoryEntry::free_requested, block->address, block->size, block->stream);
-  if (watched() || !block->users.empty() || block->stream != block->segment->home) {
+  if (block->segment->window != nullptr) {
+    end_of_window(block);
+  } else if (watched() || !block->users.empty() || block->stream != block->segment->home) {
     InContext in(*this);
     lifetimes_.dispose(block, watched());
   } else {

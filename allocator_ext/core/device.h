@@ -39,6 +39,7 @@ struct SavedBlock {
   uint64_t life;
   std::vector<Stream> users;
   uint64_t capture;
+  uint64_t window = 0;  // in which it lies: the pool's number; 0: in none
 };
 
 struct PoolState {
@@ -130,7 +131,8 @@ class Device {
   Block* find(Request& request);
   Block* find_covered(const Request& request, size_class::Kind kind);
   Block* find_shared(Request& request);
-  Block* gather(const Request& request, Block* first);
+  Block* gather(const Request& request, Block* first, size_t size);
+  Block* out_of(const Request& request, Block* first);
   // Where streams do not take turns, each is better served from ranges of its own.
   bool shared(const Request& request) const {
     return config_.expandable && config_.reuse == Reuse::any_stream && request.seen.view != nullptr;
@@ -156,14 +158,31 @@ class Device {
     Tag order_tag_ = settled, proof_tag_ = settled;
     bool unchecked_ = false, one_tag_ = false;
   };
+  // stitch.cc
+  bool may_stitch(const Request& request) const {
+    return config_.stitch && request.size >= size_class::stitch_limit && request.size < size_class::medium_limit &&
+           (request.seen.view->partial_at == 0 || mutated(config_, Mutant::stitched_beside_early));
+  }
+  static bool cuts_a_page(const Pool::Run& run, size_t size);
+  Ends ends(const Request& request, const May& may) const;
+  Block* stitch_cached(const Request& request, const May& may, bool fits);
+  Block* stitch_fresh(const Request& request, const May& may, Pool::Room room);
+  Block* stitch(const Request& request, const Plan& plan);
+  Window* map_window(Pool& pool, const std::vector<Address>& pages);
+  bool unmap(Pool& pool, Window& window);
+  bool unmap_windows(Pool& pool, uint64_t not_used_since, bool& waited);
+  void end_of_window(Block* block);
   bool proven_again(const Request& request, const Block* block);
   Block* extend(Pool& pool, const Request& request, std::string& reason, bool& no_range);
+  Block* map_more(Pool& pool, const Pool::Room& room, Stream stream, std::string& reason);
+  void release_handle(const Chunk& chunk);
   Segment* reserve(Pool& pool, const Request& request, size_class::Kind kind, std::string& reason);
   bool map(Segment& segment, Address address, size_t bytes);
   void unmap_stuck();
   size_t shrink(Pool& pool, uint64_t not_used_since);
   Block* grow(Request& request, std::string& reason);
   Block* last_resort(Request& request);
+  Block* take_window(Pool& pool, const SavedBlock& saved);
   bool room_for(const Pool& pool, size_t bytes, std::string& reason) const;
   void collect_garbage();
   size_t give_back(Pool& pool, uint64_t not_used_since = UINT64_MAX);

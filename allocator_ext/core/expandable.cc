@@ -4,7 +4,8 @@
 // instead of waiting for a request of its size. In: requests that no free block serves. Out: free memory at the end of
 // what is mapped, or in a hole; at the other end of life, chunks that are free go back. Outside of captures each pool,
 // stream and kind of size has a range; captures share one in each pool, for requests of all their streams and of all sizes.
-// Each chunk is one physical allocation, and its handle is released once it is mapped: the mapping keeps it.
+// Each chunk is one physical allocation, and its handle is released once it is mapped: the mapping keeps it. Where pages
+// may be mapped again (window.h), each is a chunk and keeps its handle.
 // Invariant: a block is mapped and accessible as a whole, or it is an unmapped block.
 
 #include <algorithm>
@@ -59,7 +60,7 @@ Address Pool::free_chunk(const Segment& segment, Address from) {
     if (block->address != end) start = block->address;
     end = block->address + block->size;
     auto chunk = segment.chunks.lower_bound(std::max(start, from));
-    if (chunk != segment.chunks.end() && chunk->first + chunk->second <= end) return chunk->first;
+    if (chunk != segment.chunks.end() && chunk->first + chunk->second.size <= end) return chunk->first;
   }
   return 0;
 }
@@ -115,10 +116,10 @@ bool Device::map(Segment& segment, Address address, size_t bytes) {
   for (auto& [stuck, size] : stuck_) {
     if (stuck < address + bytes && address < stuck + size) return false;
   }
-  std::map<Address, size_t> chunks;
-  for (size_t at = 0; at < bytes; at += size_class::most_mapped) {
-    chunks.emplace(address + at, std::min(bytes - at, size_class::most_mapped));
-  }
+  std::map<Address, Chunk> chunks;
+  bool again = config_.stitch && segment.kind == size_class::Kind::shared;
+  size_t most = again ? size_class::page : size_class::most_mapped;
+  for (size_t at = 0; at < bytes; at += most) chunks.emplace(address + at, Chunk{std::min(bytes - at, most)});
   stuck_.reserve(stuck_.size() + chunks.size());
   if (!relaxed.ok || driver_.device_get(&ordinal, index_) != result::success) return false;
   PhysicalMemory memory{};
@@ -129,9 +130,14 @@ bool Device::map(Segment& segment, Address address, size_t bytes) {
   auto done = chunks.begin();
   for (; done != chunks.end(); ++done) {
     Physical handle = 0;
-    if (driver_.physical_create(&handle, done->second, &memory, 0) != result::success) break;
-    bool mapped = driver_.memory_map(done->first, done->second, 0, handle, 0) == result::success;
-    driver_.physical_release(handle);
+    size_t size = done->second.size;
+    if (driver_.physical_create(&handle, size, &memory, 0) != result::success) break;
+    bool mapped = driver_.memory_map(done->first, size, 0, handle, 0) == result::success;
+    if (mapped && again) {
+      done->second.handle = handle;
+    } else {
+      driver_.physical_release(handle);
+    }
     if (!mapped) break;
   }
   if (done == chunks.end() && driver_.memory_access(address, bytes, access.data(), access.size()) == result::success) {
@@ -139,9 +145,15 @@ bool Device::map(Segment& segment, Address address, size_t bytes) {
     return true;
   }
   for (auto chunk = chunks.begin(); chunk != done; ++chunk) {
-    if (driver_.memory_unmap(chunk->first, chunk->second) != result::success) stuck_.push_back(*chunk);
+    size_t size = chunk->second.size;
+    if (driver_.memory_unmap(chunk->first, size) != result::success) stuck_.push_back({chunk->first, size});
+    release_handle(chunk->second);
   }
   return false;
+}
+
+void Device::release_handle(const Chunk& chunk) {
+  if (chunk.handle != 0) driver_.physical_release(chunk.handle);
 }
 
 // Where the driver cannot map memory, all segments are plain from now on.
@@ -170,16 +182,17 @@ Outcome Device::open_to(int other) {
   if (std::find(peers_.begin(), peers_.end(), peer) != peers_.end()) return {};
   peers_.push_back(peer);
   MemoryAccess access{{1, peer}, 3};
+  auto open = [&](Address start, size_t size) { return driver_.memory_access(start, size, &access, 1) == result::success; };
+  bool all = true;
   for (Pool* pool : pool_list_) {
     for (auto& [address, segment] : pool->segments()) {
-      for (auto& [start, size] : segment->chunks) {
-        if (driver_.memory_access(start, size, &access, 1) == result::success) continue;
-        peers_.pop_back();  // some chunks may be open already, which harms nobody
-        return {Status::driver_failed, "the driver does not open memory to that device"};
-      }
+      for (auto& [start, chunk] : segment->chunks) all = all && open(start, chunk.size);
     }
+    for (auto& [address, window] : pool->windows()) all = all && (!window->whole() || open(address, window->size));
   }
-  return {};
+  if (all) return {};
+  peers_.pop_back();  // some of it may be open already, which harms nobody
+  return {Status::driver_failed, "the driver does not open memory to that device"};
 }
 
 void Device::unmap_stuck() {
@@ -205,6 +218,24 @@ Block* Device::extend(Pool& pool, const Request& request, std::string& reason, b
     if (no_range) return nullptr;
     room = pool.room(request.size, home, kind, may);
   }
+  if (own && kind == size_class::Kind::shared && may_stitch(request)) {
+    if (Block* block = stitch_fresh(request, may, room)) return block;
+    if (Pool::Run run = pool.best_shared(request.size, may); run.first != nullptr) return out_of(request, run.first);
+    room = pool.room(request.size, home, kind, may);
+    if (room.unmapped == nullptr) {
+      reason = "the range of addresses is full";
+      return nullptr;
+    }
+  }
+  Block* block = map_more(pool, room, request.stream, reason);
+  if (block == nullptr || block->size >= request.size) return block;
+  size_t has = block->size;
+  for (; has < request.size; has += block->size) block = block->previous;
+  return gather(request, block, request.size);
+}
+
+// The free block that new pages are, or are a part of.
+Block* Device::map_more(Pool& pool, const Pool::Room& room, Stream stream, std::string& reason) {
   if (!room_for(pool, room.bytes, reason)) return nullptr;
   Segment& segment = *room.unmapped->segment;
   Address address = room.unmapped->address;
@@ -214,12 +245,8 @@ Block* Device::extend(Pool& pool, const Request& request, std::string& reason, b
   }
   if (segment.mapped == 0) stats_.segments.add(1);
   stats_.reserved_bytes.add(static_cast<int64_t>(room.bytes));
-  history_.add(HistoryEntry::segment_map, address, room.bytes, request.stream);
-  Block* block = pool.mapped(room.unmapped, room.bytes);
-  if (block->size >= request.size) return block;
-  size_t has = block->size;
-  for (; has < request.size; has += block->size) block = block->previous;
-  return gather(request, block);
+  history_.add(HistoryEntry::segment_map, address, room.bytes, stream);
+  return pool.mapped(room.unmapped, room.bytes);
 }
 
 // Chunks that are free go back to the driver, and ranges of which nothing is mapped. Unmapping waits for nobody, so the
@@ -228,15 +255,19 @@ size_t Device::shrink(Pool& pool, uint64_t not_used_since) {
   size_t bytes = 0;
   bool waited = false;
   unmap_stuck();
+  if (!unmap_windows(pool, not_used_since, waited)) return 0;
   std::vector<Segment*> ranges;
   for (auto& [address, segment] : pool.segments()) {
-    if (segment->expandable && segment->last_use < not_used_since) ranges.push_back(segment.get());
+    bool own = segment->expandable && segment->kind != size_class::Kind::window;
+    if (own && segment->last_use < not_used_since) ranges.push_back(segment.get());
   }
   for (Segment* segment : ranges) {
     Address from = segment->address;
     while (Address start = Pool::free_chunk(*segment, from)) {
-      size_t size = segment->chunks.at(start);
+      const Chunk mapped = segment->chunks.at(start);
+      size_t size = mapped.size;
       from = start + size;
+      if (mapped.windows != 0 && !mutated(config_, Mutant::windows_outlive_pages)) continue;  // it would not go back
       waited = waited || driver_.context_synchronize() == result::success;
       if (!waited) return bytes;
       Block* chunk = pool.take_at(start, size);
@@ -244,6 +275,7 @@ size_t Device::shrink(Pool& pool, uint64_t not_used_since) {
         pool.give(chunk, segment->home, settled, never_covered, {});  // nothing runs that uses it
         continue;
       }
+      release_handle(mapped);
       bytes += size;
       stats_.reserved_bytes.add(-static_cast<int64_t>(size));
       history_.add(HistoryEntry::segment_unmap, start, size, segment->home);
@@ -262,7 +294,10 @@ size_t Device::shrink(Pool& pool, uint64_t not_used_since) {
 
 void Device::unmap_all(const Segment& segment) {
   unmap_stuck();
-  for (auto& [address, size] : segment.chunks) driver_.memory_unmap(address, size);
+  for (auto& [address, chunk] : segment.chunks) {
+    driver_.memory_unmap(address, chunk.size);
+    release_handle(chunk);
+  }
   driver_.address_free(segment.address, segment.size);
 }
 

@@ -96,14 +96,25 @@ Block* Device::find_covered(const Request& request, size_class::Kind kind) {
 
 // What captures share: neighbours of which this stream may have each.
 Block* Device::find_shared(Request& request) {
-  Block* first = nullptr;
-  if (request.seen.view->partial_at == 0) {
-    first = request.pool->best_shared(request.size, May(*this, request, May::any));
+  const Pool& pool = *request.pool;
+  Pool::Run run;
+  if (request.seen.view->partial_at == 0 || mutated(config_, Mutant::stitched_beside_early)) {
+    May may(*this, request, May::any);
+    if (config_.stitch && request.size <= size_class::low_limit) run.first = pool.lowest_shared(request.size, may);
+    if (run.first == nullptr) run = pool.best_shared(request.size, may);
+    if (may_stitch(request) && (run.first == nullptr || cuts_a_page(run, request.size))) {
+      if (Block* block = stitch_cached(request, may, run.first != nullptr)) return block;
+    }
   } else {
-    first = request.pool->best_shared(request.size, May(*this, request, May::begun));
-    if (first == nullptr) first = request.pool->best_shared(request.size, May(*this, request, May::over));
+    run = pool.best_shared(request.size, May(*this, request, May::begun));
+    if (run.first == nullptr) run = pool.best_shared(request.size, May(*this, request, May::over));
   }
-  return first == nullptr || first->size >= request.size ? first : gather(request, first);
+  return run.first != nullptr ? out_of(request, run.first) : nullptr;
+}
+
+// One free block of the neighbours from `first` on, of which the stream may have each.
+Block* Device::out_of(const Request& request, Block* first) {
+  return first->size >= request.size ? first : gather(request, first, request.size);
 }
 
 Device::May::May(Device& device, const Request& request, Which which) : request_(request) {
@@ -131,12 +142,12 @@ bool Device::May::operator()(const Block& block) const {
   });
 }
 
-// The neighbours from `first` on as one block that is this stream's.
-Block* Device::gather(const Request& request, Block* first) {
+// The neighbours from `first` on as one block of `size` that is this stream's.
+Block* Device::gather(const Request& request, Block* first, size_t size) {
   bool moved = false, by_proof = false;
   Tag tag = settled;
   size_t bytes = 0;
-  for (const Block* part = first; bytes < request.size; part = part->next) {
+  for (const Block* part = first; bytes < size; part = part->next) {
     bytes += part->size;
     moved = moved || (part->stream != request.stream && part->stream != nobody);
     by_proof = by_proof || moved || part->tag % 2 == 1;
@@ -144,7 +155,7 @@ Block* Device::gather(const Request& request, Block* first) {
   }
   if (moved) stats_.moved++;
   if (by_proof) tag = request.seen.view->proof_tag;
-  return request.pool->gather(first, request.size, request.stream, tag);
+  return request.pool->gather(first, size, request.stream, tag);
 }
 
 bool Device::proven_again(const Request& request, const Block* block) {

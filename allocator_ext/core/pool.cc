@@ -100,6 +100,12 @@ void Pool::list_hole(Block* first, Block* last, size_t bytes) {
   first->hole_other = last;
   last->hole_other = first;
   holes_.insert({bytes, first});
+  holes_at_.emplace(first->address, first);
+}
+
+void Pool::forget_hole(const Hole& hole) {
+  holes_.erase(hole);
+  holes_at_.erase(hole.first->address);
 }
 
 // What is left of the hole are two, one or none. Only from within a hole its beginning has to be looked for.
@@ -115,7 +121,7 @@ void Pool::unlist_hole(Block* block) {
   }
   Block* last = first->hole_other;
   size_t right = first->hole_bytes - left - block->size;
-  holes_.erase({first->hole_bytes, first});
+  forget_hole({first->hole_bytes, first});
   if (left != 0) list_hole(first, block->previous, left);
   if (right != 0) list_hole(block->next, last, right);
 }
@@ -124,8 +130,8 @@ void Pool::list(Block* block) {
   block->state = BlockState::free;
   if (block->segment->kind == Kind::shared) {
     Hole left = before(block), right = behind(block);
-    if (left.bytes != 0) holes_.erase(left);
-    if (right.bytes != 0) holes_.erase(right);
+    if (left.bytes != 0) forget_hole(left);
+    if (right.bytes != 0) forget_hole(right);
     Block* first = left.bytes != 0 ? left.first : block;
     Block* last = right.bytes != 0 ? right.first->hole_other : block;
     list_hole(first, last, left.bytes + block->size + right.bytes);
@@ -281,6 +287,18 @@ bool Pool::maps(Address address, size_t size) const {
   return true;
 }
 
+Block* Pool::free_from(Address address) {
+  Block* block = std::prev(holes_at_.upper_bound(address))->second;
+  while (block->address + block->size <= address) block = block->next;
+  return block->address < address ? split(block, address) : block;
+}
+
+void Pool::rejoin(Address address) {
+  Block* block = free_from(address);
+  unlist(block);
+  join(block);
+}
+
 Block* Pool::give(Block* block, Stream stream, Tag tag, uint64_t point, const std::vector<Node>& markers) {
   block->stream = stream;
   block->tag = tag;
@@ -398,6 +416,7 @@ std::string Pool::verify() const {
     Address at = segment->address;
     const Block *previous = nullptr, *hole = nullptr;
     size_t hole_bytes = 0, open = 0;
+    if (segment->kind == Kind::window) continue;  // verify_windows
     for (const Block* block = segment->first; block != nullptr; block = block->next) {
       if (block->address != at) return "blocks leave a hole or overlap";
       if (block->previous != previous) return "a block does not know its neighbour";
@@ -443,7 +462,7 @@ std::string Pool::verify() const {
     if (at != segment->address + segment->size) return "blocks do not fill their segment";
     if (open != segment->open.size()) return "a listed unmapped block is not there";
     if (mapped != segment->mapped) return "mapped bytes are miscounted";
-    for (auto& [start, chunk] : segment->chunks) mapped -= chunk;
+    for (auto& [start, chunk] : segment->chunks) mapped -= chunk.size;
     if (segment->expandable && mapped != 0) return "chunks are not what is mapped";
   }
   for (const Free& free : lists_) {
@@ -452,11 +471,11 @@ std::string Pool::verify() const {
       listed += list.size();
     }
   }
-  if (holes != holes_.size()) return "a listed hole is not there";
+  if (holes != holes_.size() || holes != holes_at_.size()) return "a listed hole is not there";
   if (listed != free_blocks) return "a listed block is not free";
   if (with_tag != tagged) return "tagged blocks are miscounted";
   if (bytes != reserved) return "reserved bytes are miscounted";
-  return "";
+  return verify_windows();
 }
 
 }  // namespace mg

@@ -19,6 +19,7 @@
 
 #include "core/block.h"
 #include "core/size_class.h"
+#include "core/window.h"
 
 namespace mg {
 
@@ -102,11 +103,15 @@ class Pool {
   // Takes exactly this range, which is mapped and free and settled, of whichever streams it is in parts.
   Block* take_at(Address address, size_t size);
 
-  // In shared segments: of the smallest hole that has so much, `size` bytes of free neighbours that are each `usable`.
-  // The first of them; looks at few blocks and may miss some; none: null.
+  // In shared segments: of the smallest hole that has so much, the smallest run of free neighbours that are each `usable`
+  // and have `size` bytes together. Looks at few blocks and may miss some.
+  struct Run {
+    Block* first = nullptr;  // null: there is none
+    size_t bytes = 0;
+  };
   template <class Usable>
-  Block* best_shared(size_t size, Usable usable) const {
-    size_t looks = 1024;
+  Run best_shared(size_t size, Usable usable) const {
+    size_t looks = most_looks;
     for (auto hole = holes_.lower_bound({size, nullptr}); hole != holes_.end(); ++hole) {
       Block *best = nullptr, *start = nullptr;
       size_t bytes = 0, best_bytes = 0;
@@ -124,12 +129,78 @@ class Pool {
           bytes = 0;
         }
         if (!free) break;
-        if (looks-- == 0) return nullptr;
+        if (looks-- == 0) return {};
       }
-      if (best != nullptr) return best;
+      if (best != nullptr) return {best, best_bytes};
+    }
+    return {};
+  }
+
+  // The same, at the lowest address that has it.
+  template <class Usable>
+  Block* lowest_shared(size_t size, Usable usable) const {
+    size_t looks = most_looks;
+    for (auto& [address, hole] : holes_at_) {
+      Block* start = nullptr;
+      size_t bytes = 0;
+      for (Block* block = hole; block != nullptr && block->state == BlockState::free; block = block->next) {
+        if (looks-- == 0) return nullptr;
+        if (hole->hole_bytes < size) break;
+        bool fits = usable(*block);
+        start = !fits ? nullptr : start != nullptr ? start : block;
+        bytes = fits ? bytes + block->size : 0;
+        if (bytes >= size) return start;
+      }
     }
     return nullptr;
   }
+
+  // What of shared pages is free and `usable` up to their ends, and which are as a whole; looks at few blocks too.
+  template <class Usable>
+  Ends ends(Usable usable) const {
+    Ends found;
+    size_t looks = most_looks_for_ends;
+    for (auto& [address, hole] : holes_at_) {
+      const Block* block = hole;
+      while (block != nullptr && block->state == BlockState::free) {
+        size_t bytes = 0;
+        Address start = block->address;
+        for (; block != nullptr && block->state == BlockState::free && usable(*block); block = block->next) {
+          if (looks-- == 0) return found;
+          bytes += block->size;
+        }
+        if (bytes != 0) {
+          found.add(hole->segment->address, start, start + bytes);
+        } else {
+          if (looks-- == 0) return found;
+          block = block->next;
+        }
+      }
+    }
+    return found;
+  }
+
+  // The free block of a shared segment that begins here, cut off what lies before it where that is free too.
+  Block* free_from(Address address);
+  // The free block that begins here, as one with its neighbours where they agree.
+  void rejoin(Address address);
+
+  // Windows: window.cc. One whose pages are yet to be mapped; it is kept by its address.
+  Window& add_window(Address address, size_t size);
+  // Page `page` of a shared segment is mapped as the next of this window; and the last is no longer.
+  void add_page(Window& window, Address page);
+  void remove_page(Window& window);
+  void drop(Window& window);
+  // A live block at an address in this window, of pieces that are free or live, in their order: they are lent.
+  Block* open(Window& window, Address address, size_t size, const std::vector<Block*>& pieces);
+  // The block ends, and is gone; its pieces, which wait to be given.
+  std::vector<Block*> close(Window& window);
+  // The window of this number, if all of it is still mapped; else null.
+  Window* window(uint64_t serial) const;
+  const std::map<Address, std::unique_ptr<Window>>& windows() const { return windows_; }
+  size_t window_pages = 0;  // in all windows
+  // The chunk of a shared segment that begins here; null: there is none.
+  Chunk* chunk_at(Address address) const;
 
   // One free block of `size` out of a run of free ones, under a condition that holds all of theirs; what is left of the
   // last keeps its own.
@@ -181,18 +252,24 @@ class Pool {
   static Hole before(const Block* block);
   static Hole behind(const Block* block);
   void list_hole(Block* first, Block* last, size_t bytes);
+  void forget_hole(const Hole& hole);
   void unlist_hole(Block* block);
   void unlist(Block* block);
   void list(Block* block);
   Block* split(Block* block, Address at);
   void absorb(Block* left);
+  std::string verify_windows() const;
   static bool agree(const Block* left, const Block* right);
   void fuse(Block* left);
   Block* join(Block* block, bool settled_only = false);
 
   std::map<Address, std::unique_ptr<Segment>> segments_;
   Free lists_[2];
-  std::set<Hole> holes_;  // all of shared segments
+  static constexpr size_t most_looks = 1024, most_looks_for_ends = 8192;
+  std::set<Hole> holes_;                 // all of shared segments
+  std::map<Address, Block*> holes_at_;   // the same, by address
+  std::map<Address, std::unique_ptr<Window>> windows_;
+  uint64_t last_window_ = 0;
   struct Last {
     Stream stream = nobody;
     FreeList* list = nullptr;

@@ -37,8 +37,9 @@ constexpr size_t segment(size_t rounded_) {
 constexpr size_t page = 2 * mib;
 constexpr size_t most_mapped = 20 * mib;
 
-// Of which segments a request is served. What captures share has requests of all sizes side by side.
-enum class Kind : unsigned char { small, large, shared };
+// Of which segments a request is served. What captures share has requests of all sizes side by side; a window is not
+// memory of its own but other addresses of pages that captures share.
+enum class Kind : unsigned char { small, large, shared, window };
 
 constexpr Kind kind(size_t rounded_) { return is_small(rounded_) ? Kind::small : Kind::large; }
 
@@ -48,6 +49,12 @@ constexpr size_t mapped(size_t missing, size_t rounded_, Kind kind_) {
   bool many = kind_ == Kind::large && rounded_ < medium_limit;
   return up(missing, many ? medium_segment : page);
 }
+
+// In what captures share: requests up to here are placed low, so that what stays open at the end are large holes.
+constexpr size_t low_limit = 128 * kib;
+
+// Requests from here on, and below medium_limit, may be made of pieces of several pages.
+constexpr size_t stitch_limit = 1 * mib;
 
 // Small rests of large blocks are left on: they would only be holes.
 constexpr bool worth_splitting(size_t rest, Kind kind_) {

@@ -29,6 +29,7 @@ struct Stats {
   uint64_t proven = 0;           // given back inside the capture in which they were freed, by markers
   uint64_t parked = 0;           // had to wait for the end of captures
   uint64_t moved = 0;            // went to another stream inside a capture
+  uint64_t stitched = 0;         // made of pieces of several pages
   uint64_t verified = 0;
   uint64_t verify_failures = 0;
 };

@@ -2,6 +2,8 @@
 //
 //   segment     a range that the driver gave; it belongs to one pool and has a home stream
 //   block       a part of a segment: live (handed out) or free; neighbours of one segment are linked
+//   window      other addresses of pages that captures share, side by side
+//   lent        free memory of such pages that a window's block has
 //   pool        segments that share free lists; one default pool, and one for each id that torch begins
 //   scope       "allocations of these streams go to that pool", from begin to end
 //   capture     one capture of the driver, known by its id and graph, from when it is first seen
@@ -60,6 +62,12 @@ enum class Mutant : int {
   late_frees_heard,       // an owner that has lost its block frees what is there now
   restored_in_captures,   // a pool is restored while a capture uses it
   runs_not_checked,       // whoever may have one block of a run is given its neighbour too
+  pieces_not_checked,     // the last piece of a window is taken under whichever condition
+  pieces_forget_users,    // of a window's block only the first piece waits for the streams that used it
+  stitched_beside_early,  // a window is made where kernels begin early
+  windows_end_with_blocks,  // a window is unmapped when its block is freed
+  windows_outlive_pages,  // a page is taken for given back while a window maps it
+  pieces_not_restored,    // of a window's block only the first piece is taken when a state comes back
 };
 
 struct Config {
@@ -68,6 +76,7 @@ struct Config {
   bool verify = false;          // prove each reuse again, by brute force
   double garbage_threshold = 0; // part of the limit above which old cached segments are released; 0: never
   bool expandable = false;      // segments are ranges of addresses that grow in place; captures share one of their own
+  bool stitch = true;           // what captures share may be mapped again, so that pieces of pages are one block
   size_t history_entries = 0;
   Mutant mutant = Mutant::none;
 };

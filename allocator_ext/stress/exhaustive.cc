@@ -36,15 +36,27 @@ namespace {
 
 constexpr int streams = 3;
 constexpr size_t block_bytes = 20 * size_class::mib;  // one segment each: sharing is a decision, not a fit
+                                                      // (but where a beginning says otherwise, which is for what captures share)
 
 struct Start {
   const char* name;
   std::vector<Step> steps;
   int told_apart;  // streams from this one on have the same part in it
+  size_t bytes = block_bytes;
 };
 
 const std::vector<Step> all_forked = {{Op::pool_begin}, {Op::begin, 0}, {Op::allocate, 0}, {Op::use, 0, 0},
                                       {Op::record, 0},  {Op::wait, 1, 0}, {Op::wait, 2, 0}};
+
+// Blocks of half a page, four of them in two pages: 0 and 1 of stream 0, 2 and 3 of stream 1. The first and the last are
+// freed; an event behind stream 1's use of its own waits to be waited for. What is allocated then needs both of them.
+constexpr size_t piece_bytes = size_class::page / 2;
+constexpr size_t pieces_bytes = piece_bytes + piece_bytes / 2;
+constexpr int half = static_cast<int>(piece_bytes);
+const std::vector<Step> in_pieces = {{Op::pool_begin}, {Op::begin, 0}, {Op::record, 0}, {Op::wait, 1, 0}, {Op::wait, 2, 0},
+                                     {Op::allocate, 0, half}, {Op::allocate, 0, half}, {Op::allocate, 1, half},
+                                     {Op::allocate, 1, half}, {Op::use, 0, 0}, {Op::use, 1, 3}, {Op::record, 1},
+                                     {Op::release, 0, 0}, {Op::release, 0, 3}};
 
 std::vector<Step> operator+(std::vector<Step> a, const std::vector<Step>& b) {
   a.insert(a.end(), b.begin(), b.end());
@@ -87,6 +99,12 @@ const std::vector<Start> starts = {
                                              {Op::release, 0, 1}, {Op::allocate, 0}, {Op::use_early, 0, 0}}, 2},
     // two captures beside each other in one pool: stream 1 is in another than stream 0
     {"two", {{Op::pool_begin}, {Op::begin, 0}, {Op::begin, 1}, {Op::allocate, 0}, {Op::use, 0, 0}}, 2},
+    // pieces of two pages are free, one of each stream
+    {"pieces", in_pieces, 2, pieces_bytes},
+    // block 4 is made of them, and was used on both streams; an event behind stream 1's use waits to be waited for
+    {"stitched", in_pieces + std::vector<Step>{{Op::wait, 0, 1}, {Op::allocate, 0}, {Op::use, 0, 4}, {Op::record, 0},
+                                               {Op::wait, 1, 2}, {Op::use, 1, 4}, {Op::mark, 1, 4}, {Op::record, 1}},
+     2, pieces_bytes},
 };
 
 constexpr int cut = 3;
@@ -102,7 +120,7 @@ struct Settings {
   bool print = false;
 } settings;
 
-uint64_t programs = 0, reused = 0, reused_crossed = 0;
+uint64_t programs = 0, reused = 0, reused_crossed = 0, stitched = 0;
 uint64_t branches = 0, branches_run = 0, next_branch = 0;
 bool out_of_time = false;
 std::chrono::steady_clock::time_point began;
@@ -168,6 +186,7 @@ void leaf(const Start& start, Machine& machine, const std::vector<Step>& program
   if (!machine.run(program.back()) || !machine.finish()) report(start, program, machine.wrong);
   reused += machine.reused;
   reused_crossed += machine.reused_crossed;
+  stitched += machine.device->stats().stitched;
   if (settings.print) {
     for (const Step& step : program) printf("%s ", printed(step).c_str());
     printf("\n");
@@ -247,7 +266,7 @@ bool elsewhere() {
 void explore(const Start& start, std::vector<Step>& program, std::vector<Named>& names, int named) {
   int left = settings.operations - static_cast<int>(program.size());
   std::vector<Step> next;
-  auto machine = std::make_unique<Machine>(settings.config, streams, block_bytes);
+  auto machine = std::make_unique<Machine>(settings.config, streams, start.bytes);
   if (!replay(*machine, start, program)) {
     report(start, program, machine->wrong);
     return;
@@ -263,7 +282,7 @@ void explore(const Start& start, std::vector<Step>& program, std::vector<Named>&
     program.push_back(step);
     if (left == 1) {
       if (machine == nullptr) {
-        machine = std::make_unique<Machine>(settings.config, streams, block_bytes);
+        machine = std::make_unique<Machine>(settings.config, streams, start.bytes);
         std::vector<Step> before(program.begin(), program.end() - 1);
         replay(*machine, start, before);
       }
@@ -319,6 +338,7 @@ int main(int count, char** words) {
   began = std::chrono::steady_clock::now();
   for (const Start& start : starts) {
     if (settings.start != "all" && settings.start != start.name) continue;
+    if (start.bytes != block_bytes && !(settings.config.expandable && settings.config.reuse == Reuse::any_stream)) continue;
     std::vector<Step> program;
     std::vector<Named> names;
     explore(start, program, names, start.told_apart);
@@ -326,9 +346,9 @@ int main(int count, char** words) {
   }
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   auto n = [](uint64_t value) { return static_cast<unsigned long long>(value); };
-  printf("{\"operations\": %d, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"branches\": %llu, "
+  printf("{\"operations\": %d, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"stitched\": %llu, \"branches\": %llu, "
          "\"branches_run\": %llu, \"next_branch\": %llu, \"seconds\": %.2f, \"wrong\": \"%s\"}\n",
-         settings.operations, n(programs), n(reused), n(reused_crossed), n(branches), n(branches_run),
+         settings.operations, n(programs), n(reused), n(reused_crossed), n(stitched), n(branches), n(branches_run),
          n(out_of_time ? next_branch : branches), seconds, wrong.c_str());
   return wrong.empty() ? 0 : 1;
 }

@@ -26,13 +26,14 @@ constexpr size_t most_live = 24;
 constexpr int launches = 3;
 
 struct Totals {
-  uint64_t operations = 0, programs = 0, reused = 0, reused_crossed = 0, restored = 0, failed_calls = 0, out_of_memory = 0;
+  uint64_t operations = 0, programs = 0, reused = 0, reused_crossed = 0, restored = 0, stitched = 0, failed_calls = 0, out_of_memory = 0;
   std::string wrong;
 } totals;
 
 struct Plan {
   Config config;
   size_t capacity;
+  bool pieces;  // sizes that leave pieces of pages, and states with blocks that are made of such
 };
 
 Plan plan(std::mt19937_64& random, Mutant mutant) {
@@ -41,12 +42,18 @@ Plan plan(std::mt19937_64& random, Mutant mutant) {
   made.config.verify = random() % 4 == 0;
   made.config.empty_nodes = random() % 8 == 0;
   made.config.expandable = random() % 3 == 0;
+  made.pieces = random() % 3 == 0;
+  if (made.pieces) {
+    made.config.reuse = Reuse::any_stream;
+    made.config.expandable = true;
+  }
+  made.config.stitch = random() % 8 != 0;
   made.config.mutant = mutant;
   made.capacity = random() % 4 == 0 ? 128 * size_class::mib : size_t{1} << 40;
   return made;
 }
 
-Step propose(Machine& machine, std::mt19937_64& random, bool& runs) {
+Step propose(Machine& machine, std::mt19937_64& random, bool pieces, bool& runs) {
   auto any = [&](size_t below) { return static_cast<int>(random() % below); };
   std::vector<int> live;
   for (size_t i = 0; i < machine.held.size(); i++) {
@@ -58,7 +65,9 @@ Step propose(Machine& machine, std::mt19937_64& random, bool& runs) {
   int kind = any(100);
   if (kind < 22 && live.size() < most_live) {
     static const int sizes[] = {700, 4096, 70000, 600000, 1 << 20, 3 << 20, 5 << 20, 9 << 20, 13 << 20};
-    return {Op::allocate, stream, sizes[random() % 9]};
+    static const int uneven[] = {70000, 600000, 1200000, 1500000, 1700000, 2500000, 2900000, 3500000, 5 << 20};
+    size_t which = random() % 9;
+    return {Op::allocate, stream, pieces ? uneven[which] : sizes[which]};
   }
   if (kind < 50 && block >= 0) return {kind < 48 ? Op::use : Op::use_early, stream, block};
   if (kind < 58 && block >= 0) return {Op::mark, stream, block};
@@ -69,6 +78,7 @@ Step propose(Machine& machine, std::mt19937_64& random, bool& runs) {
     return {Op::wait, stream, static_cast<int>(machine.sim.events.size() - 1 - random() % recent)};
   }
   bool capturing = machine.sim.is_capturing(machine.streams[0]) || machine.sim.is_capturing(machine.streams[1]);
+  if (pieces && !capturing && any(3) == 0) kind = 98;
   if (kind < 94) return {Op::begin, capturing && any(8) != 0 ? 0 : stream};
   if (kind < 95) return {Op::begin_body, stream, any(streams)};
   if (kind < 96 && any(2) == 0) return {Op::end, stream};
@@ -82,6 +92,23 @@ Step propose(Machine& machine, std::mt19937_64& random, bool& runs) {
   return {Op::record, stream};
 }
 
+// The capture ends after a block was made of pieces; a state keeps it, it is freed, another capture may have its memory,
+// and the state comes back.
+std::vector<Step> back_and_forth(const Machine& machine, std::mt19937_64& random) {
+  std::vector<Step> steps;
+  int block = static_cast<int>(machine.held.size()) - 1;
+  for (int s = 0; s < streams; s++) steps.push_back({Op::end, s});
+  steps.push_back({Op::save, 0});
+  steps.push_back({Op::release, 0, block});
+  if (random() % 2 == 0) {
+    steps.push_back({Op::begin, 0});
+    for (int i = 0; i < 3; i++) steps.push_back({Op::allocate, 0, 1500000});
+    steps.push_back({Op::end, 0});
+  }
+  steps.push_back({Op::restore, static_cast<int>(machine.saved.size())});
+  return steps;
+}
+
 bool judge(Machine& machine, std::mt19937_64& random, const std::string& what) {
   bool right = machine.wrong.empty() && machine.finish();
   if (right) {
@@ -92,6 +119,7 @@ bool judge(Machine& machine, std::mt19937_64& random, const std::string& what) {
   totals.reused += machine.reused;
   totals.reused_crossed += machine.reused_crossed;
   totals.restored += machine.restored;
+  totals.stitched += machine.device->stats().stitched;
   totals.failed_calls += machine.sim.failed;
   totals.out_of_memory += machine.out_of_memory;
   totals.programs++;
@@ -121,7 +149,7 @@ bool one(uint64_t seed, int length, Mutant mutant, bool each_call, bool prints) 
     machine.run({Op::pool_begin});
     while (static_cast<int>(steps.size()) < length) {
       bool runs = false;
-      Step step = propose(machine, random, runs);
+      Step step = propose(machine, random, planned.pieces, runs);
       if (runs) machine.sim.run_one(random());
       if (runs || !machine.valid(step)) continue;
       if (failing && random() % 16 == 0) machine.sim.fail_at(1 + random() % 8);
@@ -132,12 +160,17 @@ bool one(uint64_t seed, int length, Mutant mutant, bool each_call, bool prints) 
         for (int s = 0; s < streams; s++) now.push_back({Op::wait, s, event});
       }
       bool right = true;
-      for (const Step& each : now) {
-        if (!right || (each.op == Op::wait && !machine.valid(each))) continue;
+      for (size_t i = 0; i < now.size() && right; i++) {
+        const Step each = now[i];
+        if (i > 0 && !machine.valid(each)) continue;
         steps.push_back(each);
         totals.operations++;
         if (prints) print(machine, each, static_cast<int>(machine.held.size()));
+        uint64_t stitched = machine.device->stats().stitched;
         right = machine.run(each);
+        if (i == 0 && machine.device->stats().stitched != stitched && random() % 4 == 0) {
+          for (const Step& next : back_and_forth(machine, random)) now.push_back(next);
+        }
       }
       if (!right) break;
     }
@@ -184,9 +217,9 @@ int main(int count, char** words) {
   while (totals.operations < operations && one(seed, length, mutant, each_call, prints)) seed++;
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   auto n = [](uint64_t value) { return static_cast<unsigned long long>(value); };
-  printf("{\"operations\": %llu, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"restored\": %llu, \"failed_calls\": %llu, "
+  printf("{\"operations\": %llu, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"restored\": %llu, \"stitched\": %llu, \"failed_calls\": %llu, "
          "\"out_of_memory\": %llu, \"seconds\": %.2f, \"wrong\": \"%s\"}\n",
-         n(totals.operations), n(totals.programs), n(totals.reused), n(totals.reused_crossed), n(totals.restored), n(totals.failed_calls),
+         n(totals.operations), n(totals.programs), n(totals.reused), n(totals.reused_crossed), n(totals.restored), n(totals.stitched), n(totals.failed_calls),
          n(totals.out_of_memory), seconds, totals.wrong.c_str());
   return totals.wrong.empty() ? 0 : 1;
 }

@@ -8,6 +8,7 @@ using sim::SimNode;
 
 namespace {
 PoolId id_of(int pool) { return {0, static_cast<uint64_t>(7 + pool)}; }
+bool names_block(Op op) { return op == Op::use || op == Op::use_early || op == Op::mark || op == Op::release; }
 bool names_pool(Op op) { return op == Op::pool_begin || op == Op::pool_end || op == Op::save || op == Op::restore; }
 }
 
@@ -102,6 +103,8 @@ bool Machine::valid_use(const Step& step) {
 bool Machine::valid(const Step& step) {
   bool names_stream = !names_pool(step.op);
   auto& stream = at(names_stream ? step.a : 0);
+  // Where a call has failed, a restore may have brought fewer blocks back than when the program was made.
+  if (names_block(step.op) && static_cast<size_t>(step.b) >= held.size()) return false;
   switch (step.op) {
     case Op::allocate:
       return true;
@@ -306,9 +309,28 @@ bool Machine::in_pool(size_t block, int pool) const {
   return false;
 }
 
+// Whether a capture under way has had memory of the pool.
+bool Machine::in_use(int pool) const {
+  for (const Held& block : held) {
+    if (block.pool != pool || block.capture == 0) continue;
+    for (auto& stream : sim.streams) {
+      if (stream->capture != nullptr && stream->capture->id == block.capture) return true;
+    }
+  }
+  return false;
+}
+
 bool Machine::restore(Saved& to) {
+  uint64_t unused = 0;
+  if (in_use(to.pool) && sim.failed == 0 && device->save_pool(id_of(to.pool), unused).status == Status::ok) {
+    return fail("a state was taken of a pool in use");
+  }
   std::vector<Address> before, after, expected;
   for (auto& block : device->live_blocks(id_of(to.pool))) before.push_back(block.address);
+  std::vector<size_t> here;  // before the restore: a window that has no block after it is no run of the pool
+  for (size_t i = 0; i < held.size(); i++) {
+    if (held[i].live && in_pool(i, to.pool)) here.push_back(i);
+  }
   Outcome outcome = device->restore_pool(to.state);
   for (auto& block : device->live_blocks(id_of(to.pool))) after.push_back(block.address);
   if (outcome.status != Status::ok) return before == after || fail("a refused restore has changed something");
@@ -317,8 +339,7 @@ bool Machine::restore(Saved& to) {
   if (after != expected) return fail("a restored pool has other blocks than its state");
   restored++;
   std::set<size_t> lives;
-  for (size_t i = 0; i < held.size(); i++) {
-    if (!held[i].live || !in_pool(i, to.pool)) continue;
+  for (size_t i : here) {
     held[i].live = false;
     bool kept = std::any_of(to.held.begin(), to.held.end(), [&](const Held& h) { return h.life == held[i].life; });
     if (kept && held[i].owned) lives.insert(held[i].life);

@@ -105,6 +105,7 @@ class Machine {
   bool restore(Saved& to);
   bool may_restore(const Saved& to) const;
   bool in_pool(size_t block, int pool) const;
+  bool in_use(int pool) const;
   bool could_reuse(int stream);
   bool still_mapped(int pool);
   void use(int stream, int block, bool early);

@@ -140,6 +140,7 @@ def install(
     *,
     reuse: Rule = "any_stream",
     expandable: bool = True,
+    stitch: bool = True,
     history: int = 0,
     snapshot_at_oom: str | os.PathLike[str] | None = None,
     garbage_threshold: float = 0.0,
@@ -150,9 +151,10 @@ def install(
     whose uses are proven over, to their own stream; "graph_wide" the same, asked of all capturing streams;
     "any_stream" also to other streams.  expandable: segments are ranges of addresses that grow, which leaves fewer
     holes; with "any_stream", the streams of a pool's captures share one.  Plain ones serve where the driver cannot map
-    memory.  history: how many events `memory_snapshot` shows, at most 1,500,000.  snapshot_at_oom: a file for a
-    snapshot, as JSON, whenever device 0 is out of memory; device N writes to the same name with ".N".
-    garbage_threshold: part of the memory limit above which cached segments are given back, 0 (never) to below 1.
+    memory.  stitch: in that one, pages may be mapped a second time, so that free pieces of several are one block.
+    history: how many events `memory_snapshot` shows, at most 1,500,000.  snapshot_at_oom: a file for a snapshot, as
+    JSON, whenever device 0 is out of memory; device N writes to the same name with ".N".  garbage_threshold: part of
+    the memory limit above which cached segments are given back, 0 (never) to below 1.
 
     Where it cannot be done, one line is logged, torch's own allocator goes on, and the result is false with the reason.
     A second call changes nothing.  Raises ValueError for a wrong argument, TypeError for a flag that is no bool.
@@ -160,14 +162,18 @@ def install(
     global _installed, _failure
     if reuse not in REUSE_RULES:
         raise ValueError(f"install: reuse is one of {', '.join(REUSE_RULES)}{did_you_mean(str(reuse), REUSE_RULES)}")
-    if not isinstance(expandable, bool):
-        raise TypeError(f"install: expandable is True or False, got {expandable!r}")
+    for name, flag in (("expandable", expandable), ("stitch", stitch)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"install: {name} is True or False, got {flag!r}")
     if not 0 <= history <= 1_500_000:
         raise ValueError(f"install: history is a number of events from 0 to 1500000, got {history!r}")
     if not 0 <= garbage_threshold < 1:
         raise ValueError(f"install: garbage_threshold lies between 0 and 1, got {garbage_threshold!r}")
     options = Options(
-        reuse=REUSE_RULES.index(reuse), expandable=expandable, garbage_threshold=garbage_threshold, history=history
+        reuse=REUSE_RULES.index(reuse),
+        expandable=expandable * (1 if stitch else 2),
+        garbage_threshold=garbage_threshold,
+        history=history,
     )
     path = None if snapshot_at_oom is None else os.path.abspath(snapshot_at_oom)
     with _lock:

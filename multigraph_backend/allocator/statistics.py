@@ -32,7 +32,8 @@ class _Stats(ctypes.Structure):
         *((f"{level}.all.{number}", ctypes.c_int64) for level in _LEVELS for number in ("current", "peak")),
         *((name, ctypes.c_uint64) for name in _COUNTS),
         *((f"{level}.all.{number}", ctypes.c_int64) for level in _LEVELS for number in ("allocated", "freed")),
-        ("later", ctypes.c_uint64 * 64),
+        ("stitched", ctypes.c_uint64),
+        ("later", ctypes.c_uint64 * 63),
     )
 
 
@@ -42,7 +43,7 @@ def memory_stats(device: torch.device | int | None = None) -> dict[str, int]:
     Where the extension is installed: `{allocated_bytes, requested_bytes, reserved_bytes, active_bytes, allocation,
     segment}.all.{current, peak, allocated, freed}`, `num_alloc_retries`, `num_ooms`, and `multigraph.*`: blocks
     `freed_in_captures`, of these `proven` reusable before the capture's end, `parked` until it, `moved` to another
-    stream.
+    stream, and `stitched`: allocations made of pieces of several pages.
     """
     installed = process.installed()
     if installed is None:
@@ -58,7 +59,7 @@ def stats_of(loaded: Library, handle: int) -> dict[str, int]:
     names = [f"{level}.all.{number}" for level in _LEVELS for number in _NUMBERS]
     found: dict[str, int] = {name: getattr(stats, name) for name in names}
     found["num_alloc_retries"], found["num_ooms"] = stats.retries, stats.ooms
-    found.update({f"multigraph.{name}": getattr(stats, name) for name in _COUNTS[2:]})
+    found.update({f"multigraph.{name}": getattr(stats, name) for name in (*_COUNTS[2:], "stitched")})
     return dict(sorted(found.items()))
 
 

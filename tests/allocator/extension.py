@@ -53,6 +53,7 @@ class Stats(ctypes.Structure):
         *((name + end, ctypes.c_int64) for name in LEVELS for end in ("", "_peak")),
         *((name, ctypes.c_uint64) for name in COUNTS),
         *((name + end, ctypes.c_int64) for name in LEVELS for end in ("_up", "_down")),
+        ("stitched", ctypes.c_uint64),
     ]
 
 
@@ -94,6 +95,7 @@ class Allocator:
         garbage_threshold: float = 0.0,
         history: int = 0,
         expandable: bool = False,
+        stitch: bool = True,
         index: int = 0,
     ) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -104,7 +106,7 @@ class Allocator:
         self._library.sim_used.restype = ctypes.c_size_t
         self._sim = ctypes.c_void_p(self._library.sim_new(ctypes.c_size_t(capacity)))
         self._library.sim_enter(self._sim)
-        options = Options(reuse, empty_nodes, verify, expandable, garbage_threshold, history)
+        options = Options(reuse, empty_nodes, verify, expandable * (1 if stitch else 2), garbage_threshold, history)
         if self._library.mg_set_options(ctypes.byref(options)) != OK:
             raise Refused(INVALID, self._library.mg_message().decode())
         self._device = ctypes.c_void_p(self._library.sim_device(index))

@@ -34,9 +34,16 @@ MUTANTS = {
     16: "an owner that has lost its block frees what is there now",
     17: "a pool is restored while a capture uses it",
     18: "whoever may have one block of a run is given its neighbour too",
+    19: "the last piece of a window is taken under whichever condition",
+    20: "of a window's block only the first piece waits for the streams that used it",
+    21: "a window is made where kernels begin early",
+    22: "a window is unmapped when its block is freed",
+    23: "a page is taken for given back while a window maps it",
+    24: "of a window's block only the first piece is taken when a state comes back",
 }
 ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
-RANDOM = {14, 16, 17, 18}  # these need little memory, states of pools, or blocks of several sizes
+RANDOM = {14, 16, 17, 18, 21, 24}  # these need little memory, states of pools, or blocks of several sizes
+STITCHED = {19, 20, 22, 23}  # these need blocks that are made of pieces of pages
 
 
 @pytest.mark.parametrize("options", [("own",), ("any",), ("any", "--expandable")], ids=" ".join)
@@ -47,6 +54,7 @@ def test_every_program_of_five_operations(simulated: Path, options: tuple[str, .
     assert found["branches_run"] == found["branches"]
     # the allocator did reuse memory that several streams had used, and the runs checked that it did where it can
     assert found["reused_crossed"] > (5_000 if options == ("own",) else 40_000)
+    assert (found["stitched"] > 100_000) == ("--expandable" in options)
 
 
 @pytest.mark.parametrize("rule", ["strict", "graph"])
@@ -70,8 +78,8 @@ def test_a_broken_rule_is_found(simulated: Path, mutant: int) -> None:
     if mutant in RANDOM:
         found = stress(simulated / "fuzz", "--operations", "1000000", "--mutant", str(mutant))
     else:
-        odd = ["--odd"] if mutant in ODD else []
-        found = stress(simulated / "exhaustive", "--operations", "5", "--reuse", "any", "--mutant", str(mutant), *odd)
+        more = ["--odd"] if mutant in ODD else ["--expandable", "--start", "stitched"] if mutant in STITCHED else []
+        found = stress(simulated / "exhaustive", "--operations", "5", "--reuse", "any", "--mutant", str(mutant), *more)
     assert found["wrong"] != ""
 
 
@@ -79,7 +87,8 @@ def test_left_out_orders_find_nothing_more(simulated: Path) -> None:
     # of programs that differ in the order of steps alone one is run: it finds what all of them find
     found = set()
     for mutant in MUTANTS.keys() - RANDOM:
-        arguments = ("--operations", "4", "--odd", "--reuse", "any", "--mutant", str(mutant))
+        start = ("--expandable", "--start", "stitched") if mutant in STITCHED else ()
+        arguments = ("--operations", "4", "--odd", "--reuse", "any", "--mutant", str(mutant), *start)
         one = stress(simulated / "exhaustive", *arguments)
         assert bool(one["wrong"]) == bool(stress(simulated / "exhaustive", *arguments, "--every-order")["wrong"]), (
             mutant
@@ -107,6 +116,7 @@ def test_long_random_programs(simulated: Path) -> None:
     assert found["reused_crossed"] > 100
     assert found["failed_calls"] > 1_000
     assert found["restored"] > 1_000
+    assert found["stitched"] > 1_000
     assert found["out_of_memory"] > 1_000
 
 
@@ -114,6 +124,7 @@ def test_each_call_of_the_driver_fails_once(simulated: Path) -> None:
     found = stress(simulated / "fuzz", "--operations", "1000000", "--length", "60", "--each-call")
     assert found["wrong"] == ""
     assert found["failed_calls"] > 10_000
+    assert found["stitched"] > 500
 
 
 def test_what_is_timed_is_right(simulated: Path) -> None:

@@ -65,21 +65,24 @@ def test_wrong_arguments_are_errors() -> None:
         allocator.install(garbage_threshold=2.0)
     with pytest.raises(TypeError, match="expandable is True or False, got 'no'"):
         allocator.install(expandable="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="stitch is True or False, got 2"):
+        allocator.install(stitch=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="limit is a number of bytes"):
         allocator.pool(limit=0)
 
 
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, bool, int]] = []
+    asked: list[tuple[str, int, int]] = []
 
     def install(reuse: str, options: library.Options, path: str | None) -> str:
-        asked.append((reuse, bool(options.expandable), options.history))
+        asked.append((reuse, options.expandable, options.history))
         return "this test"
 
     monkeypatch.setattr(process, "_install", install)
     process.install_as_asked({})
     process.install_as_asked({process.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7}'})
-    assert asked == [("any_stream", True, 0), ("own_stream", False, 7)]
+    process.install_as_asked({process.OPTIONS_VARIABLE: '{"stitch": false}'})
+    assert asked == [("any_stream", 1, 0), ("own_stream", 0, 7), ("any_stream", 2, 0)]
     for said, error in (
         ('{"expendable": false}', r"install takes no 'expendable' \(did you mean 'expandable'\?\)"),
         ("[1]", "is a JSON object of install's arguments"),
@@ -88,7 +91,7 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         with pytest.raises(ValueError, match=error):
             process.install_as_asked({process.OPTIONS_VARIABLE: said})
-    assert len(asked) == 2
+    assert len(asked) == 3
 
 
 @pytest.mark.usefixtures("fresh")
