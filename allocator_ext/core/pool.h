@@ -265,7 +265,7 @@ class Pool {
 
   std::map<Address, std::unique_ptr<Segment>> segments_;
   Free lists_[2];
-  static constexpr size_t most_looks = 1024, most_looks_for_ends = 8192;
+  static constexpr size_t most_looks = 1024, most_looks_for_ends = 4096;
   std::set<Hole> holes_;                 // all of shared segments
   std::map<Address, Block*> holes_at_;   // the same, by address
   std::map<Address, std::unique_ptr<Window>> windows_;

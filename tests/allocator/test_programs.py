@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.allocator.extension import ANY_STREAM, MIB, OWN_STREAM, STRICT, Allocator
+from tests.allocator.simulated_programs import reserved
 
 Make = Callable[..., Allocator]
 
@@ -22,45 +23,6 @@ Make = Callable[..., Allocator]
 def programs(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     return importlib.import_module("allocator_programs")
-
-
-def reserved(programs: Any, program: Any, allocator: Allocator) -> int:
-    """Bytes of the pool after a capture of the program."""
-    streams = [allocator.stream() for _ in range(program.streams)]
-    addresses: dict[int, int] = {}
-    homes: dict[int, int] = {}
-
-    def use(block: int, stream: int) -> None:
-        if block in homes and homes[block] != stream:  # the input is from outside
-            allocator.record_stream(addresses[block], streams[stream])
-
-    allocator.begin_pool(1, lambda _: True)
-    allocator.begin_capture(streams[0])
-    for side in streams[1:]:
-        allocator.join(side, streams[0])
-    for operation in program.operations:
-        match operation:
-            case programs.Make(block, stream, nbytes, source, _, _, kernel):
-                addresses[block], homes[block] = allocator.allocate(nbytes, streams[stream]), stream
-                if kernel:
-                    allocator.kernel(streams[stream])
-                if source is not None:
-                    use(source, stream)
-            case programs.Use(block, stream):
-                allocator.kernel(streams[stream])
-                use(block, stream)
-            case programs.Record(block, stream):
-                use(block, stream)
-            case programs.Free(block):
-                allocator.free(addresses.pop(block))
-            case programs.Wait(waiting, awaited):
-                allocator.join(streams[waiting], streams[awaited])
-    held = int(allocator.stats.reserved)
-    for side in streams[1:]:
-        allocator.join(streams[0], side)
-    allocator.end_capture(streams[0])
-    allocator.end_pool(1)
-    return held
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["plain", "expandable"])
