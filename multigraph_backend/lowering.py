@@ -304,7 +304,7 @@ def compile_module(
         from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
 
         around = functools.partial(PackingPartitioner, rules=options.saved_tensors, budget=options.saved_tensors_budget)
-        inner = packing_code.inner_compile(inner)
+        inner = packing_code.inner_compile(inner, runs=how != "traced")
     run: CompiledFunction = _compat.compile_fx(
         module, inputs, ignore_shape_env=ignore_shape_env, **changed_inputs.compile_fx_settings(knobs, inner, around)
     )

@@ -25,17 +25,20 @@ InnerCompile = Callable[..., Any]
 _OutputCode: Any = object if _compat.missing("cudagraphs") else _compat.OutputCode
 
 
-def inner_compile(inner: InnerCompile | None) -> InnerCompile:
-    """`inner`, or Inductor's own compile of one graph; forward code gets the account of the last partition."""
-    return functools.partial(_compile, inner)
+def inner_compile(inner: InnerCompile | None, runs: bool = True) -> InnerCompile:
+    """`inner`, or Inductor's own compile of one graph; forward code gets the account of the last partition.
+
+    `runs`: what it gives is code that will run, and not the trace of a graph alone.
+    """
+    return functools.partial(_compile, inner, runs)
 
 
 def _compile(
-    inner: InnerCompile | None, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
+    inner: InnerCompile | None, runs: bool, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Any:
     offloads = bool(gm.graph.find_nodes(op="call_function", target=OFFLOAD))  # Inductor changes the graph
     code = (inner or _compat.compile_fx_inner)(gm, example_inputs, **settings)
-    if offloads:
+    if offloads and runs:
         kept.check(str(getattr(getattr(code, "inner", code), "source_code", "?")))
     found = account.latest()
     if found is None or settings.get("is_backward") or settings.get("is_inference"):

@@ -116,8 +116,8 @@ def all_checks() -> dict[str, dict[str, Check]]:
     return CHECKS
 
 
-#: what compute-sanitizer watches: no call in these fails, none waits for a time, and none counts on a tensor's end: the tool
-#: keeps frames of Python, for its own reports, and what is in them
+#: what compute-sanitizer watches: no call in these fails, none waits for a time, and none counts on a tensor's end, for
+#: under the tool frames of Python were seen to stay, with what is in them
 WATCHED = {
     "installed": (
         "a_graph_on_one_stream_replays",

@@ -18,8 +18,10 @@ import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import multigraph_backend
-from multigraph_backend import Offload, Scaled
+from multigraph_backend import Offload, Scaled, capture, lowering, user_code
+from multigraph_backend.compile_state import CompileState
 from multigraph_backend.cudagraphs import cuts
+from multigraph_backend.options import Options
 from multigraph_backend.saved_tensors import kept, links, offloading, transfers
 from multigraph_backend.saved_tensors.rules import Match, Rule, rule_from_json, rule_to_json
 from multigraph_backend.saved_tensors.transfers import Transfers
@@ -265,6 +267,24 @@ def test_code_that_keeps_another_buffer_is_compiled_again_without_packs(
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
     assert late.copies == 0
     assert re.search(r"the compiled code offloads \w+ and keeps \w+", str(accounts()[0].failed))
+
+
+def test_a_graph_that_is_only_traced_has_no_code_to_read(late: Transfers) -> None:
+    traced = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graph = capture.capture(gm, example_inputs, user_code.current())
+        options, state = Options.build({"saved_tensors": rules(Offload())}), CompileState.take()
+
+        def run(*args: Any) -> Any:
+            traced.append(lowering.only_traced(graph, {}, args, options, state))
+            return gm.forward(*args)
+
+        return run
+
+    torch.compile(Mlp(), backend=backend)(torch.randn(8, 16))
+    assert len(traced) == 1
+    assert late.copies == 0
 
 
 def test_gradients_are_bitwise_the_same_over_a_hundred_steps(late: Transfers) -> None:
