@@ -39,7 +39,7 @@ def _compile(
     offloads = bool(gm.graph.find_nodes(op="call_function", target=OFFLOAD))  # Inductor changes the graph
     code = (inner or _compat.compile_fx_inner)(gm, example_inputs, **settings)
     if offloads and runs:
-        kept.check(str(getattr(getattr(code, "inner", code), "source_code", "?")))
+        kept.check(getattr(getattr(code, "inner", code), "source_code", ""))
     found = account.latest()
     if found is None or settings.get("is_backward") or settings.get("is_inference"):
         return code

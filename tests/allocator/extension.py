@@ -106,7 +106,9 @@ class Allocator:
         self._library.sim_used.restype = ctypes.c_size_t
         self._sim = ctypes.c_void_p(self._library.sim_new(ctypes.c_size_t(capacity)))
         self._library.sim_enter(self._sim)
-        options = Options(reuse, empty_nodes, verify, expandable * (1 if stitch else 2), garbage_threshold, history)
+        options = Options(
+            reuse, empty_nodes, verify, (1 if stitch else 2) if expandable else 0, garbage_threshold, history
+        )
         if self._library.mg_set_options(ctypes.byref(options)) != OK:
             raise Refused(INVALID, self._library.mg_message().decode())
         self._device = ctypes.c_void_p(self._library.sim_device(index))
