@@ -41,6 +41,7 @@ SimNode* Simulator::append(SimStream& stream, int tag, bool programmatic) {
   node->dependencies = stream.terminals;
   node->edges = stream.edges;
   node->tag = tag;
+  node->stream = stream.number;
   for (size_t i = 0; programmatic && i < node->edges.size(); i++) {
     if (node->dependencies[i] == stream.last) node->edges[i] = programmatic_edge;
   }
@@ -51,9 +52,18 @@ SimNode* Simulator::append(SimStream& stream, int tag, bool programmatic) {
   return node;
 }
 
-SimNode* Simulator::kernel(Stream stream, int tag, bool programmatic) {
+SimNode* Simulator::kernel(Stream stream, int tag, bool programmatic, Bytes uses) {
   std::lock_guard lock(mutex_);
-  return append(*as_stream(stream), tag, programmatic);
+  SimNode* node = append(*as_stream(stream), tag, programmatic);
+  node->uses = uses;
+  return node;
+}
+
+bool Simulator::in_use(Address address, size_t size) const {
+  return std::any_of(pending_.begin(), pending_.end(), [&](const SimNode* node) {
+    const Bytes& used = node->uses;
+    return used.size == 0 || (used.place < address + size && address < used.place + used.size);
+  });
 }
 
 bool Simulator::begin_capture(Stream handle_, SimGraph* body) {
@@ -381,9 +391,10 @@ struct Calls {
     in.unsafe();
     if (in.refused) return invalid;
     auto found = in.sim->mappings.find(address);
-    // What has no access yet was never used; else the device must have been waited for.
+    // What has no access yet was never used; else the device must have been waited for. Another thread may have launched
+    // something since, which is over other memory.
     if (found == in.sim->mappings.end() || found->second.size != size ||
-        (found->second.accessible() && !in.sim->pending_.empty())) {
+        (found->second.accessible() && in.sim->in_use(address, size))) {
       in.sim->fault = true;
       return invalid;
     }
@@ -514,6 +525,7 @@ struct Calls {
     SimCapture capture;
     capture.graph = reinterpret_cast<SimGraph*>(graph);
     ghost.capture = &capture;
+    ghost.number = -1;
     for (size_t i = 0; i < count; i++) {
       ghost.terminals.push_back(as_node(dependencies[i]));
       ghost.edges.push_back(EdgeData{});

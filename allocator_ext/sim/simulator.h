@@ -35,6 +35,8 @@ struct SimNode {
   std::vector<EdgeData> edges;
   bool done = false;
   int tag = -1;  // the caller's: which use this is
+  int stream = -1;              // that it was launched on; -1: none
+  Bytes uses{0, 0};             // the addresses that it uses; of no size: any may be
 };
 
 struct SimGraph {
@@ -74,7 +76,7 @@ class Simulator {
 
   // What a program does. False: the driver would refuse it, and nothing has changed.
   Stream stream();
-  SimNode* kernel(Stream stream, int tag = -1, bool programmatic = false);
+  SimNode* kernel(Stream stream, int tag = -1, bool programmatic = false, Bytes uses = {0, 0});
   bool begin_capture(Stream stream, SimGraph* body = nullptr);
   bool end_capture(Stream stream);
   void invalidate_capture(Stream stream);
@@ -134,6 +136,7 @@ class Simulator {
   void run(SimNode* node);
   bool runnable(const SimNode* node) const;
   SimNode* append(SimStream& stream, int tag, bool programmatic);
+  bool in_use(Address address, size_t size) const;  // by work outside of captures that has not run
 
   std::recursive_mutex mutex_;
   std::vector<std::unique_ptr<SimGraph>> graphs_;

@@ -71,11 +71,13 @@ bool Machine::valid_use(const Step& step) {
   bool early = step.op == Op::use_early;
   if (early && (here == nullptr || last == stream.terminals.end())) return false;
   if (home == here) {
-    // On the stream of its birth a kernel comes after what was there, early or not: it keeps its own order with that.
-    bool own = step.a == allocations[static_cast<size_t>(step.b)].stream;
+    // On the stream of its birth a kernel comes after what was launched there, early or not: it keeps its own order with
+    // that. What was launched elsewhere and awaited there is over, also where dependencies have been replaced since.
+    bool home_stream = step.a == allocations[static_cast<size_t>(step.b)].stream;
     std::vector<SimNode*> awaited = stream.terminals;
-    if (early && !own) awaited.erase(awaited.begin() + (last - stream.terminals.begin()));
+    if (early && !home_stream) awaited.erase(awaited.begin() + (last - stream.terminals.begin()));
     return std::all_of(block.birth.begin(), block.birth.end(), [&](SimNode* n) {
+      bool own = home_stream && n->stream == step.a;
       return oracle.behind(n, awaited, !own) || (here == nullptr && n->done) ||
              (early && !own && oracle.completes_before(n, stream.last));
     });

@@ -36,9 +36,10 @@ void work(Device& device, sim::Simulator& sim, Shared& shared, Stream own, Strea
   for (int i = 0; i < operations && !failed; i++) {
     if (mine.size() < 16 && random() % 2 == 0) {
       Address address = 0;
-      if (device.allocate(1 + random() % (3 << 20), own, address).status != Status::ok) failed = true;
+      size_t bytes = 1 + random() % (3 << 20);
+      if (device.allocate(bytes, own, address).status != Status::ok) failed = true;
       mine.push_back(address);
-      sim.kernel(own);
+      sim.kernel(own, -1, false, {address, bytes});
       if (random() % 4 == 0 && device.record_stream(address, other).status != Status::ok) failed = true;
     } else if (!mine.empty()) {
       Address address = mine.back();
