@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from multigraph_backend import trace
 
@@ -103,35 +103,56 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-_collected: ContextVar[list[SavedTensors] | None] = ContextVar("collected", default=None)
+@dataclass
+class _Collected:
+    """Of one compile: all accounts, and those that are to be counted when it is done."""
+
+    all: list[SavedTensors] = field(default_factory=list)
+    added: list[SavedTensors] = field(default_factory=list)
+
+
+_collected: ContextVar[_Collected | None] = ContextVar("collected", default=None)
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[SavedTensors]]:
-    """The accounts of all partitions made, or found in a cache, inside the body and in its thread."""
-    found: list[SavedTensors] = []
-    token = _collected.set(found)
+    """The accounts of all partitions made, or found in a cache, inside the body and in its thread.
+
+    What is added there is counted when the body is done, not where it raises: what failed saves nothing.
+    """
+    here = _Collected()
+    token = _collected.set(here)
     try:
-        yield found
+        yield here.all
     finally:
         _collected.reset(token)
+    for account in here.added:
+        _count(account)
 
 
 def add(account: SavedTensors) -> None:
-    """One more account for the compile that is running; counted."""
+    """One more account for the compile that is running, to be counted."""
     pass_on(account)
-    for entry in account.tensors:
-        trace.count("packed_tensors" if entry.packed is not None else "kept_tensors")
+    here = _collected.get()
+    if here is None:
+        _count(account)
+    else:
+        here.added.append(account)
 
 
 def pass_on(account: SavedTensors) -> None:
     """The same without counting: it was counted, or there is nothing to count."""
-    found = _collected.get()
-    if found is not None:
-        found.append(account)
+    here = _collected.get()
+    if here is not None:
+        here.all.append(account)
+
+
+def _count(account: SavedTensors) -> None:
+    for entry in account.tensors:
+        trace.count("packed_tensors" if entry.packed is not None else "kept_tensors")
 
 
 def latest() -> SavedTensors | None:
     """The account of the last partition of the compile that is running."""
-    found = _collected.get()
-    return found[-1] if found else None
+    here = _collected.get()
+    return here.all[-1] if here is not None and here.all else None

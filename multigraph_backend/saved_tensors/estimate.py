@@ -94,14 +94,14 @@ def _packing(traced: Traced, reordered: bool) -> placement.Packing:
         anchors=tuple(node.name for node in anchors),
         cheap=traced.cheap and not isinstance(unit.pack, Recompute),
         transfer=_transfer(traced),
-        floating=reordered and _element_by_element(packing),
+        floating=reordered and _fused(packing),
     )
 
 
-def _element_by_element(pack: Graph) -> bool:
-    """Whether a pack is a cast, which the compiler can fuse with anything."""
+def _fused(pack: Graph) -> bool:
+    """Whether the compiler can make a pack a part of other kernels: a cast, or scales of rows or blocks."""
     made = [node for node in pack.nodes if node.op == "call_function" and graphs.viewed(node) is None]
-    return bool(made) and all(graphs.elementwise(node) for node in made)
+    return bool(made) and all(graphs.elementwise(node) or graphs.reduces(node) or graphs.number(node) for node in made)
 
 
 def _transfer(traced: Traced) -> placement.Transfer | None:

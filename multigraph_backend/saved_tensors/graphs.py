@@ -157,6 +157,16 @@ def elementwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or named
 
 
+def reduces(node: Node) -> bool:
+    """Whether it is a sum, a maximum or the like of rows, for which Inductor makes a kernel."""
+    return torch.Tag.reduction in getattr(node.target, "tags", ())
+
+
+def number(node: Node) -> bool:
+    """Whether it is one number as a tensor, a constant of the code."""
+    return node.target is torch.ops.aten.scalar_tensor.default
+
+
 def fragment(graph: Graph, inputs: Sequence[Node], fused: bool = True) -> Fragment:
     """A traced function as steps: its tensor `inputs` are buffers of the program that it is put into.
 
