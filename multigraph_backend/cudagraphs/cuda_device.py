@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.allocator import process
+from multigraph_backend.allocator import process, statistics
 from multigraph_backend.allocator.recording_pool import ExtensionPool
 from multigraph_backend.cudagraphs import poison, staging
 from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, DeviceFailed, Graph, Layout, PoolState
@@ -132,6 +132,9 @@ class CudaDevice:
 
     def pool_bytes(self) -> int:
         return sum(nbytes for _, nbytes in self._pool.segments())
+
+    def reserved_bytes(self) -> int:
+        return statistics.memory_reserved(self.index)
 
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
         for address, nbytes in poison.others(self._pool.segments(), kept):

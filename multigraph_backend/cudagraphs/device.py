@@ -156,6 +156,9 @@ class Device(Protocol):
     def pool_bytes(self) -> int:
         """Bytes that the pool has reserved."""
 
+    def reserved_bytes(self) -> int:
+        """The same, and what the allocator has reserved for others; a quick question."""
+
     #: which pool is in use, counted from 0.  A failed capture may leave a pool in which nothing can be recorded any
     #: more; `capture` then begins a new one.  What was recorded in the old one lives on there, out of the way of others
     generation: int

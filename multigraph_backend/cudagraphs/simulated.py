@@ -240,6 +240,9 @@ class SimulatedDevice:
     def pool_bytes(self) -> int:
         return self._pool.arena.high_water
 
+    def reserved_bytes(self) -> int:
+        return self.pool_bytes()
+
     def new_pool(self) -> None:
         self._driver("new_pool")
         self.generation += 1

@@ -385,13 +385,7 @@ class Tree:
         ]
         again = function in parent.children
         try:
-            made = recording.record(
-                self.device,
-                function.piece,
-                inputs,
-                plan,
-                lambda owned: self.device.restore(state, alive, owned),
-            )
+            made = self._captured(function.piece, inputs, plan, state, alive)
         except NotRecorded as why:
             self.counts["failed"] += 1
             trace.count("failed_recordings")
@@ -436,6 +430,26 @@ class Tree:
             self.communicating.add(node)
             endings.watch(self)
         return node
+
+    def _captured(
+        self, piece: Piece, inputs: list[object], plan: recording.InputPlan, state: PoolState, alive: frozenset[int]
+    ) -> recording.Recording:
+        """The recording.  It is captured twice where it has to pay for copies and the pool grew: the code's time was
+        that of finding memory, too, which is not what a replay saves."""
+
+        def capture() -> recording.Recording:
+            return recording.record(
+                self.device, piece, inputs, plan, lambda owned: self.device.restore(state, alive, owned)
+            )
+
+        if not piece.must_pay or not plan.copied:
+            return capture()
+        had = self.device.reserved_bytes()
+        made = capture()
+        if self.device.reserved_bytes() <= had:
+            return made
+        made.graph.reset()
+        return capture()
 
     # ---------------------------------------------------------------- giving recordings up
 

@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -675,6 +676,46 @@ def test_a_recording_whose_copies_take_longer_than_its_code_is_given_up(caplog: 
     assert bench.tree.counts["not worth it"] == 1
     kept = {node.function.piece for node in bench.tree.root.below() if node.function}
     assert kept == {after}  # recorded anew, as the first of its step
+
+
+def test_finding_memory_for_the_pool_is_no_time_of_the_code() -> None:
+    bench = Bench()
+    bench.device.copies_us = 100_000
+    called = 0
+
+    def code(x: torch.Tensor) -> tuple[torch.Tensor]:
+        nonlocal called
+        called += 1
+        if called == 2:  # the first is the warm-up: this is the capture in which the pool grows
+            time.sleep(0.2)
+        return (x * 2,)
+
+    piece = bench.piece(code, 1, 1, must_pay=True)
+    for _ in range(REPLAYS + 2):
+        call_right(piece, lambda x: (x * 2,), values())
+    (reason,) = bench.unrecorded(piece)
+    assert reason.startswith("it does not pay: a replay takes ")
+    # captured once more, and once unrecorded when the verdict was there
+    assert called == 4
+
+
+def test_only_where_the_pool_grew_code_is_captured_twice() -> None:
+    bench = Bench()
+    called: list[str] = []
+
+    def code(name: str) -> Callable[[torch.Tensor], tuple[torch.Tensor]]:
+        def run(x: torch.Tensor) -> tuple[torch.Tensor]:
+            called.append(name)
+            return (x * 2,)
+
+        return run
+
+    for name in ("first", "second"):
+        piece = bench.piece(code(name), 1, 1, must_pay=True)
+        for _ in range(3):
+            call_right(piece, lambda x: (x * 2,), values())
+    assert called == ["first"] * 3 + ["second"] * 2  # each once as a warm-up
+    assert bench.recorded() == 2
 
 
 @pytest.mark.parametrize(("copies", "must_pay"), [(0.0, True), (None, True), (1e9, False)])
