@@ -26,8 +26,8 @@ class NotUsable(ValueError):
     """A result file or the README is not as this script needs it."""
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """One result file: a title, the table, and where it was measured."""
+def table(result: Mapping[str, Any], name: str = "") -> str:
+    """One result file, which is called `name`: a title, the table, and where it was measured."""
     try:
         columns, rows = result["columns"], result["rows"]
         shown = [row for row in rows if row.get("headline")] or rows
@@ -39,14 +39,14 @@ def table(result: Mapping[str, Any]) -> str:
             _line("---" if column.get("digits") is None else "---:" for column in shown_columns),
             *(_line(_value(row, column) for column in shown_columns) for row in shown),
             "",
-            _where(result, rows),
+            _where(result, rows, name),
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise NotUsable(f"{result.get('benchmark')}: not written by a benchmark of this checkout: {error!r}") from error
     return "\n".join(lines)
 
 
-def _where(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def _where(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str) -> str:
     parts = [str(result["device"]), f"torch {result['torch']}"]
     if result.get("triton"):
         parts.append(f"triton {result['triton']}")
@@ -55,6 +55,8 @@ def _where(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if failed:
         parts.append(f"{failed} of {len(rows)} rows failed")
     said = f"`{_script(str(result['benchmark']))}{' --quick' if result.get('quick') else ''}`"
+    if name and name != f"{result['benchmark']}.json":  # one of several runs of it, which the name tells apart
+        said += f" (`{name}`)"
     return f"{said}: {', '.join(parts)}."
 
 
@@ -96,7 +98,7 @@ def figures(folder: Path) -> str:
         except ValueError as error:
             raise NotUsable(f"{path.name} is not JSON: {error}") from error
         if isinstance(result, dict) and result.get("rows"):
-            parts.append(table(result))
+            parts.append(table(result, path.name))
     return "\n\n".join(parts)
 
 

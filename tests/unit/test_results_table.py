@@ -65,6 +65,13 @@ def test_headline_rows_and_columns_that_have_values_become_a_table() -> None:
     assert results_table.table(RESULT) == TABLE
 
 
+def test_several_results_of_one_benchmark_are_told_apart_by_their_files() -> None:
+    assert results_table.table(RESULT, "dispatch.json") == TABLE
+    assert "`benchmarks/dispatch.py` (`dispatch_many.json`): NVIDIA" in results_table.table(
+        RESULT, "dispatch_many.json"
+    )
+
+
 def test_without_headlines_every_row_is_shown() -> None:
     rows = [{**row, "headline": False} for row in RESULT["rows"]]
     assert "| hidden | 5.00 |" in results_table.table({**RESULT, "rows": rows})
