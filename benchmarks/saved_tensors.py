@@ -20,6 +20,7 @@ multigraph, budget 0.3, int8   the same with 0.3, and int8 allowed
 
 Stock's hooks and the rules pack the same kind of tensor: of the type of the activations, and no smaller than one.
 
+reordering         whether Inductor changes the order of operations to lower the peak
 step ms            of one step of some in a row: forward and backward, no optimizer, which would be the same for all
 step/Inductor      over that of unpacked Inductor, the median over passes of one round
 forward MiB        the most that is allocated while the forward runs
@@ -102,6 +103,9 @@ from multigraph_backend import Cast, Match, Offload, Recompute, Rule, Scaled
 from multigraph_backend.backend import multigraph
 
 COLUMNS = (
+    Column("model", "model"),
+    Column("layers", "layers"),
+    Column("reordering", "reordering"),
     Column("form", "form"),
     Column("step_ms", "step ms", 2),
     Column("over_inductor", "step/Inductor", 3),
@@ -496,7 +500,7 @@ def add_rows(args: argparse.Namespace, results: Results) -> None:
         row |= {
             "model": args.model,
             "layers": stack.layers,
-            "reordering": not args.no_reordering,
+            "reordering": "off" if args.no_reordering else "on",
             "cudagraphs": recording and form.ours,
         }
         if results.device == "cuda" and form.ours:
