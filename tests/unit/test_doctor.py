@@ -40,8 +40,8 @@ def told(findings: Any) -> str:
 
 
 def run(*arguments: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    python_path = os.pathsep.join(filter(None, [variables.pop("PYTHONPATH", ""), str(ROOT)]))
-    environ = {**ENVIRON, "PYTHONPATH": python_path, **variables}
+    paths = [variables.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environ = {**ENVIRON, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
     return subprocess.run(
         [sys.executable, *arguments], env=environ, cwd=cwd, capture_output=True, text=True, timeout=300
     )
