@@ -28,6 +28,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from multigraph_backend import trace
 from multigraph_backend.cudagraphs import planning, recording, replay
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
@@ -49,12 +51,14 @@ class Limits:
     per_device: recordings in all; the least recently used are given up for new ones
     pool_bytes: bytes of the pool from which on recordings are given up for new ones; None: no limit
     failures: failed recordings of one function before it is not tried again
+    copied_bytes: bytes of inputs from which on their copies count; fewer take no longer than a launch or two
     """
 
     depth: int = 64
     per_device: int = 1024
     pool_bytes: int | None = None
     failures: int = 2
+    copied_bytes: int = 16 << 20
 
 
 def _not_built(inputs: list[object]) -> tuple[object, ...]:
@@ -434,15 +438,16 @@ class Tree:
     def _captured(
         self, piece: Piece, inputs: list[object], plan: recording.InputPlan, state: PoolState, alive: frozenset[int]
     ) -> recording.Recording:
-        """The recording.  It is captured twice where it has to pay for copies and the pool grew: the code's time was
-        that of finding memory, too, which is not what a replay saves."""
+        """The recording; captured again where it has to pay for large copies and the pool grew, for then its code was
+        timed with finding memory, but not where it issues collectives: all ranks capture these as often."""
 
         def capture() -> recording.Recording:
             return recording.record(
                 self.device, piece, inputs, plan, lambda owned: self.device.restore(state, alive, owned)
             )
 
-        if not piece.must_pay or not plan.copied:
+        copied = sum(value.nbytes for index in plan.copied if isinstance(value := inputs[index], torch.Tensor))
+        if not piece.must_pay or piece.groups or not copied or copied < self.limits.copied_bytes:
             return capture()
         had = self.device.reserved_bytes()
         made = capture()

@@ -287,6 +287,7 @@ class Program:
             per_device=rng.choice([1, 2, 4, 1024, 1024]),
             pool_bytes=rng.choice([None, None, 512, 2048]),
             failures=rng.choice([1, 2, 1000]),
+            copied_bytes=rng.choice([0, 1 << 20]),
         )
         self.device = SimulatedDevice(pool_bytes=rng.choice([1 << 11, 1 << 13, 1 << 13]))
         self.device.failures_spoil_the_pool = rng.random() < 0.3

@@ -679,7 +679,7 @@ def test_a_recording_whose_copies_take_longer_than_its_code_is_given_up(caplog: 
 
 
 def test_finding_memory_for_the_pool_is_no_time_of_the_code() -> None:
-    bench = Bench()
+    bench = Bench(Limits(copied_bytes=0))
     bench.device.copies_us = 100_000
     called = 0
 
@@ -699,8 +699,15 @@ def test_finding_memory_for_the_pool_is_no_time_of_the_code() -> None:
     assert called == 4
 
 
-def test_only_where_the_pool_grew_code_is_captured_twice() -> None:
-    bench = Bench()
+@pytest.mark.parametrize(
+    ("limits", "groups", "captured"),
+    [(Limits(copied_bytes=0), (), 2), (Limits(copied_bytes=0), ("a group",), 1), (Limits(), (), 1)],
+    ids=["", "with a collective", "little is copied"],
+)
+def test_only_where_the_pool_grew_code_with_large_copies_is_captured_twice(
+    limits: Limits, groups: tuple[str, ...], captured: int
+) -> None:
+    bench = Bench(limits)
     called: list[str] = []
 
     def code(name: str) -> Callable[[torch.Tensor], tuple[torch.Tensor]]:
@@ -711,10 +718,10 @@ def test_only_where_the_pool_grew_code_is_captured_twice() -> None:
         return run
 
     for name in ("first", "second"):
-        piece = bench.piece(code(name), 1, 1, must_pay=True)
+        piece = bench.piece(code(name), 1, 1, must_pay=True, groups=groups)
         for _ in range(3):
             call_right(piece, lambda x: (x * 2,), values())
-    assert called == ["first"] * 3 + ["second"] * 2  # each once as a warm-up
+    assert called == ["first"] * (1 + captured) + ["second"] * 2  # each once as a warm-up
     assert bench.recorded() == 2
 
 
