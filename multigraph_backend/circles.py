@@ -19,6 +19,8 @@ import sys
 import threading
 import time
 
+from multigraph_backend import frames
+
 #: Python versions that do
 AFFECTED = sys.version_info < (3, 12)
 
@@ -59,10 +61,11 @@ def _beginnings() -> dict[int, _Place | None]:
     function had, such as a state of torch that belongs to its thread.
     """
     own, found = _thread.get_ident(), dict[int, _Place | None]()
-    for ident, frame in sys._current_frames().items():
-        if ident != own:
-            at = frame.f_lasti
-            found[ident] = (ident, id(frame), at) if frame.f_code.co_code[at] == _RESUME else None
+    with frames.without_collections():
+        for ident, frame in sys._current_frames().items():
+            if ident != own:
+                at = frame.f_lasti
+                found[ident] = (ident, id(frame), at) if frame.f_code.co_code[at] == _RESUME else None
     return found
 
 

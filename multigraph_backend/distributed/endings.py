@@ -31,7 +31,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, frames
 
 log = logging.getLogger(__name__)
 
@@ -136,9 +136,10 @@ def destroying() -> frozenset[CodeType]:
 
 def _inside(codes: frozenset[CodeType]) -> bool:
     """Whether any thread runs one of them."""
-    for frame in sys._current_frames().values():
-        while frame is not None:
-            if frame.f_code in codes:
-                return True
-            frame = frame.f_back  # type: ignore[assignment]
+    with frames.without_collections():
+        for frame in sys._current_frames().values():
+            while frame is not None:
+                if frame.f_code in codes:
+                    return True
+                frame = frame.f_back  # type: ignore[assignment]
     return False

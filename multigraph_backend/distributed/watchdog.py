@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, frames, trace
 from multigraph_backend.distributed import groups, sequence
 from multigraph_backend.distributed.sequence import Collective
 
@@ -222,12 +222,13 @@ def _stacks() -> dict[int, list[tuple[int, int, str, int]]]:
     function had, such as a state of torch that belongs to its thread.
     """
     found: dict[int, list[tuple[int, int, str, int]]] = {}
-    for thread, start in sys._current_frames().items():
-        stack = found[thread] = []
-        frame: FrameType | None = start
-        while frame is not None:
-            stack.append((id(frame), frame.f_lasti, frame.f_code.co_filename, frame.f_lineno))
-            frame = frame.f_back
+    with frames.without_collections():
+        for thread, start in sys._current_frames().items():
+            stack = found[thread] = []
+            frame: FrameType | None = start
+            while frame is not None:
+                stack.append((id(frame), frame.f_lasti, frame.f_code.co_filename, frame.f_lineno))
+                frame = frame.f_back
     return found
 
 

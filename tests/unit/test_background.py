@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from multigraph_backend import _compat, background
+from multigraph_backend import _compat, background, frames
 from multigraph_backend.background import CompileTimeout, compile_within, describe
 from multigraph_backend.compile_state import CompileState
 
@@ -159,14 +160,16 @@ def test_a_program_can_be_profiled_while_a_compile_that_was_given_up_is_in_c_cod
 
 def _parked() -> bool:
     """Whether a thread of this test's compile waits for good."""
-    return any(
-        [entry.name for entry in traceback.extract_stack(frame)][-5:-2] == ["compile", "__init__", "noticed"]
-        for frame in sys._current_frames().values()
-    )
+    with frames.without_collections():
+        return any(
+            [entry.name for entry in traceback.extract_stack(frame)][-5:-2] == ["compile", "__init__", "noticed"]
+            for frame in sys._current_frames().values()
+        )
 
 
 def _sleeps_in(thread: threading.Thread, function: str) -> bool:
-    frame = sys._current_frames().get(thread.ident or 0)
+    with frames.without_collections():
+        frame = sys._current_frames().get(thread.ident or 0)
     return frame is not None and frame.f_code.co_name == function and frame.f_code.co_filename == __file__
 
 
@@ -202,3 +205,17 @@ def test_a_compile_that_is_left_inside_of_inductor_leaves_nothing_begun(monkeypa
         process_wide.close()  # as the caller does whose compile hangs
         bundler.begin_compile()
         bundler.end_compile()
+
+
+def test_nothing_is_collected_while_frames_are_asked_for() -> None:
+    found = []
+    with frames.without_collections():
+        found.append(gc.isenabled())
+    assert [*found, gc.isenabled()] == [False, True]
+    gc.disable()
+    try:
+        with frames.without_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
