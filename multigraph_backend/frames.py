@@ -11,23 +11,36 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
 _lock = threading.Lock()
-_PATIENCE = 5.0  # seconds: in a forked process the thread that has the lock may not be there
+_paused = False  # whether collecting goes on when whoever is inside leaves
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Around `sys._current_frames()` and what is done with its answer."""
-    alone = _lock.acquire(timeout=_PATIENCE)
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-        if alone:
-            _lock.release()
+    global _paused
+    with _lock:
+        _paused = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if _paused:
+                gc.enable()
+            _paused = False
+
+
+def _begin_anew() -> None:
+    """In a forked process: whoever was inside is not there."""
+    global _lock, _paused
+    _lock = threading.Lock()
+    if _paused:
+        gc.enable()
+        _paused = False
+
+
+os.register_at_fork(after_in_child=_begin_anew)
