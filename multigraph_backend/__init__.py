@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from multigraph_backend.saved_tensors.rules import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
     from multigraph_backend.trace import reset_stats, stats
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 _HOME = {
     "And": "predicates",

@@ -8,8 +8,13 @@ How a fact becomes known to the compiler:
 - range: the bounds of a new symbol;
 - multiple of m: the size is `m*k` with a new symbol k, so that divisibility is visible in every expression.
 
-Invariant: the sizes come out exactly as planned (checked).  Nothing is patched into a ShapeEnv that anything else uses,
-and equal sizes of the example never merge (`duck_shape=False`).
+Invariants, checked:
+- the sizes come out exactly as planned;
+- a symbol becomes a number only where a guard of Dynamo's, the dispatcher or the variant's condition checks it.  That
+  the example has a number there is no reason: torch's own rule, to take 0 and 1 of an example for constants, is off
+  (`specialize_zero_one=False`), as is merging equal sizes of the example (`duck_shape=False`).
+
+Nothing is patched into a ShapeEnv that anything else uses.
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ class FreshInputs:
     inputs: list[Any] = field(default_factory=list)
     code_of: dict[sympy.Symbol, str] = field(default_factory=dict)  # Python text of each new symbol over the arguments
     replaced: dict[sympy.Symbol, Any] = field(default_factory=dict)  # Dynamo's symbol -> expression over new ones
+    checked: set[sympy.Symbol] = field(default_factory=set)  # Dynamo's symbols that may be numbers: calls are checked
     divided: dict[int, int] = field(default_factory=dict)  # argument position -> m: the code takes argument // m
     # storage offsets of arguments that share memory with another or are views to differentiate, where the graph
     # mutates its inputs: the code takes them for constants, so they are part of its condition
@@ -74,7 +80,7 @@ def build(
 
     Raises `CannotLower` when a guard of Dynamo's trace does not hold under the facts or a size cannot be rebuilt.
     """
-    shape_env = _compat.ShapeEnv(**{**graph.shape_env_settings, "duck_shape": False})
+    shape_env = _compat.ShapeEnv(**{**graph.shape_env_settings, "duck_shape": False, "specialize_zero_one": False})
     fresh = FreshInputs(shape_env, _compat.FakeTensorMode(shape_env=shape_env), graph.copy_module())
     if graph.mutates_inputs:
         tensors = user_tensors(graph)
@@ -93,8 +99,10 @@ def build(
             raise CannotLower(f"argument {info.location.index} is symbolic: the call is being traced itself")
         if symbol in floats:
             fresh.replaced[symbol] = sympy.Float(floats[symbol])
+            fresh.checked.add(symbol)
         else:
             _replace_symbol(fresh, graph, symbol, value, facts.get(symbol), multiples)
+    _refuse_unchecked_numbers(fresh)
     for guard in graph.guards:
         expr = fresh.translate(guard)
         if expr in (sympy.true, True):
@@ -117,6 +125,13 @@ def build(
     return fresh
 
 
+def _refuse_unchecked_numbers(fresh: FreshInputs) -> None:
+    """Raise `CannotLower` for a symbol that is a number in this compile though no call is checked for it."""
+    for symbol, expr in fresh.replaced.items():
+        if symbol not in fresh.checked and not expr.free_symbols:
+            raise CannotLower(f"{symbol} became the constant {expr} in this compile, and nothing checks it at a call")
+
+
 def _replace_symbol(
     fresh: FreshInputs,
     graph: CapturedGraph,
@@ -129,11 +144,14 @@ def _replace_symbol(
     assert info.location is not None
     if known is not None and known.exact is not None:
         fresh.replaced[symbol] = sympy.Integer(known.exact)
+        fresh.checked.add(symbol)
         return
     code = info.location.code()
     dynamic = _compat.DimDynamic.DYNAMIC
     if info.is_float:
-        new = shape_env.create_symbol(float(value), info.source, dynamic, positive=None)
+        new = shape_env.create_symbol(
+            float(value), info.source, dynamic, positive=None, do_not_specialize_zero_one=True
+        )
         fresh.replaced[symbol], fresh.code_of[new] = new, f"float({code})"
         return
     if info.unbacked and known is None:
@@ -154,8 +172,9 @@ def _replace_symbol(
         lower = lower if known.min is None else max(lower, sympy.Integer(known.min))
         upper = upper if known.max is None else min(upper, sympy.Integer(known.max))
         factor = known.multiple_of
-    if lower == upper:
+    if lower == upper:  # bounds that Dynamo or the dispatcher checks
         fresh.replaced[symbol] = sympy.Integer(value)
+        fresh.checked.add(symbol)
         return
     # up to 2.13 a subgraph binds plain symbols only, there divisibility is a guard that already holds
     structural = factor > 1 and not (info.location.kind == "arg" and graph.inputs[info.location.index].into_subgraph)
@@ -163,6 +182,7 @@ def _replace_symbol(
         lower, upper = _divide_up(lower, factor), _divide_down(upper, factor)
         if lower == upper:
             fresh.replaced[symbol] = sympy.Integer(value)
+            fresh.checked.add(symbol)
             return
         source = _compat.ConstantSource(f"{_compat.source_name(info.source)}//{factor}")
         new = _bounded_symbol(shape_env, value // factor, source, lower, upper, info.positive)

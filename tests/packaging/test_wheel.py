@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+import multigraph_backend
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -71,7 +73,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert "multigraph_backend/py.typed" in names
     assert "multigraph_backend/backend.py" in names
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"multigraph_backend", "multigraph-0.1.0.dist-info"}
+    assert tops == {"multigraph_backend", f"multigraph-{multigraph_backend.__version__}.dist-info"}
+    assert f"Version: {multigraph_backend.__version__}" in headers
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {"Name: multigraph", "License-Expression: Apache-2.0", "Requires-Python: >=3.11"} <= set(headers)
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
+from multigraph_backend import fresh_inputs
 from multigraph_backend.backend import multigraph
 
 PROGRAMS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
@@ -103,3 +104,111 @@ def test_floats_of_one_model_do_not_leak_into_the_compile_of_another() -> None:
         for number in (1.5, 2.5):
             torch.testing.assert_close(compiled(x, number), function(x, number))
     assert multigraph_backend.stats()["failures"] == 0
+
+
+class Attribute(torch.nn.Module):
+    scale = 2.0
+
+    def forward(self, x: torch.Tensor, n: float) -> torch.Tensor:
+        return x * self.scale
+
+
+class Nested(torch.nn.Module):
+    def forward(self, x: torch.Tensor, n: float) -> torch.Tensor:
+        return self.inner(x, {"scale": [n, 0.5]})
+
+    def inner(self, x: torch.Tensor, settings: dict[str, list[float]]) -> torch.Tensor:
+        first, second = settings["scale"]
+        return x * first + second
+
+
+PLACES: dict[str, Callable[..., torch.Tensor]] = {
+    "argument": lambda x, n: x * n,
+    "temperature": lambda x, n: torch.softmax(x * n, 0),
+    "alpha": lambda x, n: torch.add(x, x, alpha=n),
+    "list": lambda x, n: x * n[0] + n[1],
+    "dict": lambda x, n: x * n["scale"],
+    "attribute": Attribute(),
+    "nested": Nested(),
+}
+EDGES = (0.0, 1.0, 2.0, -1.0, 0.5, 1.0, 0.0, 1e-30)
+
+
+def given(place: str, function: Callable[..., torch.Tensor], number: float) -> object:
+    """The second argument of a call of `function` by which it gets `number`."""
+    if place == "attribute":
+        assert isinstance(function, Attribute)
+        function.scale = number
+    return {"list": [number, 1.0], "dict": {"scale": number}}.get(place, number)
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("first", [0.0, 1.0])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_float_that_begins_at_0_or_1_is_read_anew_at_each_call(
+    place: str, first: float, dynamic: bool | None
+) -> None:
+    """torch's ShapeEnv takes an example's 0 and 1 for constants, of floats too, unless it is told not to."""
+    function = PLACES[place]
+    compiled = torch.compile(function, backend=multigraph, dynamic=dynamic, options={"compiler": "aot_eager"})
+    # with dynamic=None the second value makes the float dynamic, so that one is an edge too
+    for number in (3.5, first, *EDGES) if dynamic is None else (first, *EDGES):
+        x = torch.randn(5)
+        argument = given(place, function, number)
+        torch.testing.assert_close(compiled(x, argument), function(x, argument))
+    ran = multigraph_backend.stats()
+    assert ran["generic_calls"] == len(EDGES) + (2 if dynamic is None else 1)
+    assert ran["failures"] == ran["eager_calls"] == 0
+
+
+def test_a_learning_rate_that_warms_up_from_zero() -> None:
+    """`dynamic=None`: constant at first, then a symbol; 0.0 and 1.0 come late, as in a schedule."""
+
+    def step(parameter: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
+        return parameter - rate * gradient
+
+    compiled = torch.compile(step, backend=multigraph, options={"compiler": "aot_eager"})
+    for rate in (0.0, 1.0, 0.5, 0.25, 0.0, 1.0, 0.125):
+        parameter, gradient = torch.randn(5), torch.randn(5)
+        torch.testing.assert_close(compiled(parameter, gradient, rate), step(parameter, gradient, rate))
+    assert multigraph_backend.stats()["failures"] == 0
+
+
+def test_a_symbol_that_becomes_a_number_unchecked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old defect put back: the compile notices, and the call runs eagerly instead of with a constant."""
+    shape_env = fresh_inputs._compat.ShapeEnv
+
+    class Specializing(shape_env):  # type: ignore[misc, valid-type]
+        def create_symbol(self, *args: object, **kwargs: object) -> object:
+            return super().create_symbol(*args, **{**kwargs, "do_not_specialize_zero_one": False})
+
+        @property
+        def specialize_zero_one(self) -> bool:
+            return True
+
+    monkeypatch.setattr(fresh_inputs._compat, "ShapeEnv", Specializing)
+    compiled = torch.compile(lambda x, n: x * n, backend=multigraph, dynamic=True, options={"compiler": "aot_eager"})
+    for number in (1.0, 2.0):
+        x = torch.randn(5)
+        torch.testing.assert_close(compiled(x, number), x * number)
+    (region,) = multigraph_backend.explain().to_dict()["regions"]
+    assert "became the constant 1 in this compile, and nothing checks it" in region["generic"]["reason"]
+    assert multigraph_backend.stats()["eager_calls"] == 2
+
+
+def test_sizes_of_what_a_view_looks_into_stay_symbols_at_0_and_1() -> None:
+    """Nothing guards them, so none may become a constant of the compile."""
+    made: list[fresh_inputs.FreshInputs] = []
+    build = fresh_inputs.build
+
+    def building(*args: object, **kwargs: object) -> fresh_inputs.FreshInputs:
+        made.append(build(*args, **kwargs))  # type: ignore[arg-type]
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fresh_inputs, "build", building)
+        compiled = torch.compile(lambda x: x.sin(), backend=multigraph, dynamic=True, options={"compiler": "aot_eager"})
+        x = torch.randn(1, 5, requires_grad=True).mul(1)[0]
+        torch.testing.assert_close(compiled(x), x.sin())
+    fake = made[0].inputs[-1]
+    assert all(isinstance(size, torch.SymInt) for size in fake._base.size())
