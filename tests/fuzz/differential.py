@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from .programs import Call, Program, definition, dtype_for
+from .programs import DYNAMIC, Call, Program, definition, dtype_for
 
 # "torch": plain torch.compile, with nothing declared, gets the program wrong as well. "discarded": eager, or Dynamo's
 # trace of it, refuses the program (a mark on a size that the program turns out to fix), so there is nothing to compare.
@@ -159,6 +159,7 @@ def _play(
     try:
         for index in range(len(program.calls)):
             inputs = space["make_inputs"](index)
+            space["set_state"](model, index)
             for (name, dim), specialize_on in space["MARKS"].items():
                 torch._dynamo.mark_dynamic(inputs[names.index(name)], dim, specialize_on=specialize_on)
             with torch.set_grad_enabled(program.trainable):
@@ -227,7 +228,8 @@ def _sharing(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[tuple[str, s
 
 
 def _moderate(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or not value.numel() or not bool((value.abs() > 1e4).any())
+    """Whether rounding cannot hide a difference; infinities are compared as they are."""
+    return not isinstance(value, torch.Tensor) or not bool((value.isfinite() & (value.abs() > 1e4)).any())
 
 
 def _difference(want: Record, have: Record, tolerance: float) -> str:
@@ -242,7 +244,8 @@ def _difference(want: Record, have: Record, tolerance: float) -> str:
 
 def _unlike(want: Any, have: Any, tolerance: float) -> str:
     if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
-        return "" if type(want) is type(have) and want == have else f"{have!r} instead of {want!r}"
+        # by their text: NaN in a list equals itself, and -0.0 is not 0.0
+        return "" if type(want) is type(have) and repr(want) == repr(have) else f"{have!r} instead of {want!r}"
     if want.shape != have.shape or want.dtype != have.dtype:
         return f"{have.dtype} {tuple(have.shape)} instead of {want.dtype} {tuple(want.shape)}"
     if not want.numel():
@@ -288,7 +291,7 @@ def _compile_multigraph(
 
 
 def _dynamic(program: Program) -> bool | None:
-    return True if program.dynamic == "true" else None
+    return DYNAMIC[program.dynamic]
 
 
 def _observe_multigraph() -> Mapping[str, Any]:
@@ -350,11 +353,11 @@ def expected_condition(program: Program, call: Call) -> int:
     The place of the first condition of `options` that it meets (a list of values counts one per value), `SOME_VARIANT`
     where a mark matches (marks of several tensors have no order of their own), `GENERIC`; `UNKNOWN` where the declared
     conditions are not enough to tell: a size 0 or 1 (Dynamo traces these as static graphs of their own); sizes that
-    are static in Dynamo's first trace (`dynamic=None` without marks); inputs that are the same tensor, or of which the
-    graph may take the size alone; lambdas that need a bool (one that is not understood is bound to the first size that
-    met it).
+    are static in Dynamo's first trace (`dynamic=None` without marks) or in all (`dynamic=False`); inputs that are the
+    same tensor, or of which the graph may take the size alone; lambdas that need a bool (one that is not understood is
+    bound to the first size that met it).
     """
-    if program.dynamic == "automatic" or call.sharing == "same" or min(call.sizes.values()) < 2:
+    if program.dynamic in ("automatic", "false") or call.sharing == "same" or min(call.sizes.values()) < 2:
         return UNKNOWN
     sizes = program.named_sizes(call)
     taken = {name for name in sizes if name.split("[")[0] in program.taken}

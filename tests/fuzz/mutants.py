@@ -1,4 +1,4 @@
-"""Five ways to break multigraph, as context managers: the fuzzer is worth its time only if it notices each.
+"""Ways to break multigraph, as context managers: the fuzzer is worth its time only if it notices each.
 
 Each puts back one mistake that the design rules out. The name of a mutant says what is wrong while it is active.
 """
@@ -64,6 +64,27 @@ def shared_shape_env() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def constant_zero_and_one() -> Iterator[None]:
+    """A Python float that is 0.0 or 1.0 when its graph is compiled is a constant of it, and nothing checks that."""
+    shape_env = fresh_inputs._compat.ShapeEnv
+
+    class Specializing(shape_env):  # type: ignore[misc, valid-type]
+        def create_symbol(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(value, float):
+                kwargs["do_not_specialize_zero_one"] = False
+            return super().create_symbol(value, *args, **kwargs)
+
+    def specializing(**settings: Any) -> Any:
+        return Specializing(**{**settings, "specialize_zero_one": True})
+
+    with (
+        mock.patch.object(fresh_inputs._compat, "ShapeEnv", specializing),
+        mock.patch.object(fresh_inputs, "_refuse_unchecked_numbers"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def cloned_weights() -> Iterator[None]:
     """A variant's copy of the graph has its own copies of the tensors that the graph holds."""
     with mock.patch.object(capture, "_shared_objects", return_value={}):
@@ -119,6 +140,7 @@ def _with_stale_gradients(run: Callable[..., Sequence[Any]]) -> Callable[..., Se
 MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     dropped_guard: "twins",
     shared_shape_env: "two_axes",
+    constant_zero_and_one: "python_values",
     cloned_weights: "attributes",
     swapped_order: "default",
     stale_backward: "training",

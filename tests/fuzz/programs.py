@@ -1,9 +1,10 @@
 """Random small programs as data, and their text.
 
-A program is a module of 3 to 12 operations over one to three tensors (and sometimes an integer), what it declares to
-specialize, and a sequence of calls. Everything follows from a seed. Sizes are tracked as expressions over a few axes,
-so that a program is valid for every size of an axis; hidden sizes and batches are drawn from the same numbers, as a
-compiler that confuses a batch with a hidden size of equal value is wrong only then.
+A program is a module of 3 to 12 operations over one to three tensors (and sometimes an integer, and other Python values
+from wherever Python code has them), what it declares to specialize, and a sequence of calls. Everything follows from a
+seed. Sizes are tracked as expressions over a few axes, so that a program is valid for every size of an axis; hidden
+sizes and batches are drawn from the same numbers, as a compiler that confuses a batch with a hidden size of equal value
+is wrong only then.
 
     program = generate(1234, PROFILES["default"])
     print(script(program, "aot_eager"))        # runs alone, without this package
@@ -20,8 +21,9 @@ from typing import Literal
 
 from .building import Body, Dim, build_body, evaluate
 from .declarations import SMALL, Condition, Kind, Mark, Predicate, random_predicate, respelled
+from .python_values import DEFAULT, PythonValue, draw, draw_text, use
 
-Dynamic = Literal["marks", "true", "automatic"]
+Dynamic = Literal["marks", "true", "automatic", "false"]
 Layout = Literal["contiguous", "transposed", "sliced"]
 Sharing = Literal["", "same", "overlap"]
 
@@ -40,6 +42,7 @@ class Call:
     sizes: Mapping[str, int]
     layout: Layout = "contiguous"
     sharing: Sharing = ""  # of the first two inputs, where their sizes agree
+    values: tuple[tuple[str, str], ...] = ()  # name and text of each Python value
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Profile:
     predicates: tuple[Kind, ...] = ()  # of these kinds alone
     equal_axes: float = 0.0  # calls with one size for all axes
     twins: bool = False  # a second input with the sizes of the first
+    python_values: float = 0.3  # programs that take Python values beside tensors
 
 
 PROFILES = {
@@ -75,6 +79,7 @@ PROFILES = {
         odd_memory=0,
         unused_input=0,
         weights_as_attributes=0,
+        python_values=0,
     ),
 }
 PROFILES["stock_bool"] = replace(PROFILES["stock"], needs_bool=1)
@@ -87,6 +92,7 @@ PROFILES["stock_equal_axes"] = replace(
 PROFILES["training"] = replace(PROFILES["default"], trainable=1, weights_as_attributes=0)
 PROFILES["attributes"] = replace(PROFILES["default"], weights_as_attributes=1)
 PROFILES["two_axes"] = replace(PROFILES["default"], two_axes=1, equal_axes=0.5)
+PROFILES["python_values"] = replace(PROFILES["default"], python_values=1, operations=(1, 3))
 PROFILES["twins"] = replace(PROFILES["default"], twins=True, trainable=0, unused_input=0, operations=(3, 6))
 
 
@@ -105,6 +111,7 @@ class Program:
     trainable: bool
     late_backward: bool  # all forwards first, then all backwards, in reverse
     weights_as_attributes: bool = False  # Dynamo leaves them in the graph module, instead of making them inputs
+    values: tuple[PythonValue, ...] = ()
 
     @property
     def taken(self) -> frozenset[str]:
@@ -168,7 +175,7 @@ def generate(seed: int, profile_name: str = "default", hidden: tuple[int, ...] =
         trainable=trainable,
         late_backward=trainable and rng.random() < 0.35,
     )
-    return _with_calls(rng, profile, program)
+    return _with_python_values(profile, _with_calls(rng, profile, program))
 
 
 def _inputs(
@@ -263,20 +270,44 @@ def _with_calls(rng: random.Random, profile: Profile, program: Program) -> Progr
     return replace(program, calls=tuple(calls), weights_as_attributes=rng.random() < profile.weights_as_attributes)
 
 
+def _with_python_values(profile: Profile, program: Program) -> Program:
+    """With values that are no tensors, each used for an output of its own, so that a NaN hides nothing else.
+
+    They are drawn apart from the rest: a seed keeps its tensors, its declarations and its sizes.
+    """
+    rng = random.Random(f"{program.profile}:{program.seed}:python values")
+    if rng.random() >= profile.python_values:
+        return program
+    values = draw(rng)
+    made = [name for name in program.body.returns if re.fullmatch(r"v\d+", name)]
+    outputs = tuple(use(rng, value, rng.choice(made or [program.tensors[0].name])) for value in values)
+    kinds = frozenset(f"{value.kind} {value.place}" for value in values)
+    body = replace(program.body, returns=(*program.body.returns, *outputs), features=program.body.features | kinds)
+    calls = []
+    for call in program.calls:
+        # two calls in a row with other sizes and one value are as telling as the opposite
+        if calls and rng.random() < 0.25:
+            texts = calls[-1].values
+        else:
+            texts = tuple((value.name, draw_text(rng, value.kind)) for value in values)
+        calls.append(replace(call, values=texts))
+    dynamic: Dynamic = "false" if program.dynamic != "marks" and rng.random() < 0.2 else program.dynamic
+    return replace(program, body=body, values=values, calls=tuple(calls), dynamic=dynamic)
+
+
 # ---------------------------------------------------------------- text
 
 
 def definition(program: Program, dtype: str) -> str:
     """The module, its declarations, its calls and its inputs as Python; what the fuzzer runs and `script` prints."""
     arguments = [t.name for t in program.tensors] + list(program.ints)
-    lines = [
-        "import torch",
-        "import torch.nn.functional as F",
-        "",
-        "",
-        "class Model(torch.nn.Module):",
-        "    def __init__(self):",
-    ]
+    arguments += [value.parameter for value in program.values if value.parameter is not None]
+    lines = ["import math", "import types", "", "import torch", "import torch.nn.functional as F", "", ""]
+    lines += ["inf, nan = math.inf, math.nan", "", ""]
+    for value in program.values:
+        if value.place == "closure":
+            lines += _CLOSURE.format(name=value.name).splitlines()
+    lines += ["class Model(torch.nn.Module):", "    def __init__(self):"]
     lines += ["        super().__init__()", f"        rng = torch.Generator().manual_seed({program.seed})"]
     for name, shape in program.body.parameters:
         value = f"torch.randn({shape!r}, generator=rng, dtype=torch.{dtype}) * 0.3"
@@ -285,6 +316,8 @@ def definition(program: Program, dtype: str) -> str:
         lines.append(
             f'        self.register_buffer("{name}", torch.randn({shape!r}, generator=rng, dtype=torch.{dtype}))'
         )
+    if program.values:
+        lines.append("        self.config = types.SimpleNamespace()")
     lines += ["", f"    def forward(self, {', '.join(arguments)}):"]
     lines += [f"        {line}" for line in program.body.lines]
     lines += [
@@ -299,11 +332,47 @@ def definition(program: Program, dtype: str) -> str:
         lines += [f"        {p.as_lambda()}," for p in mark.specialize_on]
         lines.append("    ],")
     lines.append("}")
-    lines.append(f"DYNAMIC = {True if program.dynamic == 'true' else None}")
+    lines.append(f"DYNAMIC = {DYNAMIC[program.dynamic]}")
     lines.append("CALLS = [  # sizes, layout of the first input, storage shared by the first two")
     lines += [f"    ({dict(c.sizes)!r}, {c.layout!r}, {c.sharing!r})," for c in program.calls]
-    lines += ["]", "", "", _INPUTS.format(seed=program.seed, dtype=dtype, body=_inputs_text(program))]
+    lines += ["]", "VALUES = [  # what a call has beside tensors"]
+    lines += [f"    {{{', '.join(f'{name!r}: {text}' for name, text in c.values)}}}," for c in program.calls]
+    lines += [
+        "]",
+        "",
+        "",
+        _state_text(program),
+        _INPUTS.format(seed=program.seed, dtype=dtype, body=_inputs_text(program)),
+    ]
     return "\n".join(lines)
+
+
+DYNAMIC: dict[Dynamic, bool | None] = {"true": True, "false": False, "marks": None, "automatic": None}
+
+_CLOSURE = """\
+def _make_{name}():
+    held = None
+
+    def read():
+        return held
+
+    def write(value):
+        nonlocal held
+        held = value
+
+    return read, write
+
+
+read_{name}, write_{name} = _make_{name}()
+
+
+"""
+
+
+def _state_text(program: Program) -> str:
+    lines = ["def set_state(model, index):", "    values = VALUES[index]"]
+    lines += [f"    {value.set_by}" for value in program.values if value.set_by is not None]
+    return "\n".join([*lines, "", "", ""])
 
 
 # The dimensions of "transposed" are made in another order; "sliced" leaves every other element of the last one out;
@@ -334,7 +403,16 @@ def _inputs_text(program: Program) -> str:
             lines.append(f'    if sharing == "overlap":\n        both = torch.cat([x, {tensor.name}])')
             lines.append(f"        x, {tensor.name} = both[: x.shape[0]], both[1 : 1 + x.shape[0]]")
     lines += [f"    {t.name}.requires_grad_()" for t in program.tensors if t.requires_grad]
-    return "\n".join([*lines, f"    return [{', '.join([*(t.name for t in program.tensors), *program.ints])}]"])
+    passed = [value.argument for value in program.values if value.argument is not None]
+    lines.append(
+        f"    values, given = VALUES[index], [{', '.join([*(t.name for t in program.tensors), *program.ints])}]"
+    )
+    lines += [f"    given.append({text})" for text in passed]
+    for value in program.values:
+        if value.place == "default":
+            text = f"values[{value.name!r}]"
+            lines.append(f"    given += [] if repr({text}) == {str(DEFAULT)!r} else [{text}]")
+    return "\n".join([*lines, "    return given"])
 
 
 _MAIN = """
@@ -352,6 +430,7 @@ if __name__ == "__main__":
     late = []
     for index, call in enumerate(CALLS):
         expected_inputs, inputs = make_inputs(index), make_inputs(index)
+        set_state(eager, index), set_state(model, index)
         for (name, dim), specialize_on in MARKS.items():
             torch._dynamo.mark_dynamic(inputs[names.index(name)], dim, specialize_on=specialize_on)
         expected, got = eager(*expected_inputs), compiled(*inputs)

@@ -42,6 +42,12 @@ def test_aot_eager(first: int) -> None:
         assert_right(seed, "default", "aot_eager")
 
 
+@pytest.mark.parametrize("first", range(2, 10, 4))
+def test_aot_eager_with_python_values(first: int) -> None:
+    for seed in range(first, first + 4):
+        assert_right(seed, "python_values", "aot_eager")
+
+
 @pytest.mark.parametrize("profile", ["training", "attributes", "two_axes"])
 def test_aot_eager_with_what_breaks_first(profile: str) -> None:
     for seed in range(5):
@@ -99,6 +105,7 @@ def test_it_kills_mutants(mutant: Callable[[], AbstractContextManager[None]]) ->
 SEEDS = {
     "dropped_guard": range(5),
     "shared_shape_env": range(12, 32),
+    "constant_zero_and_one": range(8, 40),
     "cloned_weights": range(5),
     "swapped_order": range(4, 14),
     "stale_backward": range(5),
