@@ -223,10 +223,11 @@ def write_known_items(module: torch.fx.GraphModule, inputs: Sequence[Input], tra
     """Put Python floats that are known constants into the graph as numbers.
 
     Dynamo passes a float as a 0-dim tensor and takes its item; once the value is guarded on, no symbol is left.
-    `translate` gives an expression over Dynamo's symbols as it is known now.
+    `translate` gives an expression over Dynamo's symbols as it is known now.  Other 0-dim tensors are left alone: what
+    is known of them, such as a size of the tensor that a view looks into, is not their item.
     """
     for node, entry in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if entry.layout is None or entry.layout.size:
+        if entry.layout is None or not entry.number:
             continue
         values = [
             value
@@ -393,7 +394,7 @@ def _occurrences(inputs: Sequence[Input]) -> Iterable[tuple[Any, Location, Any]]
             yield expr, Location("stride", index, dim), prop(layout.source, stride, dim)
         yield layout.offset, Location("offset", index), prop(layout.source, offset)
     for index, entry in enumerate(inputs):
-        if entry.layout is not None and not entry.layout.size:  # a Python float: a 0-dim tensor with an item
+        if entry.layout is not None and entry.number:  # a Python float: a 0-dim tensor with an item
             for expr in entry.layout.memo.values():
                 yield expr, Location("item", index), entry.layout.source
 
