@@ -346,7 +346,7 @@ def _cpu_name() -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """How a value of a row is shown, here and in the README: digits after the point, an optional unit in the title."""
+    """How a value of a row is shown, here and in docs/benchmarks.md: digits after the point, an optional unit in the title."""
 
     key: str
     title: str
@@ -415,7 +415,7 @@ class Results:
         print(f"{title}\n" + ", ".join(f"{key} {self._head[key]}" for key in shown), flush=True)
 
     def row(self, about: Mapping[str, Any], measured: Callable[[], Mapping[str, Any]], headline: bool = False) -> None:
-        """Measure and add one row; `headline` rows are those that the README shows."""
+        """Measure and add one row; `headline` rows are those that docs/benchmarks.md shows."""
         values, error = attempt(measured)
         self.add(about, values or {}, error, headline=headline)
 
