@@ -346,7 +346,7 @@ def _cpu_name() -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """How a value of a row is shown, here and in docs/benchmarks.md: digits after the point, perhaps a unit in the title."""
+    """How a value of a row is shown, here and in docs/benchmarks.md: digits after the point, perhaps with a unit."""
 
     key: str
     title: str
