@@ -123,6 +123,13 @@ def test_capture_sizes(tmp_path: Path) -> None:
     assert [list(row["each_size_ms"]) for row in rows] == [["4", "3", "2"]] * 2
 
 
+def test_memory(tmp_path: Path) -> None:
+    rows = run("memory", tmp_path)
+    assert Counter(row["program"] for row in rows) == {"two lengths": 4, "sizes, ascending": 4}
+    # each form computes what eager does, on the same inputs: else its row would have failed
+    assert all(len(row["numbers"]) >= 3 for row in rows)
+
+
 def test_staging(tmp_path: Path) -> None:
     rows = run("staging", tmp_path)
     assert [(row["inputs"], row["kib"], row["kernel"]) for row in rows] == [(2, 16, "no"), (4, 16, "no")]
