@@ -34,6 +34,7 @@ class CudaDevice:
         self._capture_stream = torch.cuda.Stream(index)
         self._left: dict[int, MemoryPool] = {}
         self._broken: list[torch.cuda.CUDAGraph] = []
+        self._pooled: frozenset[int] = frozenset()
         self._pool: MemoryPool
         self.same_addresses = _compat.same_addresses
         self.use_count = _compat.storage_use_count
@@ -254,6 +255,8 @@ class CudaDevice:
         def wait() -> None:
             torch.cuda.set_device(self.index)
             with _beside_captures():
+                if _captures(self._streams()):
+                    return
                 torch.cuda.synchronize(self.index)
             finished.append(True)
 
@@ -261,6 +264,21 @@ class CudaDevice:
         thread.start()
         thread.join(seconds)
         return bool(finished)
+
+    def finish(self) -> None:
+        try:
+            with _beside_captures():
+                torch.cuda.current_stream(self.index).synchronize()
+        except OSError as error:
+            raise DeviceFailed(_first_line(error)) from error
+
+    def _streams(self) -> frozenset[int]:
+        """All streams of torch's pools: captures by way of torch are on one of them."""
+        if not self._pooled:
+            count = 32  # of one priority; they are handed out in turn
+            made = [torch.cuda.Stream(self.index, priority=priority) for priority in (0, -1) for _ in range(count)]
+            self._pooled = frozenset(stream.cuda_stream for stream in made)
+        return self._pooled
 
 
 def _quietly(function: Callable[[], None]) -> None:
@@ -285,6 +303,21 @@ def _beside_captures() -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(mode))
+
+
+def _captures(streams: Iterable[int]) -> bool:
+    """Whether any of `streams` is being recorded; to wait for the whole device would spoil that.
+
+    Raises OSError where the driver does not say.
+    """
+    asked = ctypes.CDLL("libcuda.so.1").cuStreamIsCapturing
+    found = ctypes.c_int()
+    for stream in streams:
+        if status := asked(ctypes.c_void_p(stream), ctypes.byref(found)):
+            raise OSError(f"cuStreamIsCapturing returned {status}")
+        if found.value:
+            return True
+    return False
 
 
 @contextlib.contextmanager

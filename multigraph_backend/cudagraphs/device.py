@@ -204,4 +204,8 @@ class Device(Protocol):
         calling thread is multigraph's own, and stays on this device."""
 
     def settle(self, seconds: float) -> bool:
-        """Wait for all that was launched on any stream, for so long at most; whether it is done."""
+        """Wait for all that was launched on any stream, for so long at most; whether it is done.  False at once while
+        a stream is being recorded, as far as that can be known: it would spoil that."""
+
+    def finish(self) -> None:
+        """Wait for what was launched on the current stream."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.arena import ArenaState
@@ -40,7 +41,7 @@ _POOL_DISTANCE = 1 << 40
 
 #: the calls that `fail_at` knows
 CALLS = ("capture_begin", "allocate", "launch", "capture_end", "replay", "copy", "restore", "storage_at", "move_out",
-         "fresh_storage", "new_pool", "leave", "wait_for")  # fmt: skip
+         "fresh_storage", "new_pool", "leave", "wait_for", "finish")  # fmt: skip
 #: those of them that allocate
 _ALLOCATING = frozenset({"allocate", "move_out", "fresh_storage", "new_pool"})
 
@@ -76,6 +77,7 @@ class SimulatedRecording:
             raise AssertionError(f"recording {self.number} uses memory outside of the pool that has died")
         if self._pool.left:
             raise AssertionError(f"recording {self.number} lives in a pool that was left")
+        device._catch_up(device.stream())
         self._pool.timeline.work(device.stream(), "replay")
         device._memory.gather()
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -85,7 +87,8 @@ class SimulatedRecording:
 
 
 class SimulatedDevice:
-    """A `Device`.  For tests beside it: `log`, `calls`, `fail_at`, `set_stream`, and the two switches."""
+    """A `Device`.  For tests beside it: `log`, `calls`, `fail_at`, `set_stream`, `behind`, `synchronize`, and the
+    switches."""
 
     def __init__(self, pool_bytes: int = 1 << 20, granularity: int = 64) -> None:
         self.index = 0
@@ -113,6 +116,10 @@ class SimulatedDevice:
         self._failures: dict[str, int] = {}
         self._thread = threading.local()
         self._owners: list[Mapped] = []
+        #: work of the user's, by stream, that the device has not come to
+        self._behind: dict[int, list[Callable[[], object]]] = {}
+        #: storages that were moved, and the streams that are ordered behind their copies
+        self._moving: list[tuple[StorageWeakRef, set[int]]] = []
         self._pool: Pool
         self.new_pool()
         self.log.clear()
@@ -132,6 +139,32 @@ class SimulatedDevice:
     def set_stream(self, stream: int) -> None:
         """Make `stream` the current stream of this thread."""
         self._thread.stream = stream
+
+    def behind(self, stream: int, work: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """Work of the user's on `stream`, which the device comes to when something waits for that stream.
+
+        `work` is called with tensors over the memory where `tensors` lie now.  The user's stream is taken to wait for
+        what has made them; it knows nothing of copies that the runtime has made since.
+        """
+        for weak, ordered in self._moving:
+            if stream not in ordered and any(tensor.untyped_storage()._cdata == weak.cdata for tensor in tensors):
+                raise AssertionError(f"race: work on stream {stream} with a tensor that is still being moved")
+        places = [self._memory.reference(tensor) for tensor in tensors]
+        self._behind.setdefault(stream, []).append(lambda: work(*(place.tensor() for place in places)))
+
+    def synchronize(self) -> None:
+        """Let the device come to all that was launched, as the user's own wait does."""
+        for stream in list(self._behind):
+            self._catch_up(stream)
+        self._moving.clear()
+
+    def _catch_up(self, stream: int) -> None:
+        if works := self._behind.pop(stream, None):
+            self._memory.gather()
+            with torch.no_grad():
+                for work in works:
+                    work()
+            self._memory.scatter()
 
     # ---------------------------------------------------------------- tensors
 
@@ -164,6 +197,7 @@ class SimulatedDevice:
 
     def _copy(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self._driver("copy", len(destinations))
+        self._catch_up(self.stream())
         found = [self._memory.of(tensor.untyped_storage()) for tensor in (*destinations, *sources)]
         for pool in {mapped.pool for mapped in found if mapped is not None} or {self._pool}:
             pool.timeline.work(self.stream(), "copy")
@@ -191,6 +225,8 @@ class SimulatedDevice:
         if mapped is None or mapped.origin is None:
             return False
         self._driver("move_out", len(mapped.memory))
+        self._catch_up(self.stream())
+        self._moving.append((StorageWeakRef(storage), {self.stream()}))
         mapped.pool.timeline.work(self.stream(), "move_out")
         self._memory.gather()
         self._memory.scatter()
@@ -318,12 +354,23 @@ class SimulatedDevice:
 
     def wait_for(self, stream: int) -> None:
         self._driver("wait_for", (self.stream(), stream))
+        self._catch_up(stream)
+        for _, ordered in self._moving:
+            if stream in ordered:
+                ordered.add(self.stream())
         for pool in self._pools.values():
             pool.timeline.wait(self.stream(), stream)
 
     def settle(self, seconds: float) -> bool:
         self.log.append(("settle", seconds))
+        if not self.stuck:
+            self.synchronize()
         return not self.stuck
+
+    def finish(self) -> None:
+        self._catch_up(self.stream())
+        self._moving = [entry for entry in self._moving if self.stream() not in entry[1]]
+        self._driver("finish")  # what fails is something that was launched before
 
     def mark(self, stream: int) -> Callable[[], bool] | None:
         return None if self.user_captures else lambda: not self.stuck

@@ -40,7 +40,9 @@ from multigraph_backend.distributed.watchdog import Launched
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 5.0  # seconds that the device is waited for before outputs are moved
+# seconds that the device is waited for before outputs are moved: where it may wait for other ranks, and where not
+_PATIENCE, _PATIENCE_ALONE = 5.0, 60.0
+_RETRY = 100.0  # seconds until it is waited for again where that was in vain
 
 
 @dataclass(frozen=True)
@@ -324,41 +326,45 @@ class Tree:
         alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
         if not all(slot.movable for _, slot in alive) or (alive and not self._settled()):
             return
-        for (
-            node,
-            slot,
-        ) in alive:  # any of the device's calls may fail: then those before are moved, and the path goes on
-            storage = self.device.storage_at(slot.address, slot.nbytes)
-            moved = self.device.move_out(slot.storage)
-            assert moved, "memory of a recording could not be moved out"
-            node.unbuild()
-            slot.put(storage)
-            del storage
-            slot.settle(use_count)
-            slot.movable = False
-            slot.copied = slot.visible
-            assert node.function is not None
-            node.function.piece.moved += 1
-            self.counts["clones"] += 1
-            trace.count("moved_outputs")
+        try:
+            # any of the device's calls may fail: then those before are moved, and the path goes on
+            for node, slot in alive:
+                self._move(node, slot)
+        finally:
+            if alive:  # another stream may be ordered behind the work that made them, but not behind these copies
+                self.device.finish()
         self.path.clear()
         for node in {id(node): node for node, _ in alive}.values():
             node.build()
 
+    def _move(self, node: Node, slot: Slot) -> None:
+        """Give what is alive over `slot` other memory; from now on outputs over it are copies."""
+        storage = self.device.storage_at(slot.address, slot.nbytes)
+        moved = self.device.move_out(slot.storage)
+        assert moved, "memory of a recording could not be moved out"
+        node.unbuild()
+        slot.put(storage)
+        del storage
+        slot.settle(self.device.use_count)
+        slot.movable = False
+        slot.copied = slot.visible
+        assert node.function is not None
+        node.function.piece.moved += 1
+        self.counts["clones"] += 1
+        trace.count("moved_outputs")
+
     def _settled(self) -> bool:
         """Whether nothing reads or writes, on a stream that is not known here, what is about to be moved.
 
-        A collective that a user has begun on an output and not waited for yet does.  It may be waiting for another
-        rank, which may be waiting for this one: so it is given some time, and then the path goes on.
+        Whoever holds an output may have given it to any stream: a copy to the host that runs behind the program, a
+        collective that is not waited for yet.  That one may be waiting for another rank, which may be waiting for this
+        one: so the device is given some time, and then the path goes on.
         """
-        if not groups.live():
-            return True
-        now = time.monotonic()
-        if now < self._not_before:
+        if time.monotonic() < self._not_before:
             return False
-        settled = self.device.settle(_PATIENCE)
+        settled = self.device.settle(_PATIENCE if groups.live() else _PATIENCE_ALONE)
         if not settled:
-            self._not_before = now + 20 * _PATIENCE
+            self._not_before = time.monotonic() + _RETRY
             log.info("outputs that are held stay where they are: the device is busy, maybe with other ranks")
         return settled
 

@@ -602,3 +602,97 @@ def test_a_call_on_another_stream_waits_for_what_the_default_stream_still_reads(
         close(kept, (first.sin() * 2).cos())
         close(got, (second.sin() * 2).cos())
     assert tree_counts("recordings") >= 1
+
+
+# ---------------------------------------------------------------- held outputs and other streams
+
+
+LATE = 200_000_000  # cycles: some tenths of a second
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).sin() + 1
+
+
+def test_copies_to_the_host_behind_the_program_are_right() -> None:
+    run, side, seen = compiled(shifted), torch.cuda.Stream(), Recorded()
+    held, hosts = [], []
+    for _ in range(6):
+        x = torch.randn(1 << 20, device=CUDA)
+        y = run(x)
+        side.wait_stream(torch.cuda.current_stream())
+        host = torch.empty(1 << 20, pin_memory=True)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LATE)
+            host.copy_(y, non_blocking=True)
+        held.append((x, y))
+        hosts.append(host)
+    side.synchronize()
+    for (x, y), host in zip(held, hosts, strict=True):
+        close(host, shifted(x).cpu())
+        close(y, shifted(x))
+    assert (seen.recordings, seen.clones) == (1, 1)
+    assert unrecorded() == {}
+
+
+def test_what_another_stream_writes_to_a_held_output_moves_with_it() -> None:
+    run, side, seen = compiled(shifted), torch.cuda.Stream(), Recorded()
+    held = []
+    for _ in range(5):
+        x = torch.randn(1 << 20, device=CUDA)
+        y = run(x)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LATE)
+            y.add_(3)
+        held.append((x, y))
+    side.synchronize()
+    for x, y in held:
+        close(y, shifted(x) + 3)
+    assert seen.clones == 1
+
+
+def test_what_was_moved_is_there_for_a_stream_that_was_behind_it_before() -> None:
+    run, side = compiled(shifted), torch.cuda.Stream()
+    run(torch.randn(1 << 26, device=CUDA))
+    x, other = torch.randn(1 << 26, device=CUDA), torch.randn(1 << 26, device=CUDA)
+    y = run(x)
+    side.wait_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    before, moved = y.data_ptr(), tree_counts("clones")
+    z = run(other)
+    assert tree_counts("clones") == moved + 1
+    assert y.data_ptr() != before
+    with torch.cuda.stream(side):
+        read = y.clone()
+    side.synchronize()
+    close(read, shifted(x))
+    close(z, shifted(other))
+
+
+def test_the_device_is_not_waited_for_while_another_thread_captures() -> None:
+    device = runtime.tree(0).device
+    assert device.settle(5.0)
+    begun, asked = threading.Event(), threading.Event()
+    results: list[Any] = []
+
+    def capture() -> None:
+        x, graph = torch.randn(4096, device=CUDA), torch.cuda.CUDAGraph()
+        x.sin()
+        with torch.cuda.graph(graph):
+            begun.set()
+            asked.wait(30)
+            y = x.sin()
+        graph.replay()
+        results.extend((y, x))
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(30)
+    settled = device.settle(5.0)
+    asked.set()
+    thread.join()
+    assert not settled
+    (y, x) = results
+    close(y, x.sin())
+    assert device.settle(5.0)

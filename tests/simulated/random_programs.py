@@ -315,6 +315,10 @@ class Program:
         self.marking = rng.choice([0.0, 0.0, 0.1, 0.4])
         self.meddling = rng.choice([0.0, 0.0, 0.2])
         self.rare = rng.choice([0.0, 0.03, 0.1])
+        self.other = other = random.Random(f"{seed}, what came later")
+        self.beside = other.choice([0.0, 0.0, 0.4])
+        #: names that work on another stream, not waited for, reads or writes, with whether it writes
+        self.busy: dict[int, bool] = {}
         self.thread = self.at = 0
         self._interruption: list[Any] = []
         self._driver = self.device._driver
@@ -386,6 +390,8 @@ class Program:
     def _between(self) -> Iterator[Callable[[], None]]:
         """What the program does before its next call."""
         rng = self.rng
+        if self.busy and self.other.random() < 0.3:
+            yield self._synchronize
         for name in list(self.plain.values):
             if rng.random() > self.keeping:
                 yield functools.partial(self._drop, name)
@@ -399,6 +405,8 @@ class Program:
             yield functools.partial(self._storage, rng.choice(tensors))
         if tensors and rng.random() < 0.15:
             yield functools.partial(self._write, rng.choice(tensors))
+        if tensors and self.other.random() < self.beside:
+            yield functools.partial(self._work_beside, self.other.choice(tensors), self.other.random() < 0.3)
         if rng.random() < 0.2:
             self.thread = rng.randrange(self.callers)
         if rng.random() < self.rare:
@@ -411,7 +419,40 @@ class Program:
         if rng.random() < self.meddling:
             self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect"])]
 
+    def _work_beside(self, name: int, writes: bool) -> None:
+        """Work on a stream of the user's own, with a tensor that he holds until he has waited for it."""
+        value = self.plain.values.get(name)
+        if value is None or value.dtype is torch.bool or 0 in value.stride() or value.dim() != 1 or self._is_busy(name):
+            return
+        self.counts["work on another stream"] += 1
+        if writes:
+            self.note(f"another stream writes to {name}")
+            self.device.behind(7, lambda value: value.add_(1).remainder_(MODULUS), self.recorded.values[name])
+            value.add_(1).remainder_(MODULUS)
+        else:
+            new = next(self.names)
+            self.note(f"another stream copies {name} to {new}")
+            self.recorded.values[new], self.plain.values[new] = torch.zeros_like(value), value.clone()
+            self.device.behind(
+                7, lambda to, value: to.copy_(value), self.recorded.values[new], self.recorded.values[name]
+            )
+            self.busy[new] = True
+        self.busy[name] = writes
+
+    def _synchronize(self) -> None:
+        self.note("wait for the other stream")
+        self.device.synchronize()
+        self.busy.clear()
+
+    def _is_busy(self, name: int) -> bool:
+        return any(other in self.busy for other in self._sharers(name))
+
+    def _is_written(self, name: Any) -> bool:
+        return any(self.busy.get(other) for other in self._sharers(name))
+
     def _drop(self, name: int) -> None:
+        if name in self.plain.values and self._is_busy(name):
+            return
         self.note(f"drop {name}")
         for side in (self.recorded, self.plain):
             side.values.pop(name, None)
@@ -424,7 +465,7 @@ class Program:
 
     def _view(self, name: int) -> None:
         value = self.plain.values.get(name)
-        if value is None or value.dim() != 1 or value.shape[0] < 3:
+        if value is None or value.dim() != 1 or value.shape[0] < 3 or self._is_busy(name):
             return
         new, keep = next(self.names), self.rng.random() < 0.4
         self.note(f"{new} = {name}[1:-1]{'' if keep else f', drop {name}'}")
@@ -435,7 +476,7 @@ class Program:
                 del side.values[name]
 
     def _storage(self, name: int) -> None:
-        if name not in self.plain.values:
+        if name not in self.plain.values or self._is_busy(name):
             return
         new = next(self.names)
         self.note(f"{new} = storage of {name}, drop {name}")
@@ -448,6 +489,8 @@ class Program:
         if value is None or value.dtype is torch.bool or 0 in value.stride() or value.stride() == (1, 1):
             return
         del value
+        if self._is_busy(name):
+            return
         self.note(f"write to {name}")
         self.counts["outputs written to"] += 1
         for side in (self.recorded, self.plain):
@@ -548,9 +591,9 @@ class Program:
         value = self.plain.lasting[recipe[1]] if recipe[0] == "lasting" else self.plain.values[recipe[1]]
         return int(value.untyped_storage()._cdata)
 
-    def _sharers(self, name: int) -> list[int]:
-        handle = _storage_of(self.plain.values[name])._cdata
-        everything = {**self.plain.values, **self.plain.lasting}
+    def _sharers(self, name: Any) -> list[Any]:
+        everything: dict[Any, Any] = {**self.plain.values, **self.plain.lasting}
+        handle = _storage_of(everything[name])._cdata
         return [other for other, value in everything.items() if _storage_of(value)._cdata == handle]
 
     def _recipe(self, at: int, position: int, entry: Input, size: int) -> tuple[Any, ...]:
@@ -563,6 +606,7 @@ class Program:
                 name
                 for name, value in self.plain.values.items()
                 if (name in self.hidden) == (entry.kind == "hidden")
+                and not (self._is_busy(name) if entry.mutated else self._is_written(name))
                 and isinstance(value, torch.Tensor)
                 and value.dim() == 1
                 and value.dtype is torch.float32
@@ -692,6 +736,8 @@ class Program:
             held, expected = getattr(self.recorded, kind), getattr(self.plain, kind)
             for name, value in expected.items():
                 found = held[name]
+                if self.busy and self._is_written(name):
+                    continue
                 if isinstance(value, torch.UntypedStorage):
                     # what comes back in the buffer of a temporary may have less around it
                     if found.nbytes() == value.nbytes():
@@ -714,6 +760,8 @@ class Program:
         """Drop everything; nothing is left in the pool."""
         self.device._failures.clear()
         self._interruption = []
+        self._synchronize()
+        self.check()
         self._count()
         for name in list(self.plain.values):
             self._drop(name)

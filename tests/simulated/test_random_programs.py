@@ -54,6 +54,7 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "waits between streams": 100,
         "storages held alone": 50,
         "views of held outputs": 100,
+        "work on another stream": 30,
         "pieces dropped": 10,
         "calls in a capture of the caller": 20,
         "interruptions": 50,
@@ -128,6 +129,14 @@ def _streams_do_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tree, "_follow_stream", lambda tree: None)
 
 
+def _outputs_are_moved_under_work_on_other_streams(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tree, "_settled", lambda tree: True)
+
+
+def _moved_outputs_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedDevice, "finish", lambda device: None)
+
+
 def _changed_inputs_are_copied(patch: pytest.MonkeyPatch) -> None:
     init = Piece.__init__
 
@@ -161,6 +170,8 @@ MUTANTS = [
     _hidden_values_always_die,
     _views_begin_where_the_input_begins,
     _streams_do_not_wait,
+    _outputs_are_moved_under_work_on_other_streams,
+    _moved_outputs_are_not_waited_for,
     _changed_inputs_are_copied,
     _expanded_dimensions_are_forgotten,
     _given_up_pools_stay,

@@ -583,6 +583,70 @@ def test_another_stream_waits_for_the_last() -> None:
     assert bench.device.calls("wait_for") == [(5, 0), (0, 5), (7, 0)]
 
 
+def test_work_on_another_stream_reads_a_held_output_as_it_was() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    results, held = [], []
+    for _ in range(5):
+        x = values()
+        (y,) = piece([x])
+        held.append((x, y))
+        results.append(torch.zeros(8))
+        bench.device.behind(7, lambda result, y: result.copy_(y), results[-1], y)
+    assert (bench.recorded(), bench.clones()) == (1, 1)
+    bench.device.synchronize()
+    assert_equal([y for _, y in held], [double(x)[0] for x, _ in held])
+    assert_equal(results, [double(x)[0] for x, _ in held])
+
+
+def test_what_another_stream_writes_to_a_held_output_moves_with_it() -> None:
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    held = []
+    for _ in range(5):
+        x = values()
+        (y,) = piece([x])
+        held.append((x, y))
+        bench.device.behind(7, lambda y: y.add_(100), y)
+    assert (bench.recorded(), bench.clones()) == (1, 1)
+    bench.device.synchronize()
+    assert_equal([y for _, y in held], [double(x)[0] + 100 for x, _ in held])
+
+
+def test_what_was_moved_is_there_for_streams_that_wait_for_nothing_more() -> None:
+    """They are ordered behind the work that made it, and know of no copy."""
+    marks = [0]
+    bench = Bench(marks=lambda: marks[0])
+    first, second = bench.piece(double, 1, 1), bench.piece(halve, 1, 1)
+    for _ in range(2):
+        x = values()
+        (y,) = first([x])
+    marks[0] -= 1
+    call_right(second, halve, values())
+    assert bench.clones() == 1
+    result = torch.zeros(8)
+    bench.device.behind(7, lambda result, y: result.copy_(y), result, y)
+    bench.device.synchronize()
+    assert_equal((result,), double(x))
+
+
+def test_a_copy_that_is_not_finished_leaves_what_is_held_right() -> None:
+    """The driver fails between two outputs that are to be moved, or behind them."""
+    for call, after in (("move_out", 1), ("finish", 0)):
+        bench = Bench()
+        both = bench.piece(lambda x: (x * 2, x + 3), 1, 2)
+        held = []
+        for step in range(6):
+            if step == 2:
+                bench.device.fail_at(call, after)
+            x = values()
+            held.append((x, both([x])))
+        assert len(bench.unrecorded(both)) == 1
+        for x, outputs in held:
+            bench.device.behind(7, lambda *outputs: None, *outputs)
+            assert_equal(outputs, (x * 2, x + 3))
+
+
 def test_a_step_marked_on_another_stream_moves_outputs_after_the_last_work_on_them() -> None:
     marks = [0]
     bench = Bench(marks=lambda: marks[0])
