@@ -38,6 +38,7 @@ class CudaDevice:
         self._pool: MemoryPool
         self.same_addresses = _compat.same_addresses
         self.use_count = _compat.storage_use_count
+        self.storage_address: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
         self.copy = _compat.foreach_copy
         self.capturing = _compat.is_capturing
         self.stream: Callable[[], int] = functools.partial(_compat.raw_stream, index)
@@ -51,9 +52,6 @@ class CudaDevice:
 
     def address(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
-
-    def storage_address(self, storage: torch.UntypedStorage) -> int:
-        return storage.data_ptr()
 
     def maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
         metadata = {

@@ -95,6 +95,8 @@ class Device(Protocol):
     same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool]
     #: hot: handle of a storage -> how many tensors and storage objects refer to it
     use_count: Callable[[int], int]
+    #: hot: where a storage's first byte lies
+    storage_address: Callable[[torch.UntypedStorage], int]
     #: hot: (destinations, sources): copies each source into its destination in few launches
     copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object]
 
@@ -113,9 +115,6 @@ class Device(Protocol):
 
     def address(self, tensor: torch.Tensor) -> int:
         """Where its first element lies."""
-
-    def storage_address(self, storage: torch.UntypedStorage) -> int:
-        """Where its first byte lies."""
 
     def maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
         """hot: a function that makes a new tensor of `layout` over a storage, as if freshly allocated (no autograd

@@ -73,6 +73,8 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
             reason = f"input {piece.names[index]} is a {kind.__name__} on {inputs[index].device}"
             raise NotRecorded(reason, always=function.failures >= tree.limits.failures, index=index)
         slot = slots.get(inputs[index].untyped_storage()._cdata) if slots else None
+        if slot is not None and not slot.holds(address):  # its storage was resized, and is the user's own now
+            slot = None
         stays = before.get(index) == address or address in tree.lasting
         if slot is not None:
             managed[index] = slot

@@ -52,6 +52,8 @@ class Slot:
     `visible`: whether a user may hold it (else only compiled code does).  `copied`: outputs over it are handed out as
     copies, because it was seen alive when its memory was needed.  `movable`: whether what is alive over it can be moved
     to other memory.  All tensors that are handed out share `storage`, so its counts tell whether any is alive.
+
+    A user can resize what he was handed out: then `storage` lies elsewhere, and this memory is free of him.
     """
 
     __slots__ = ("address", "base", "copied", "generation", "handle", "movable", "nbytes", "refs", "storage", "visible")
@@ -78,6 +80,14 @@ class Slot:
     def alive(self, use_count: Callable[[int], int]) -> bool:
         """Whether a tensor, or a storage object, that was handed out still exists."""
         return use_count(self.handle) > self.base or sys.getrefcount(self.storage) > self.refs
+
+    def lies(self, device: Device) -> bool:
+        """Whether `storage` is still over this memory, and no other."""
+        return device.storage_address(self.storage) == self.address and self.storage.nbytes() == self.nbytes
+
+    def holds(self, address: int) -> bool:
+        """Whether `address` is in this memory."""
+        return self.address <= address < self.address + self.nbytes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What runs per call of a recorded piece: generated once for each recording, nothing interpreted.
 
 In: a `Recording`.  Out: two functions of the boxed inputs.  `holds` says whether the recording may be replayed for
-them: fixed inputs lie where they were, what the recording writes over is dead, what dies in it is held by nobody else.
+them: fixed inputs lie where they were, what the recording writes over is dead, what dies in it is held by nobody else,
+and what it hands out lies where it writes.
 `run` copies the inputs that are copied in one launch, launches the recording, makes the outputs and clears the list.
 """
 
@@ -52,9 +53,23 @@ def build_holds(device: Device, recording: Recording, dead: Sequence[Slot]) -> H
         for index in recording.plan.owned:
             if recording.plan.managed[index].address in dying:
                 lines += [f"    if references(inputs[{index}]) > 2:", "        return False"]  # the list, and the call
+    lines += _elsewhere(device, recording, names)
     lines.append("    return True")
     holds: Holds = _function("holds", lines, names)
     return holds
+
+
+def _elsewhere(device: Device, recording: Recording, names: dict[str, Any]) -> list[str]:
+    """Statements that find a storage which the user has resized, and so moved: of an output, or of a constant that he
+    was handed.  A storage that is resized lies elsewhere, also one that becomes smaller."""
+    moved = [f"address_of(slot{at}.storage) != {slot.address}" for at, slot in enumerate(recording.slots)]
+    names.update({f"slot{at}": slot for at, slot in enumerate(recording.slots)})
+    for number, output in enumerate(recording.outputs):
+        if isinstance(output, Constant) and isinstance(output.value, torch.Tensor):
+            storage = names[f"constant{number}"] = output.value.untyped_storage()
+            moved.append(f"address_of(constant{number}) != {device.storage_address(storage)}")
+    names["address_of"] = device.storage_address
+    return [f"    if {' or '.join(moved)}:", "        return False"] if moved else []
 
 
 def build_run(device: Device, recording: Recording, node: Node) -> Run:

@@ -95,6 +95,7 @@ class SimulatedDevice:
         self.generation = -1  # `new_pool` makes it 0
         self.same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool] = self._same_addresses
         self.use_count: Callable[[int], int] = _compat.storage_use_count
+        self.storage_address: Callable[[torch.UntypedStorage], int] = self._storage_address
         self.copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = self._copy
         #: what was asked of the driver: (call, detail), the last some thousands
         self.log: deque[tuple[str, Any]] = deque(maxlen=10_000)
@@ -178,7 +179,7 @@ class SimulatedDevice:
     def address(self, tensor: torch.Tensor) -> int:
         return self.storage_address(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.itemsize
 
-    def storage_address(self, storage: torch.UntypedStorage) -> int:
+    def _storage_address(self, storage: torch.UntypedStorage) -> int:
         mapped = self._memory.of(storage)
         return storage.data_ptr() if mapped is None else mapped.pool.base + mapped.offset
 
@@ -224,7 +225,7 @@ class SimulatedDevice:
         mapped = self._memory.of(storage)
         if mapped is None or mapped.origin is None:
             return False
-        self._driver("move_out", len(mapped.memory))
+        self._driver("move_out", mapped.nbytes)
         self._catch_up(self.stream())
         self._moving.append((StorageWeakRef(storage), {self.stream()}))
         mapped.pool.timeline.work(self.stream(), "move_out")

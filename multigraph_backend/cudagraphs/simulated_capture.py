@@ -224,13 +224,15 @@ class Recorder(TorchDispatchMode):
             if not leaked:
                 break
         else:
-            held = ", ".join(f"{len(mapped.memory)} bytes of {mapped.origin}" for mapped in leaked)
+            held = ", ".join(f"{mapped.nbytes} bytes of {mapped.origin}" for mapped in leaked)
             raise RuntimeError(f"memory of the pool is still held by something other than the outputs: {held}")
         dead = {memory for memory in self.outside if memory.dead()}
         self.outside -= dead
         if any(memory.keep.numel() > _SCALAR for memory in dead):
             raise RuntimeError("the recording uses memory outside of the pool that has already died")
-        if any(mapped.memory != mapped.seen for mapped in self.memory.mapped.values()):
+        if any(mapped.resized() for mapped in self.made.values()):
+            raise RuntimeError(f"{NOT_CAPTURED}: a storage is resized")
+        if any(mapped.content() != mapped.seen for mapped in self.memory.mapped.values()):
             raise RuntimeError("something wrote to memory of the pool while it was recorded, instead of being recorded")
         arena = self.pool.arena
         return {mapped.offset: arena.blocks[mapped.offset] for mapped in self.made.values()}

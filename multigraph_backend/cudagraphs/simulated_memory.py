@@ -4,11 +4,16 @@ A storage *mapped* to a range is a cache of it.  `gather` before a pool is read:
 storages go to the pool, also those of storages that have died since.  `scatter` after a pool was written: mapped
 storages show what it holds.  In between, pool and storages agree but for what the user writes.
 
+A storage that a capture has allocated is one of torch's own, which a user can resize, as on a GPU: then it lies
+elsewhere, and stands for its range no more.  What was written last through one that has died is lost; a storage over
+memory of the pool (`storage_at`) outlives that.
+
 A kernel knows a tensor as a `Reference`: a place in a pool, or in memory outside, which is used where it lies.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import weakref
 from collections.abc import Iterable
@@ -47,31 +52,59 @@ class Pool:
 
 @dataclass
 class Mapped:
-    """A CPU storage that stands for a range of the pool.
+    """A CPU storage, at `at`, that stands for a range of the pool.
 
-    The weak reference keeps the storage's handle from being used again.  `memory` is the storage's own and outlives it,
-    so that what the user wrote last is not lost; `seen` is what both sides agreed on last.
+    The weak reference keeps the storage's handle from being used again.  `seen` is what both sides agreed on last;
+    `kept`, of a storage that cannot be resized, its memory, which outlives it.
     """
 
     weak: StorageWeakRef
-    memory: bytearray
+    at: int
+    kept: bytearray | None
     seen: bytes
     pool: Pool
     offset: int
     origin: str | None  # the operation that allocated it in a capture; None for `storage_at`
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.seen)
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """None if it has died."""
+        return torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+
+    def resized(self) -> bool:
+        """Whether it lies elsewhere now."""
+        storage = self.storage()
+        return storage is not None and storage.data_ptr() != self.at
+
+    def content(self) -> bytes:
+        """What it holds; `seen` if nobody can know."""
+        if self.kept is not None:
+            return bytes(self.kept)
+        storage = self.storage()  # held while its memory is read
+        if storage is None or storage.data_ptr() != self.at:
+            return self.seen
+        return ctypes.string_at(self.at, self.nbytes)
+
     def write_back(self) -> None:
-        if self.memory != self.seen:
-            for index, (now, before) in enumerate(zip(self.memory, self.seen, strict=True)):
+        content = self.content()
+        if content != self.seen:
+            for index, (now, before) in enumerate(zip(content, self.seen, strict=True)):
                 if now != before:
                     self.pool.memory[self.offset + index] = now
-            self.seen = bytes(self.memory)
+            self.seen = content
 
     def refresh(self) -> None:
-        now = bytes(self.pool.memory[self.offset : self.offset + len(self.memory)])
-        if now != self.seen:
-            self.memory[:] = now
-            self.seen = now
+        now = bytes(self.pool.memory[self.offset : self.offset + self.nbytes])
+        if now == self.seen:
+            return
+        if self.kept is not None:
+            self.kept[:] = now
+        elif (storage := self.storage()) is not None and storage.data_ptr() == self.at:
+            ctypes.memmove(self.at, now, len(now))
+        self.seen = now
 
     def reference(self, layout: Layout) -> Reference:
         if self.offset % layout.dtype.itemsize:
@@ -128,18 +161,26 @@ class Memory:
     def map(self, pool: Pool, offset: int, nbytes: int, origin: str | None) -> torch.UntypedStorage:
         """A new storage that stands for a range of `pool`."""
         content = pool.memory[offset : offset + nbytes]
-        storage = torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
-        self.mapped[storage._cdata] = Mapped(StorageWeakRef(storage), content, bytes(content), pool, offset, origin)
+        kept = content if origin is None else None
+        if kept is not None:
+            storage = torch.frombuffer(kept, dtype=torch.uint8).untyped_storage()
+        else:
+            storage = torch.UntypedStorage(nbytes, device="cpu")
+            ctypes.memmove(storage.data_ptr(), bytes(content), nbytes)
+        self.mapped[storage._cdata] = Mapped(
+            StorageWeakRef(storage), storage.data_ptr(), kept, bytes(content), pool, offset, origin
+        )
         return storage
 
     def of(self, storage: torch.UntypedStorage) -> Mapped | None:
-        return self.mapped.get(storage._cdata)
+        mapped = self.mapped.get(storage._cdata)
+        return mapped if mapped is not None and mapped.at == storage.data_ptr() else None
 
     def gather(self) -> None:
         for handle, mapped in list(self.mapped.items()):
             died = mapped.weak.expired()
             mapped.write_back()
-            if died:
+            if died or mapped.resized():
                 del self.mapped[handle]
 
     def scatter(self) -> None:

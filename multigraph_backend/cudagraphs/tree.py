@@ -111,6 +111,9 @@ class Node:
     def build(self) -> None:
         """Generate what runs; again when a slot has moved or is to be copied.  Nothing over its slots may be alive."""
         assert self.recording is not None
+        for slot in self.slots:
+            if not slot.lies(self.tree.device):
+                self.renew(slot)
         self.run = _not_built  # drops what the old one held over the slots, before counts are taken
         self.run = replay.build_run(self.tree.device, self.recording, self)
         if self.trial is not None:
@@ -121,6 +124,24 @@ class Node:
     def unbuild(self) -> None:
         """Until it is built again it is not replayed."""
         self.ready = False  # `run` stays: what it holds is in the counts that tell whether an output is alive
+
+    def renew(self, slot: Slot, resized: bool = True) -> None:
+        """Put a storage over the memory of `slot`, whose own lies elsewhere: it was moved, or the user has resized it.
+
+        It can be neither moved nor resized, so what users get, or have resized, is a copy from now on.
+        """
+        device = self.tree.device
+        self.unbuild()
+        slot.put(device.storage_at(slot.address, slot.nbytes))
+        slot.settle(device.use_count)
+        slot.movable = False
+        slot.copied = slot.copied or slot.visible or resized
+        if resized:
+            self.tree.count_resized(self)
+
+    def resized(self) -> bool:
+        """Whether the user has resized an output, and thereby moved its storage."""
+        return not all(slot.lies(self.tree.device) for slot in self.slots)
 
     def alive(self) -> bool:
         """Whether any output that was handed out still exists."""
@@ -284,6 +305,8 @@ class Tree:
 
     def _child(self, parent: Node, function: Function, inputs: list[object]) -> Node | None:
         for node in parent.children.get(function, ()):
+            if node.ready and node.resized():
+                node.unbuild()
             if not node.ready:
                 if node.alive():
                     continue
@@ -305,7 +328,10 @@ class Tree:
     def _new_step(self, function: Function, inputs: list[object]) -> bool:
         """Whether this call begins a new step although outputs of the last are alive: it repeats what is on the path,
         or begins as a recorded step began, and nothing alive is on its way into compiled code."""
-        alive = [slot for node in self.path for slot in node.slots if slot.alive(self.device.use_count)]
+        device = self.device
+        alive = [
+            slot for node in self.path for slot in node.slots if slot.alive(device.use_count) and slot.lies(device)
+        ]
         if any(not slot.visible or not slot.movable for slot in alive):
             return False
         if self.shared and alive and threading.get_ident() != self.thread:
@@ -324,34 +350,38 @@ class Tree:
         """Begin a new step: move out what is alive, if all of it can be moved."""
         use_count = self.device.use_count
         alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
-        if not all(slot.movable for _, slot in alive) or (alive and not self._settled()):
+        held = [slot for _, slot in alive if slot.lies(self.device)]
+        if not all(slot.movable for slot in held) or (held and not self._settled()):
             return
         try:
             # any of the device's calls may fail: then those before are moved, and the path goes on
             for node, slot in alive:
                 self._move(node, slot)
         finally:
-            if alive:  # another stream may be ordered behind the work that made them, but not behind these copies
+            if held:  # another stream may be ordered behind the work that made them, but not behind these copies
                 self.device.finish()
         self.path.clear()
         for node in {id(node): node for node, _ in alive}.values():
             node.build()
 
     def _move(self, node: Node, slot: Slot) -> None:
-        """Give what is alive over `slot` other memory; from now on outputs over it are copies."""
-        storage = self.device.storage_at(slot.address, slot.nbytes)
-        moved = self.device.move_out(slot.storage)
-        assert moved, "memory of a recording could not be moved out"
-        node.unbuild()
-        slot.put(storage)
-        del storage
-        slot.settle(self.device.use_count)
-        slot.movable = False
-        slot.copied = slot.visible
+        """Give what is alive over `slot` other memory, if the user has not done so."""
         assert node.function is not None
-        node.function.piece.moved += 1
-        self.counts["clones"] += 1
-        trace.count("moved_outputs")
+        lies = slot.lies(self.device)
+        if lies:
+            moved = self.device.move_out(slot.storage)
+            assert moved, "memory of a recording could not be moved out"
+            node.function.piece.moved += 1
+            self.counts["clones"] += 1
+            trace.count("moved_outputs")
+        node.renew(slot, resized=not lies)
+
+    def count_resized(self, node: Node) -> None:
+        """Note that a user has resized an output of `node`."""
+        assert node.function is not None
+        self.counts["resized"] += 1
+        trace.count("resized_outputs")
+        log.info("%s: an output was resized; it is handed out as a copy from now on", node.function.piece.label)
 
     def _settled(self) -> bool:
         """Whether nothing reads or writes, on a stream that is not known here, what is about to be moved.

@@ -696,3 +696,85 @@ def test_the_device_is_not_waited_for_while_another_thread_captures() -> None:
     (y, x) = results
     close(y, x.sin())
     assert device.settle(5.0)
+
+
+# ---------------------------------------------------------------- outputs that are resized
+
+
+def _grown(y: torch.Tensor) -> None:
+    y.resize_(3 * y.numel())
+
+
+def _written_to(y: torch.Tensor) -> None:
+    torch.mul(torch.ones(7, device=CUDA), 3, out=y.resize_(0))
+
+
+def _emptied(y: torch.Tensor) -> None:
+    y.untyped_storage().resize_(0)
+
+
+def _emptied_and_back(y: torch.Tensor) -> None:
+    nbytes = y.untyped_storage().nbytes()
+    y.untyped_storage().resize_(0)
+    y.untyped_storage().resize_(nbytes)
+    y.fill_(5)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+@pytest.mark.parametrize("resize", [_grown, _written_to, _emptied, _emptied_and_back])
+def test_outputs_that_the_user_resizes(resize: Callable[[torch.Tensor], None], kept: bool) -> None:
+    run, seen, before = compiled(shifted), Recorded(), counts()["resized_outputs"]
+    other, held = compiled(lambda x: (x.cos() + 1, x * x)), []
+    for _ in range(6):
+        x = torch.randn(4096, device=CUDA)
+        y = run(x)
+        close(y, shifted(x))
+        resize(y)
+        if kept:
+            held.append((y, y.clone() if y.untyped_storage().nbytes() >= y.nbytes else None))
+        del y
+        close(other(x), (x.cos() + 1, x * x))
+    for y, content in held:
+        if content is not None:
+            close(y, content)
+    assert seen.recordings >= 2
+    assert counts()["resized_outputs"] == before + 1
+    assert unrecorded() == {}
+
+
+def test_saved_tensors_that_hooks_take_out_and_put_back() -> None:
+    """As code does that offloads them: the memory is given back in forward, and taken again in backward."""
+
+    class Kept:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor, self.host = tensor, tensor.cpu()
+            self.nbytes = tensor.untyped_storage().nbytes()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if (tensor.is_leaf and tensor.requires_grad) or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            return tensor
+        kept = Kept(tensor)
+        tensor.untyped_storage().resize_(0)
+        return kept
+
+    def unpack(kept: Any) -> torch.Tensor:
+        if not isinstance(kept, Kept):
+            return kept
+        if kept.tensor.untyped_storage().nbytes() == 0:
+            kept.tensor.untyped_storage().resize_(kept.nbytes)
+        return kept.tensor.copy_(kept.host)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ((x @ w).sin() @ w).cos().sum()
+
+    run, seen = compiled(function), Recorded()
+    w = torch.randn(64, 64, device=CUDA, requires_grad=True)
+    for _ in range(6):
+        data = torch.randn(32, 64, device=CUDA)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            # the hooks empty what they are given, also an input that is saved
+            loss = run(data.clone(), w)
+        (gradient,) = torch.autograd.grad(loss, w)
+        (expected,) = torch.autograd.grad(function(data, w), w)
+        close(gradient, expected)
+    assert seen.recordings >= 1

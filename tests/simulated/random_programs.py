@@ -317,6 +317,7 @@ class Program:
         self.rare = rng.choice([0.0, 0.03, 0.1])
         self.other = other = random.Random(f"{seed}, what came later")
         self.beside = other.choice([0.0, 0.0, 0.4])
+        self.resizing = other.choice([0.0, 0.0, 0.2])
         #: names that work on another stream, not waited for, reads or writes, with whether it writes
         self.busy: dict[int, bool] = {}
         self.thread = self.at = 0
@@ -407,6 +408,8 @@ class Program:
             yield functools.partial(self._write, rng.choice(tensors))
         if tensors and self.other.random() < self.beside:
             yield functools.partial(self._work_beside, self.other.choice(tensors), self.other.random() < 0.3)
+        if self.plain.values and self.other.random() < self.resizing:
+            yield functools.partial(self._resize, self.other.choice(list(self.plain.values)))
         if rng.random() < 0.2:
             self.thread = rng.randrange(self.callers)
         if rng.random() < self.rare:
@@ -424,6 +427,8 @@ class Program:
         value = self.plain.values.get(name)
         if value is None or value.dtype is torch.bool or 0 in value.stride() or value.dim() != 1 or self._is_busy(name):
             return
+        if any(other in self.plain.lasting for other in self._sharers(name)):  # a later call may change it
+            return
         self.counts["work on another stream"] += 1
         if writes:
             self.note(f"another stream writes to {name}")
@@ -438,6 +443,33 @@ class Program:
             )
             self.busy[new] = True
         self.busy[name] = writes
+
+    def _resize(self, name: int) -> None:
+        """Resize what is held: let it grow, or empty its memory and fill it again; the latter may hooks of saved
+        tensors too."""
+        value = self.plain.values.get(name)
+        if (
+            value is None
+            or self._is_busy(name)
+            or not all(_storage_of(side.values[name]).resizable() for side in (self.recorded, self.plain))
+        ):
+            return
+        row = isinstance(value, torch.Tensor) and value.dim() == 1 and value.stride() == (1,) and value.numel() > 0
+        alone = sum(value is other for other in (*self.plain.values.values(), *self.plain.lasting.values())) == 1
+        grows = alone and row and name not in self.hidden and value.dtype is torch.float32 and self.other.random() < 0.6
+        self.counts["outputs resized"] += 1
+        self.note(f"{'grow' if grows else 'empty and fill'} {name}")
+        content = torch.arange(value.shape[0] + 40.0) if grows else None
+        del value
+        for side in (self.recorded, self.plain):
+            if content is not None:
+                side.values[name].resize_(content.shape[0]).copy_(content)
+                continue
+            storage = _storage_of(side.values[name])
+            kept = bytes_of(storage).clone()
+            storage.resize_(0)
+            storage.resize_(kept.shape[0])
+            bytes_of(storage).copy_(kept)
 
     def _synchronize(self) -> None:
         self.note("wait for the other stream")

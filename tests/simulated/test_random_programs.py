@@ -55,6 +55,8 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "storages held alone": 50,
         "views of held outputs": 100,
         "work on another stream": 30,
+        "outputs resized": 30,
+        "resized": 5,
         "pieces dropped": 10,
         "calls in a capture of the caller": 20,
         "interruptions": 50,
@@ -137,6 +139,12 @@ def _moved_outputs_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedDevice, "finish", lambda device: None)
 
 
+def _storages_are_trusted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Slot, "lies", lambda slot, device: True)
+    patch.setattr(Slot, "holds", lambda slot, address: True)
+    patch.setattr(replay, "_elsewhere", lambda device, made, names: [])
+
+
 def _changed_inputs_are_copied(patch: pytest.MonkeyPatch) -> None:
     init = Piece.__init__
 
@@ -172,6 +180,7 @@ MUTANTS = [
     _streams_do_not_wait,
     _outputs_are_moved_under_work_on_other_streams,
     _moved_outputs_are_not_waited_for,
+    _storages_are_trusted,
     _changed_inputs_are_copied,
     _expanded_dimensions_are_forgotten,
     _given_up_pools_stay,

@@ -379,9 +379,11 @@ def test_it_reads_it_also_when_the_tensor_has_died(device: SimulatedDevice) -> N
     second = capture(device, lambda: first.result * 2)
     first.graph.replay()
     first.result.fill_(9)
+    storage = first.result.untyped_storage()  # as the runtime keeps it
     first.result = None
     second.graph.replay()
     assert torch.equal(second.result, torch.full_like(X, 18))
+    del storage
 
 
 def test_what_the_user_did_not_write_is_not_written_back(device: SimulatedDevice) -> None:
@@ -421,6 +423,40 @@ def test_moved_out_memory_keeps_its_bytes(device: SimulatedDevice) -> None:
     assert torch.equal(view, expected[1])
     captured.result.fill_(3)
     assert is_garbage(there)
+
+
+@pytest.mark.parametrize("how", ["larger", "smaller", "empty", "empty and back"])
+def test_a_storage_that_is_resized_stands_for_the_pool_no_more(device: SimulatedDevice, how: str) -> None:
+    captured = capture(device, lambda: X + 1)
+    captured.graph.replay()
+    y, address = captured.result, device.address(captured.result)
+    there = device.maker(Layout.of(X))(device.storage_at(address, 128))
+    storage = y.untyped_storage()
+    if how == "larger":
+        y.resize_(64)
+    elif how == "smaller":
+        storage.resize_(64)
+    else:
+        storage.resize_(0)
+        if how == "empty and back":
+            storage.resize_(128)
+            y.fill_(3)
+    assert device.storage_address(storage) == storage.data_ptr() != address
+    device.restore(device.empty_state(), ())
+    assert is_garbage(there)
+    if how in ("larger", "smaller"):
+        assert torch.equal(y.flatten()[:16], (X + 1).flatten()[:16])
+    elif how == "empty and back":
+        assert torch.equal(y, torch.full_like(X, 3))
+    captured.graph.replay()
+    assert torch.equal(there, X + 1)
+    assert not device.move_out(storage)
+
+
+def test_a_storage_over_memory_of_the_pool_cannot_be_resized(device: SimulatedDevice) -> None:
+    captured = capture(device, lambda: X + 1)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        device.storage_at(device.address(captured.result), 128).resize_(256)
 
 
 def test_a_storage_that_owns_nothing_cannot_be_moved_out(device: SimulatedDevice) -> None:

@@ -199,6 +199,116 @@ def test_views_of_a_held_output_move_with_it() -> None:
         )
 
 
+def larger(y: torch.Tensor) -> None:
+    y.resize_(64)
+
+
+def written_to(y: torch.Tensor) -> None:
+    torch.mul(torch.ones(40), 3, out=y.resize_(0))
+
+
+def emptied(y: torch.Tensor) -> None:
+    y.untyped_storage().resize_(0)
+
+
+def emptied_and_back(y: torch.Tensor) -> None:
+    y.untyped_storage().resize_(0)
+    y.untyped_storage().resize_(32)
+    y.fill_(5)
+
+
+def smaller(y: torch.Tensor) -> None:
+    y.untyped_storage().resize_(8)
+
+
+RESIZES = [larger, written_to, emptied, emptied_and_back, smaller]
+
+
+@pytest.mark.parametrize("resize", RESIZES)
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+def test_outputs_that_the_user_resizes_are_his_and_later_ones_are_right(
+    resize: Callable[[torch.Tensor], None], kept: bool
+) -> None:
+    bench = Bench()
+    piece, other = bench.piece(double, 1, 1), bench.piece(lambda x: (x + 1, x * x), 1, 2, label="other")
+    held: list[torch.Tensor] = []
+    contents: list[torch.Tensor] = []
+    for _ in range(6):
+        (y,) = call_right(piece, double, values())
+        resize(y)
+        if kept:
+            held.append(y)
+            contents.append(y.clone() if y.untyped_storage().nbytes() >= y.nbytes else torch.empty(0))
+        del y
+        x = values()
+        assert_equal(other([x]), (x + 1, x * x))
+    for y, content in zip(held, contents, strict=True):
+        if content.numel():
+            assert_equal((y,), (content,))
+    assert bench.recorded() >= 2
+    assert (bench.tree.counts["resized"], bench.clones()) == (1, 0)
+    assert bench.unrecorded(piece, other) == {}
+
+
+def test_an_output_that_is_resized_while_it_is_held_is_read_where_it_lies() -> None:
+    bench = Bench()
+    first, second = bench.piece(double, 1, 1), bench.piece(lambda x: (x + 1, x[:2]), 1, 2, label="second")
+    for step in range(8):
+        x = values()
+        (y,) = call_right(first, double, x)
+        if step % 3 == 1:
+            emptied_and_back(y)
+        expected = y.clone()
+        z, view = second([y])
+        assert_equal((z, view), (expected + 1, expected[:2]))
+        y.zero_()
+        assert_equal((view,), (torch.zeros(2),))
+        del y, z, view
+    assert bench.tree.counts["resized"] == 1
+    assert bench.unrecorded(first, second) == {}
+
+
+def test_a_saved_tensor_that_is_taken_out_and_put_back_is_read_where_it_lies() -> None:
+    """As hooks do that keep saved tensors on the host."""
+    bench = Bench()
+    training = Training(bench)
+    for step in range(8):
+        loss, saved, x = training.ahead()
+        if step >= 1:
+            host = [tensor.clone() for tensor in saved]
+            for tensor in saved:
+                tensor.untyped_storage().resize_(0)
+            for _ in range(step % 2):
+                call = training.ahead()  # meanwhile another forward runs
+                del call
+            for tensor, content in zip(saved, host, strict=True):
+                tensor.untyped_storage().resize_(content.nbytes)
+                tensor.copy_(content)
+            del tensor
+        training.back(saved, x)
+        del loss
+    assert bench.tree.counts["resized"] >= 2
+    assert bench.unrecorded(training.forward, training.backward) == {}
+
+
+def test_a_constant_that_was_handed_out_and_resized_is_read_where_it_lies() -> None:
+    constant = torch.arange(8.0)
+
+    def shifted(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + constant[:8], constant
+
+    bench = Bench()
+    piece = bench.piece(shifted, 1, 2, constants=[constant])
+    for step in range(6):
+        x = values()
+        y, handed = piece([x])
+        assert_equal((y, handed[:8]), (x + constant[:8], constant[:8]))
+        if step == 3:
+            constant.resize_(64)[:8] = 7
+        del y, handed
+    assert bench.recorded() == 2
+
+
 def test_an_output_fed_back_is_read_before_it_is_written_over() -> None:
     bench = Bench()
     piece = bench.piece(double, 1, 1)
