@@ -85,6 +85,8 @@ class Options:
     safe: custom operators in Python that recordings may hold: they read and change nothing but their arguments
     collectives: "record" lets recordings hold collectives of backends that can be recorded (NCCL); "cut": none does
     record_small: whether pieces are recorded that cost more as recordings than they save
+    copy_outputs: whether every output of a recording is handed out as a copy, in memory of its own from the start: its
+        address stays what it is, for those who keep addresses (DLPack, `__cuda_array_interface__`, a captured graph)
     max_recordings: recordings of one piece, for the same sizes and after the same recording, before parameters that
         come at further addresses are copied at each call
     inductor: patches of Inductor's configuration, sorted by name; those of the mode are among them
@@ -104,6 +106,7 @@ class Options:
     safe: tuple[str, ...] = ()
     collectives: Literal["record", "cut"] = "record"
     record_small: bool = False
+    copy_outputs: bool = False
     max_recordings: int = 5
     inductor: tuple[tuple[str, object], ...] = ()
     saved_tensors: tuple[Rule, ...] = ()
@@ -120,7 +123,8 @@ class Options:
     @property
     def recording(self) -> tuple[object, ...]:
         """All that says what is recorded, and how."""
-        return self.cudagraphs, self.cut, self.safe, self.collectives, self.record_small, self.max_recordings
+        small, most, copies = self.record_small, self.max_recordings, self.copy_outputs
+        return self.cudagraphs, self.cut, self.safe, self.collectives, small, most, copies
 
     @property
     def packing(self) -> bool:
@@ -426,6 +430,7 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "safe": _read_operators,
     "collectives": _read_choice("record", "cut"),
     "record_small": _read_flag,
+    "copy_outputs": _read_flag,
     "max_recordings": _read_count,
     "inductor": _read_inductor,
     "saved_tensors": _read_saved_tensors,

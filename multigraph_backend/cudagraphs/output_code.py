@@ -73,6 +73,7 @@ class Wanted(NamedTuple):
     required: bool
     must_pay: bool
     most: int
+    copies: bool = False
 
 
 class RecordedCode(_OutputCode):  # type: ignore[misc]
@@ -204,6 +205,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             required=self.wanted.required,
             must_pay=self.wanted.must_pay,
             most=self.wanted.most,
+            copies=self.wanted.copies,
         )
         return piece, piece if opened is None else opened.caller(piece)
 
@@ -226,7 +228,8 @@ def inner_compile(options: Options, label: str, how: How = "recorded") -> Callab
         return functools.partial(_compile_unrecorded, label, how == "traced")
     rules = CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe), collectives=options.collectives)
     required = options.cudagraphs == "require" or bool(_compat.inductor_config.triton.cudagraph_or_error)
-    wanted = Wanted(required, not (required or options.record_small), options.max_recordings)
+    pays = not (required or options.record_small)
+    wanted = Wanted(required, pays, options.max_recordings, options.copy_outputs)
     return functools.partial(_compile_inner, rules, wanted, label)
 
 

@@ -62,7 +62,7 @@ class Piece:
     whether it draws random numbers.  required: whether a call that runs unrecorded after the first is an error.
     must_pay: whether a recording that costs more than it saves is given up.  most: recordings of one function after the
     same parent, or as deep in a step, before inputs at new addresses are copied.  groups: names of the process groups
-    whose collectives it issues.
+    whose collectives it issues.  copies: whether what a user may hold is never memory of the pool, but a copy.
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class Piece:
         must_pay: bool = False,
         most: int = MOST,
         groups: Iterable[str] = (),
+        copies: bool = False,
     ) -> None:
         self.tree, self.function = tree, function
-        self.must_pay, self.most = must_pay, most
+        self.must_pay, self.most, self.copies = must_pay, most, copies
         self.names, self.label, self.random, self.required = tuple(names), label, random, required
         self.traces = tuple(traces) or (None,) * len(self.names)
         self.static, self.mutated, self.reused = frozenset(static), frozenset(mutated), frozenset(reused)
@@ -111,7 +112,7 @@ class Piece:
         tree = self.tree
         with tree.lock:
             if tree.capturing():  # a recording of the caller's own: this becomes part of it
-                return self.function(inputs)
+                return tree.unrecorded(self, inputs)
             function = self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
             path, use_count = tree.path, tree.use_count
             while path:

@@ -230,7 +230,7 @@ def record(
                 described.append(_of_input(index, inputs[index], output, 0 if index in parts else None))
                 if index in owned:
                     kept.append(output)  # its block stays
-                if index in plan.managed and shown:
+                if index in plan.managed and shown and not piece.copies:
                     plan.managed[index].visible = True
             elif handle in fixed_forever:
                 described.append(Constant(output))

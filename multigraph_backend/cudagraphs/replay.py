@@ -96,6 +96,7 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
     if node.tree.poisons:
         lines.append("    poison(own)")
     lines += _copies_of_slots(device, recording.slots, names)
+    lines += _copies_of_inputs(device, recording, node, names)
     outputs = [_output(device, recording, number, names) for number in range(len(recording.outputs))]
     lines += [f"    outputs = ({', '.join(outputs)}{',' if outputs else ''})", "    inputs.clear()"]
     lines += [
@@ -128,6 +129,33 @@ def _copies_of_slots(device: Device, slots: Sequence[Slot], names: dict[str, Any
     return lines
 
 
+def _copies_of_inputs(device: Device, recording: Recording, node: Node, names: dict[str, Any]) -> list[str]:
+    """Statements that copy what is handed out of inputs that lie in the pool, where it is to be copies: `copied`, by
+    number of the output."""
+    piece = node.function.piece if node.function is not None else None
+    if piece is None or not piece.copies:
+        return []
+    parts = []
+    for number, (output, shown) in enumerate(zip(recording.outputs, piece.visible, strict=True)):
+        if shown and isinstance(output, OfInput) and output.index in recording.plan.managed:
+            names[f"copied{number}"] = functools.partial(copied, device, output.layout)
+            parts.append(f"{number}: copied{number}(inputs[{output.index}], taken)")
+    return ["    taken = {}", f"    copied = {{{', '.join(parts)}}}"] if parts else []
+
+
+def copied(
+    device: Device, layout: Layout | None, tensor: torch.Tensor, taken: dict[int, torch.UntypedStorage]
+) -> torch.Tensor:
+    """`tensor`, or `layout` relative to its start, over a copy of its storage; `taken`: those there are, by handle."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in taken:
+        words = device.maker(_words(storage.nbytes()))
+        taken[storage._cdata] = device.fresh_storage(storage.nbytes())
+        device.copy([words(taken[storage._cdata])], [words(storage)])
+    seen = Layout.of(tensor) if layout is None else _absolute(layout, tensor)
+    return device.maker(seen)(taken[storage._cdata])
+
+
 def _words(nbytes: int) -> Layout:
     dtype = _WORD if nbytes % _WORD.itemsize == 0 else torch.uint8
     return Layout((nbytes // dtype.itemsize,), (1,), 0, dtype)
@@ -139,6 +167,8 @@ def _output(device: Device, recording: Recording, number: int, names: dict[str, 
         names[f"make{number}"] = device.maker(output.layout)
         return f"make{number}(storage{output.slot})"
     if isinstance(output, OfInput):
+        if f"copied{number}" in names:
+            return f"copied[{number}]"
         if output.layout is None:
             return f"inputs[{output.index}]"
         names[f"view{number}"] = functools.partial(_view, device, output.layout)
@@ -163,8 +193,13 @@ def _relative(tensor: torch.Tensor) -> Layout:
 
 def _view(device: Device, layout: Layout, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of `layout`, relative to the start of `tensor`, in the memory of `tensor`."""
+    return device.maker(_absolute(layout, tensor))(tensor.untyped_storage())
+
+
+def _absolute(layout: Layout, tensor: torch.Tensor) -> Layout:
+    """`layout`, relative to the start of `tensor`, in the storage of `tensor`."""
     offset = tensor.storage_offset() * tensor.dtype.itemsize // layout.dtype.itemsize + layout.offset
-    return device.maker(Layout(layout.size, layout.stride, offset, layout.dtype))(tensor.untyped_storage())
+    return Layout(layout.size, layout.stride, offset, layout.dtype)
 
 
 def _function(name: str, lines: Sequence[str], names: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,14 @@ class Limits:
 
 def _not_built(inputs: list[object]) -> tuple[object, ...]:
     raise AssertionError("a recording was replayed before its code was built")
+
+
+def _lies_in(slots: Mapping[int, Slot], value: object, device: Device) -> bool:
+    """Whether `value` is a tensor in one of `slots`, by handle."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    slot = slots.get(value.untyped_storage()._cdata)
+    return slot is not None and slot.lies(device)
 
 
 class Node:
@@ -275,7 +283,21 @@ class Tree:
                 node = None
         finally:
             self._busy = False
-        return function.piece.function(inputs) if node is None else node.run(inputs)
+        return self.unrecorded(function.piece, inputs) if node is None else node.run(inputs)
+
+    def unrecorded(self, piece: Piece, inputs: list[object]) -> Sequence[object]:
+        """Run the code of `piece` as it is."""
+        outputs = piece.function(inputs)
+        if not piece.copies:
+            return outputs
+        slots = {slot.handle: slot for node in self.path for slot in node.slots}
+        taken: dict[int, torch.UntypedStorage] = {}
+        return [
+            replay.copied(self.device, None, output, taken)
+            if shown and _lies_in(slots, output, self.device)
+            else output
+            for output, shown in zip(outputs, piece.visible, strict=True)
+        ]
 
     def _node_for(self, function: Function, inputs: list[object]) -> Node:
         """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
@@ -443,7 +465,7 @@ class Tree:
             planning.note_again(function, parent.children[function], plan)
             self.counts["recorded again"] += 1
         for slot in made.slots:
-            slot.copied = self.shared and slot.visible
+            slot.copied = (self.shared or function.piece.copies) and slot.visible
         if not function.piece.is_backward:
             self.lasting.update(
                 address

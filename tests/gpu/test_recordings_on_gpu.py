@@ -778,3 +778,119 @@ def test_saved_tensors_that_hooks_take_out_and_put_back() -> None:
         (expected,) = torch.autograd.grad(function(data, w), w)
         close(gradient, expected)
     assert seen.recordings >= 1
+
+
+# ---------------------------------------------------------------- addresses that others keep
+
+
+class Interface:
+    """What another library knows of a tensor: where it lies."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = dict(tensor.__cuda_array_interface__)
+
+
+def _by_dlpack(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.from_dlpack(tensor.detach())
+
+
+def _by_interface(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(Interface(tensor.detach()), device=CUDA)
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["copies from the start", "copies once one was held"])
+@pytest.mark.parametrize("share", [_by_dlpack, _by_interface])
+def test_what_others_see_of_outputs_stays_right(share: Callable[[torch.Tensor], torch.Tensor], asked: bool) -> None:
+    run, seen = compiled(shifted, copy_outputs=asked), Recorded()
+    held, shared = [], []
+    for step in range(10):
+        x = torch.randn(4096, device=CUDA)
+        y = run(x)
+        held.append((x, y))
+        if asked or step >= 2:  # the second call's output is moved by the third
+            shared.append((y.data_ptr(), share(y)))
+    for (x, y), (address, other) in zip(held[-len(shared) :], shared, strict=True):
+        assert y.data_ptr() == other.data_ptr() == address
+        close(other, shifted(x))
+        y.add_(1)
+        close(other, shifted(x) + 1)
+    assert seen.recordings == 1
+    assert seen.clones == (0 if asked else 1)
+    assert unrecorded() == {}
+
+
+def test_a_graph_of_the_user_over_an_output() -> None:
+    run, seen = compiled(shifted, copy_outputs=True), Recorded()
+    for _ in range(3):
+        x = torch.randn(4096, device=CUDA)
+        y = run(x)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        z = y * 2
+    for _ in range(5):
+        other = torch.randn(4096, device=CUDA)
+        held = run(other)
+        graph.replay()
+        close(z, shifted(x) * 2)
+        close(held, shifted(other))
+    y.fill_(3)
+    graph.replay()
+    close(z, torch.full_like(z, 6))
+    assert (seen.recordings, seen.clones) == (1, 0)
+
+
+def test_a_graph_of_the_user_over_gradients() -> None:
+    """An optimizer's step that the user has captured; gradients are zeroed in place."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(CUDA)
+    reference = copy.deepcopy(model)
+    run, seen = compiled(model, copy_outputs=True), Recorded()
+
+    def backward(net: Callable[..., Any], x: torch.Tensor) -> None:
+        net(x).square().mean().backward()
+
+    def step(net: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.05)
+                parameter.grad.zero_()
+
+    batches = [torch.randn(16, 64, device=CUDA) for _ in range(10)]
+    for x in batches[:3]:
+        backward(run, x)
+        backward(reference, x)
+        step(model)
+        step(reference)
+    addresses = [parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step(model)
+    for x in batches[3:]:
+        backward(run, x)
+        backward(reference, x)
+        graph.replay()
+        step(reference)
+    close(dict(model.named_parameters()), dict(reference.named_parameters()))
+    assert addresses == [parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None]
+    assert seen.recordings >= 2
+    assert seen.clones == 0
+    assert unrecorded() == {}
+
+
+def test_a_gradient_that_is_a_saved_tensor_is_a_copy_too() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ((x.sin() * 2) * w).sum()  # the gradient of w is what was saved, times one
+
+    run, seen, held = compiled(function, copy_outputs=True), Recorded(), []
+    for _ in range(6):
+        x = torch.randn(4096, device=CUDA)
+        w = torch.randn(4096, device=CUDA, requires_grad=True)
+        (gradient,) = torch.autograd.grad(run(x, w), w)
+        held.append((x, gradient, gradient.data_ptr()))
+    for x, gradient, address in held:
+        close(gradient, x.sin() * 2)
+        assert gradient.data_ptr() == address
+    assert seen.recordings >= 2
+    assert seen.clones == 0

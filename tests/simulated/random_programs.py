@@ -294,6 +294,9 @@ class Program:
         self.paying = rng.random() < 0.2  # and then no recording that copies pays
         self.device.copies_us = 1e9
         self.tree = Tree(self.device, self.limits, lambda: self.marks, poisons=rng.random() < 0.3)
+        #: for what came later; the programs of a seed stay what they were
+        self.other = other = random.Random(f"{seed}, what came later")
+        self.copies = other.random() < 0.2
         self.recorded, self.plain = Side(), Side()
         self.hidden: set[int] = set()
         self.names = iter(range(1 << 30))
@@ -315,9 +318,8 @@ class Program:
         self.marking = rng.choice([0.0, 0.0, 0.1, 0.4])
         self.meddling = rng.choice([0.0, 0.0, 0.2])
         self.rare = rng.choice([0.0, 0.03, 0.1])
-        self.other = other = random.Random(f"{seed}, what came later")
         self.beside = other.choice([0.0, 0.0, 0.4])
-        self.resizing = other.choice([0.0, 0.0, 0.2])
+        self.resizing = other.choice([0.0, 0.0, 0.4])
         #: names that work on another stream, not waited for, reads or writes, with whether it writes
         self.busy: dict[int, bool] = {}
         self.thread = self.at = 0
@@ -347,6 +349,7 @@ class Program:
             random=shape.random,
             must_pay=self.paying,
             most=self.most,
+            copies=self.copies,
         )
         number = len(self.pieces) if at is None else at
         self.recorded.lasting["constant", number], self.plain.lasting["constant", number] = constant, other
@@ -419,6 +422,9 @@ class Program:
             call, after = rng.choice(CALLS), rng.choice([0, 0, 0, 1, 2, 5])
             self.note(f"{call} is to fail after {after}")
             self.device.fail_at(call, after)
+        if self.trouble and self.other.random() < 0.1:
+            self.note("finish is to fail")
+            self.device.fail_at("finish")
         if rng.random() < self.meddling:
             self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect"])]
 
@@ -427,7 +433,8 @@ class Program:
         value = self.plain.values.get(name)
         if value is None or value.dtype is torch.bool or 0 in value.stride() or value.dim() != 1 or self._is_busy(name):
             return
-        if any(other in self.plain.lasting for other in self._sharers(name)):  # a later call may change it
+        # a later call may change it
+        if self._is_mixed(name) or any(other in self.plain.lasting for other in self._sharers(name)):
             return
         self.counts["work on another stream"] += 1
         if writes:
@@ -451,6 +458,7 @@ class Program:
         if (
             value is None
             or self._is_busy(name)
+            or self._is_mixed(name)
             or not all(_storage_of(side.values[name]).resizable() for side in (self.recorded, self.plain))
         ):
             return
@@ -478,6 +486,11 @@ class Program:
 
     def _is_busy(self, name: int) -> bool:
         return any(other in self.busy for other in self._sharers(name))
+
+    def _is_mixed(self, name: Any) -> bool:
+        """Whether the user and compiled code hold the same memory; where outputs are copies they may or may not."""
+        sharers = self._sharers(name) if self.copies else []
+        return len({other in self.hidden for other in sharers}) > 1
 
     def _is_written(self, name: Any) -> bool:
         return any(self.busy.get(other) for other in self._sharers(name))
@@ -521,7 +534,7 @@ class Program:
         if value is None or value.dtype is torch.bool or 0 in value.stride() or value.stride() == (1, 1):
             return
         del value
-        if self._is_busy(name):
+        if self._is_busy(name) or self._is_mixed(name):
             return
         self.note(f"write to {name}")
         self.counts["outputs written to"] += 1
@@ -639,6 +652,7 @@ class Program:
                 for name, value in self.plain.values.items()
                 if (name in self.hidden) == (entry.kind == "hidden")
                 and not (self._is_busy(name) if entry.mutated else self._is_written(name))
+                and not ((entry.mutated or entry.reused) and self._is_mixed(name))
                 and isinstance(value, torch.Tensor)
                 and value.dim() == 1
                 and value.dtype is torch.float32
@@ -689,6 +703,7 @@ class Program:
                         side.lasting[recipe[1]].copy_(content)
         names = [next(self.names) for _ in shape.outputs]
         self.counts["calls"] += 1
+        self.counts["calls whose outputs are copies"] += self.copies
         self.device.user_captures = captures = rng.random() < self.rare
         self.counts["calls in a capture of the caller"] += captures
         backward_thread = shape.is_backward and rng.random() < 0.5
@@ -777,6 +792,11 @@ class Program:
                 else:
                     self._same(name, found, value)
                     found, value = found.untyped_storage(), value.untyped_storage()
+                copied = kind == "values" and self.copies and name not in self.hidden
+                if copied and self.device._memory.of(_storage_of(held[name])) is not None:
+                    raise Wrong(f"{name} lies in the pool")
+                if self._is_mixed(name):
+                    continue
                 if value.nbytes() and (kind == "lasting" or _elements(expected[name])):
                     one, other = found._cdata, value._cdata
                     if handles.setdefault(one, other) != other or sides.setdefault(other, one) != one:

@@ -309,6 +309,86 @@ def test_a_constant_that_was_handed_out_and_resized_is_read_where_it_lies() -> N
     assert bench.recorded() == 2
 
 
+# ---------------------------------------------------------------- addresses that others keep
+
+
+def in_pool(bench: Bench, tensor: torch.Tensor) -> bool:
+    return bench.device._memory.of(tensor.untyped_storage()) is not None
+
+
+def test_all_outputs_are_copies_where_that_is_asked_for() -> None:
+    def several(x: torch.Tensor, w: torch.Tensor) -> tuple[Any, ...]:
+        y = x + w
+        return y, y[1:], y * 2, w, y.sin()
+
+    bench = Bench()
+    piece = bench.piece(several, 2, 5, static=[1], copies=True, visible=[True] * 4 + [False])
+    w, held = values(), []
+    for step in range(6):
+        x = values()
+        outputs = call_right(piece, several, x, w)
+        assert not any(in_pool(bench, output) for output in outputs[:4])
+        assert outputs[0].untyped_storage()._cdata == outputs[1].untyped_storage()._cdata
+        assert outputs[3] is w
+        if step:
+            assert in_pool(bench, outputs[4])
+        held.append(([output.clone() for output in outputs[:4]], outputs[:4]))
+        del outputs
+    for contents, outputs in held:
+        assert_equal(outputs, contents)
+    assert (bench.recorded(), bench.clones()) == (1, 0)
+    assert bench.unrecorded(piece) == {}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_only_compiled_code_held_is_handed_out_as_a_copy(kept: bool) -> None:
+    """A backward returns a saved tensor, or a view of it."""
+
+    def ahead(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + 1, x * 3
+
+    def back(saved: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return saved, saved.view(2, 4).t(), saved + g
+
+    bench = Bench()
+    first = bench.piece(ahead, 1, 2, visible=[True, False], copies=True)
+    second = bench.piece(back, 2, 3, static=[0], is_backward=True, copies=True)
+    for step in range(8):
+        x, g = values(), values()
+        y, saved = first([x])
+        args = [saved, g]
+        if not kept:
+            del saved
+        captures = bench.device.user_captures = step == 6
+        gradients = second(args)
+        bench.device.user_captures = False
+        assert_equal(gradients, back(x * 3, g))
+        assert not any(in_pool(bench, gradient) for gradient in (y, *gradients)), captures
+        assert gradients[0].untyped_storage()._cdata == gradients[1].untyped_storage()._cdata
+        del y, gradients
+    assert bench.recorded() >= 2
+    assert bench.unrecorded(first, second) == {}
+
+
+def test_an_address_that_others_keep_stays_right_once_outputs_are_copies() -> None:
+    """They are from the start where that is asked for, and else from the first that was held on."""
+    for asked in (False, True):
+        bench = Bench()
+        piece = bench.piece(double, 1, 1, copies=asked)
+        held = []
+        for step in range(8):
+            x = values()
+            (y,) = piece([x])
+            held.append((x, y))
+            if step == (1 if asked else 2):
+                kept, expected = y, double(x)[0]
+                place = bench.device._memory.reference(y)  # as a graph of the user's knows it
+        assert_equal((place.tensor(),), (expected,))
+        kept.add_(1)
+        assert_equal((place.tensor(),), (expected + 1,))
+        assert bench.clones() == (0 if asked else 1)
+
+
 def test_an_output_fed_back_is_read_before_it_is_written_over() -> None:
     bench = Bench()
     piece = bench.piece(double, 1, 1)

@@ -68,7 +68,7 @@ def test_defaults() -> None:
     assert build() == Options() == build({}) == build(mode="default") == build({"inductor": {}})
     assert_expected_inline(
         repr(Options()),
-        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, max_recordings=5, inductor=(), saved_tensors=(), saved_tensors_budget=None, mode=None)""",  # noqa: E501
+        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, inductor=(), saved_tensors=(), saved_tensors_budget=None, mode=None)""",  # noqa: E501
     )
 
 
@@ -126,11 +126,11 @@ def test_unknown_options() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
-unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
-unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
-unknown option 'zzz'; valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
-unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode""",  # noqa: E501
+unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
+unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
+unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
+unknown option 'zzz'; valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
+unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode""",  # noqa: E501
     )
 
 
@@ -249,8 +249,10 @@ def test_operators_to_cut_at_and_to_hold() -> None:
 
 
 def test_what_recordings_may_cost() -> None:
-    options = build({"record_small": True, "max_recordings": 9, "collectives": "cut"})
-    assert options.recording == ("auto", (), (), "cut", True, 9)
+    options = build({"record_small": True, "copy_outputs": True, "max_recordings": 9, "collectives": "cut"})
+    assert options.copy_outputs
+    assert error({"copy_outputs": None}) == "option 'copy_outputs': expected True or False, got None (NoneType)"
+    assert options.recording == ("auto", (), (), "cut", True, 9, True)
     assert "'record' or 'cut'" in error({"collectives": "split"})
     assert hash(options) != hash(build({}))
     assert error({"record_small": 1}) == "option 'record_small': expected True or False, got 1 (int)"
