@@ -185,6 +185,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("foreach_copy", "torch", "_foreach_copy_", feature="cudagraphs"),
         _S("dispatch_table", "torch._C", "_dispatch_dump_table", feature="cudagraphs"),
         _S("set_grad_enabled", "torch._C", "_set_grad_enabled", feature="cudagraphs"),
+        _S("without_torch_function", "torch._C", "DisableTorchFunctionSubclass", feature="cudagraphs"),
         _S("is_capturing", "torch._C", "_cuda_isCurrentStreamCapturing", feature="cudagraphs on CUDA"),
         _S("current_device", "torch._C", "_cuda_getDevice", feature="cudagraphs on CUDA"),
         _S("raw_stream", "torch._C", "_cuda_getCurrentRawStream", feature="cudagraphs on CUDA"),

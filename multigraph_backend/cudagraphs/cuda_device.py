@@ -20,7 +20,15 @@ from multigraph_backend import _compat
 from multigraph_backend.allocator import process, statistics
 from multigraph_backend.allocator.recording_pool import ExtensionPool
 from multigraph_backend.cudagraphs import poison, staging
-from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, DeviceFailed, Graph, Layout, PoolState
+from multigraph_backend.cudagraphs.device import (
+    Captured,
+    CaptureFailed,
+    DeviceFailed,
+    Graph,
+    Layout,
+    PoolState,
+    is_plain,
+)
 from multigraph_backend.memory_pool import MemoryPool, State, TorchPool, capture_anchor, generator_set_free
 
 
@@ -47,8 +55,7 @@ class CudaDevice:
     # ---------------------------------------------------------------- tensors
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        return plain and tensor.device == self._device and tensor.layout == torch.strided
+        return is_plain(tensor) and tensor.device == self._device and tensor.layout == torch.strided
 
     def address(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr()

@@ -51,6 +51,18 @@ class Layout:
         return (last + 1) * self.dtype.itemsize
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether kernels see all there is of `tensor`: of its own class, or of one that changes what Python does with it
+    and nothing beneath (weights of vLLM and bitsandbytes, say)."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def overrides_functions(tensor: torch.Tensor) -> bool:
+    """Whether what Python asks of `tensor` is answered by its class, in `__torch_function__`."""
+    own = type(tensor).__torch_function__
+    return type(tensor) is not torch.Tensor and own is not torch.nn.Parameter.__torch_function__
+
+
 class Graph(Protocol):
     """One recording as the driver knows it."""
 
@@ -111,7 +123,7 @@ class Device(Protocol):
         it took, None while that is not known."""
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a plain dense tensor in this device's memory (which recordings may read)."""
+        """Whether `tensor` is a dense tensor in this device's memory, which recordings may read; see `is_plain`."""
 
     def address(self, tensor: torch.Tensor) -> int:
         """Where its first element lies."""

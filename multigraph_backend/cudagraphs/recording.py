@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend.cudagraphs.cost import Trial
-from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, Device, Graph, Layout, PoolState
+from multigraph_backend.cudagraphs.device import (
+    Captured,
+    CaptureFailed,
+    Device,
+    Graph,
+    Layout,
+    PoolState,
+    overrides_functions,
+)
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.piece import Piece
@@ -146,7 +155,7 @@ class Recording:
     """See the module's text.
 
     buffers: per copied input, a tensor over its place in the pool; stage: what copies into them; trial: of one that has
-    to pay for itself.
+    to pay for itself.  overridden: whether a call asks things of an input whose class answers itself.
     """
 
     graph: Graph
@@ -159,6 +168,7 @@ class Recording:
     state: PoolState
     stage: Callable[..., object] | None = None
     trial: Trial | None = None
+    overridden: bool = False
 
 
 def record(
@@ -178,6 +188,7 @@ def record(
     owned = {index: (plan.managed[index].address, Layout.of(inputs[index])) for index in plan.owned}
     places: dict[int, tuple[int, int]] = {}
     passed: dict[int, StorageWeakRef] = {}
+    given = {index: weakref.ref(tensor) for index, tensor in enumerate(inputs) if _is_tensor(tensor)}
     seconds = 0.0
 
     def capture() -> list[Any]:
@@ -189,11 +200,12 @@ def record(
             storage = buffer.untyped_storage()
             places[index] = device.storage_address(storage), storage.nbytes()
             passed[index] = StorageWeakRef(storage)
-            args[index] = buffer
+            given[index], args[index] = weakref.ref(buffer), buffer
             del buffer, storage
         for index, (address, layout) in owned.items():
             passed[index] = StorageWeakRef(owners[address])
             args[index] = device.maker(layout)(owners[address])
+            given[index] = weakref.ref(args[index])
         owners.clear()
         nonlocal seconds
         started = time.perf_counter()
@@ -227,7 +239,8 @@ def record(
             handle = output.untyped_storage()._cdata
             if handle in by_handle:
                 index = by_handle[handle]
-                described.append(_of_input(index, inputs[index], output, 0 if index in parts else None))
+                same = output is given[index]()
+                described.append(_of_input(index, inputs[index], output, same, 0 if index in parts else None))
                 if index in owned:
                     kept.append(output)  # its block stays
                 if index in plan.managed and shown and not piece.copies:
@@ -258,6 +271,7 @@ def record(
             raise error.__cause__ from None
         raise NotRecorded(f"recording failed: {error}") from error
     buffers = [_over(device, places[index], part) for index, part in parts.items()]
+    asked = {*parts, *(output.index for output in described if isinstance(output, OfInput))}
     stage = device.stager(buffers) if buffers else None
     trial = None
     if piece.must_pay:
@@ -277,6 +291,7 @@ def record(
         state=captured.state,
         stage=stage,
         trial=trial,
+        overridden=any(overrides_functions(inputs[index]) for index in asked),
     )
 
 
@@ -356,17 +371,19 @@ def _number(value: Any) -> Constant:
 
 
 def _check_output(device: Device, output: torch.Tensor) -> None:
-    if not device.is_on_device(output):
+    if not device.is_on_device(output) or type(output) not in (torch.Tensor, torch.nn.Parameter):
         raise NotRecorded(f"it returns a {type(output).__name__} on {output.device}", always=True)
     if output.is_conj() or output.is_neg() or output.requires_grad:
         raise NotRecorded("it returns a tensor with a conjugate, negative or gradient mark", always=True)
 
 
-def _of_input(index: int, tensor: torch.Tensor, output: torch.Tensor, start: int | None) -> OfInput:
-    """`start`: where the input that was captured began in its storage; None: where `tensor` does."""
+def _of_input(index: int, tensor: torch.Tensor, output: torch.Tensor, same: bool, start: int | None) -> OfInput:
+    """`same`: whether it is the very tensor that was passed, and so of its class; `start`: where the input that was
+    captured began in its storage; None: where `tensor` does."""
     layout = Layout.of(output)
     if start is None:
         start = tensor.storage_offset() * tensor.dtype.itemsize // layout.dtype.itemsize
     relative = Layout(layout.size, layout.stride, layout.offset - start, layout.dtype)
     as_given = Layout(tuple(tensor.size()), tuple(tensor.stride()), 0, tensor.dtype)
-    return OfInput(index, None if relative == as_given else relative)
+    handed_through = relative == as_given and (same or type(tensor) is torch.Tensor)
+    return OfInput(index, None if handed_through else relative)

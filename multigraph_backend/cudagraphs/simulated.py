@@ -30,7 +30,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.arena import ArenaState
-from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, Device, DeviceFailed, Layout, PoolState
+from multigraph_backend.cudagraphs.device import (
+    Captured,
+    CaptureFailed,
+    Device,
+    DeviceFailed,
+    Layout,
+    PoolState,
+    is_plain,
+)
 from multigraph_backend.cudagraphs.poison import others
 from multigraph_backend.cudagraphs.simulated_capture import NOT_CAPTURED, Recorder
 from multigraph_backend.cudagraphs.simulated_memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
@@ -170,11 +178,7 @@ class SimulatedDevice:
     # ---------------------------------------------------------------- tensors
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        return (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            and tensor.layout is torch.strided
-            and tensor.device.type == "cpu"
-        )
+        return is_plain(tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
     def address(self, tensor: torch.Tensor) -> int:
         return self.storage_address(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.itemsize
@@ -184,7 +188,8 @@ class SimulatedDevice:
         return storage.data_ptr() if mapped is None else mapped.pool.base + mapped.offset
 
     def _same_addresses(self, tensors: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]) -> bool:
-        return all(self.address(tensors[index]) == addresses[index] for index in indices)
+        with _compat.without_torch_function():
+            return all(self.address(tensors[index]) == addresses[index] for index in indices)
 
     def prepare(self, inputs: int) -> None:
         """Nothing is compiled for it."""

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multigraph_backend import trace
+from multigraph_backend import _compat, trace
 from multigraph_backend.cudagraphs import planning, recording, replay
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
@@ -269,7 +269,8 @@ class Tree:
                 if mark != self.mark:
                     self._restart()
                     self.mark = mark
-                node = self._node_for(function, inputs)
+                with _compat.without_torch_function():  # of inputs whose classes answer what is asked about them
+                    node = self._node_for(function, inputs)
             except (NotRecorded, DeviceFailed, RuntimeError) as error:
                 reason = str(error) if isinstance(error, NotRecorded) else f"the driver failed: {error}"
                 if isinstance(error, NotRecorded) and error.always:

@@ -272,6 +272,18 @@ def place(content: torch.Tensor, layout: str, offset: int = 0) -> torch.Tensor:
     return base[offset : offset + size]
 
 
+class Weight(torch.nn.Parameter):
+    """A class that changes nothing."""
+
+
+class Loaded(torch.nn.Parameter):
+    """A class that is asked whatever Python asks of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 class Program:
     """One seed."""
 
@@ -297,6 +309,7 @@ class Program:
         #: for what came later; the programs of a seed stay what they were
         self.other = other = random.Random(f"{seed}, what came later")
         self.copies = other.random() < 0.2
+        self.weights = other.choice([None, None, None, Weight, Loaded])  # of which class parameters are
         self.recorded, self.plain = Side(), Side()
         self.hidden: set[int] = set()
         self.names = iter(range(1 << 30))
@@ -423,8 +436,9 @@ class Program:
             self.note(f"{call} is to fail after {after}")
             self.device.fail_at(call, after)
         if self.trouble and self.other.random() < 0.1:
-            self.note("finish is to fail")
-            self.device.fail_at("finish")
+            call = self.other.choice(["finish", "move_out"])  # a program moves seldom
+            self.note(f"{call} is to fail")
+            self.device.fail_at(call)
         if rng.random() < self.meddling:
             self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect"])]
 
@@ -683,6 +697,8 @@ class Program:
                     side.lasting[key] = side.lasting[base][offset : offset + size]
                 else:
                     side.lasting[key] = place(content, layout)
+                    if self.weights is not None and isinstance(key[0], int):
+                        side.lasting[key] = self.weights(side.lasting[key], requires_grad=False)
         return ("lasting", key)
 
     def _call(self, at: int) -> None:
@@ -803,6 +819,8 @@ class Program:
                         raise Wrong(f"{name} shares memory with other values than in the plain program")
 
     def _same(self, name: Any, found: torch.Tensor, value: torch.Tensor) -> None:
+        if type(found) is not type(value):
+            raise Wrong(f"{name} is a {type(found).__name__}")
         if found.dtype != value.dtype or found.size() != value.size() or found.stride() != value.stride():
             raise Wrong(f"{name} has another layout: {found.size()}, {found.stride()}, {found.dtype}")
         if not torch.equal(found, value):
@@ -845,6 +863,11 @@ class Program:
         counts["recordings with inputs that die in them"] += sum(bool(made.consumed) for made in recordings)
         counts["recordings that hand out copies"] += sum(any(slot.copied for slot in node.slots) for node in nodes)
         counts["recordings with managed inputs"] += sum(bool(made.plan.managed) for made in recordings)
+        counts["recordings with parameters of a class"] += self.weights is not None and sum(
+            not set(node.function.piece.static).isdisjoint(node.recording.plan.fixed)
+            for node in nodes
+            if node.function is not None and node.recording is not None
+        )
         counts["programs with several threads"] += tree.shared
         counts["new pools"] += self.device.generation
         counts["programs"] += 1

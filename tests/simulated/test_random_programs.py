@@ -58,6 +58,7 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "outputs resized": 30,
         "resized": 3,
         "calls whose outputs are copies": 200,
+        "recordings with parameters of a class": 20,
         "pieces dropped": 10,
         "calls in a capture of the caller": 20,
         "interruptions": 50,

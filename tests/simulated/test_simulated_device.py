@@ -524,8 +524,18 @@ def test_what_is_on_the_device(device: SimulatedDevice) -> None:
     class Subclass(torch.Tensor):
         pass
 
+    class Weight(torch.nn.Parameter):
+        pass
+
+    class Wrapped(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("a kernel does not see what this one is")
+
     assert device.is_on_device(torch.nn.Parameter(X))
-    assert not device.is_on_device(X.as_subclass(Subclass))
+    assert device.is_on_device(Weight(X))
+    assert device.is_on_device(X.as_subclass(Subclass))
+    assert not device.is_on_device(torch.Tensor._make_subclass(Wrapped, X))
     assert not device.is_on_device(X.to_sparse())
     assert not device.is_on_device(X.to("meta"))
 

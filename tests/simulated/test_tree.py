@@ -117,6 +117,66 @@ def test_outputs_that_are_inputs_views_constants_or_numbers() -> None:
     assert bench.recorded() == 1
 
 
+class Weight(torch.nn.Parameter):
+    """As bitsandbytes has them."""
+
+
+class Loaded(torch.nn.Parameter):
+    """As vLLM has them; `asked` counts what is asked of it."""
+
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Named(torch.Tensor):
+    """Results of operations on it are of its class."""
+
+
+@pytest.mark.parametrize("kind", [Weight, Loaded, Named])
+def test_parameters_and_inputs_of_classes_that_change_nothing_beneath(kind: Any) -> None:
+    def made(tensor: torch.Tensor) -> Any:
+        return tensor.as_subclass(Named) if kind is Named else kind(tensor, requires_grad=False)
+
+    def mixed(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+        with torch._C.DisableTorchFunctionSubclass():  # as compiled code does it, in plain tensors
+            return x @ w + 1, w, w.view(4, 16), x[1:], b.add_(1), w.view(8, 8)
+
+    bench = Bench()
+    piece = bench.piece(mixed, 3, 6, static=[1, 2], mutated=[2])
+    w, b = made(torch.randn(8, 8)), made(torch.zeros(8))
+    for _ in range(6):
+        x = values()
+        Loaded.asked = 0
+        outputs = piece([made(x), w, b])
+        assert Loaded.asked == 0
+        assert_equal([torch.Tensor(output) for output in outputs], mixed(x, w, b.clone().sub_(1)))
+        assert outputs[1] is w
+        assert outputs[4] is b
+        assert [type(outputs[index]) for index in (0, 2, 3, 5)] == [torch.Tensor] * 4
+        assert outputs[2].data_ptr() == w.data_ptr()
+    assert_equal((b.view(-1).as_subclass(torch.Tensor),), (torch.full((8,), 6.0),))
+    assert (bench.recorded(), bench.replays()) == (1, 5)
+    assert bench.unrecorded(piece) == {}
+
+
+def test_new_tensors_of_a_class_are_not_recorded() -> None:
+    """What is handed out is made anew at each replay, as plain tensors."""
+
+    def classed(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((x * 2).as_subclass(Named),)
+
+    bench = Bench()
+    piece = bench.piece(classed, 1, 1)
+    for _ in range(4):
+        (y,) = piece([values()])
+        assert type(y) is Named
+    assert list(bench.unrecorded(piece)) == ["it returns a Named on cpu"]
+
+
 def test_a_random_number_generator_among_the_inputs_is_part_of_the_recording() -> None:
     def shifted(x: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor]:
         return (x + generator.device.type.count("c"),)
@@ -200,7 +260,7 @@ def test_views_of_a_held_output_move_with_it() -> None:
 
 
 def larger(y: torch.Tensor) -> None:
-    y.resize_(64)
+    y.resize_(64)[8:] = 7
 
 
 def written_to(y: torch.Tensor) -> None:
