@@ -24,7 +24,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -316,6 +316,8 @@ class Program:
         pieces = rng.randint(1, 6)
         backwards = {at for at in range(1, pieces) if rng.random() < 0.35}
         self.shapes = [draw_shape(rng, at in backwards) for at in range(pieces)]
+        if self.copies:
+            self.shapes = [self._showing(shape) for shape in self.shapes]
         self.pieces: list[Piece] = []
         self.functions: list[Callable[..., tuple[Any, ...]]] = []
         for shape in self.shapes:
@@ -339,6 +341,15 @@ class Program:
         self._interruption: list[Any] = []
         self._driver = self.device._driver
         self.device._driver = self._interrupted  # type: ignore[method-assign]
+
+    def _showing(self, shape: Shape) -> Shape:
+        """`shape`, mostly with one more output: what only compiled code holds, or a part of it, for the user."""
+        tensors = [entry for entry in shape.inputs if entry.kind in ("user", "static", "hidden")]
+        held = [at for at, entry in enumerate(tensors) if entry.kind == "hidden"]
+        if not held or self.other.random() < 0.2:
+            return shape
+        output = (self.other.choice(["is", "tail"]), self.other.choice(held))
+        return replace(shape, outputs=(*shape.outputs, output), visible=(*shape.visible, True))
 
     def _make(self, shape: Shape, at: int | None = None) -> None:
         """A piece of `shape`, at `at` in place of another."""

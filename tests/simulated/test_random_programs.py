@@ -147,8 +147,13 @@ def _storages_are_trusted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(replay, "_elsewhere", lambda device, made, names: [])
 
 
-def _what_compiled_code_held_is_handed_out_as_it_is(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replay, "_copies_of_inputs", lambda device, made, node, names: [])
+def _copies_are_not_made(patch: pytest.MonkeyPatch) -> None:
+    init = Piece.__init__
+
+    def without(piece: Piece, *args: object, copies: object, **known: object) -> None:
+        init(piece, *args, **known)  # type: ignore[arg-type]
+
+    patch.setattr(Piece, "__init__", without)
 
 
 def _changed_inputs_are_copied(patch: pytest.MonkeyPatch) -> None:
@@ -187,7 +192,7 @@ MUTANTS = [
     _outputs_are_moved_under_work_on_other_streams,
     _moved_outputs_are_not_waited_for,
     _storages_are_trusted,
-    _what_compiled_code_held_is_handed_out_as_it_is,
+    _copies_are_not_made,
     _changed_inputs_are_copied,
     _expanded_dimensions_are_forgotten,
     _given_up_pools_stay,
