@@ -1,34 +1,75 @@
 """Which inputs of a call share memory.
 
 Code that mutates its inputs is compiled for one way of sharing; the same questions are asked when it is compiled and
-at its calls, so they are asked here.
+at its calls, so they are asked here.  Parameters and buffers take part: an input may be a window into one of them in
+some calls only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
 
 import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.capture import CapturedGraph
 
-
-def user_tensors(graph: CapturedGraph) -> list[int]:
-    """Positions of the tensor inputs that are no parameters or buffers, and no Python floats."""
-    return [
-        index
-        for index, entry in enumerate(graph.inputs)
-        if entry.layout is not None and not entry.static and not entry.number
-    ]
+# groups of tensors that share memory: positions of inputs; tensors that the graph holds count on from there
+Sharing = tuple[tuple[int, ...], ...]
 
 
-def shared_storages(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def shared_storages(tensors: Sequence[torch.Tensor]) -> Sharing:
     """Which of these tensors share a storage: their positions, by group; empty when none does."""
+    keys = _storages(tensors)
+    if len(set(keys)) == len(keys):
+        return ()
     groups: dict[int, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def sharing(graph: CapturedGraph, args: Sequence[Any]) -> Sharing:
+    """Which tensors share a storage in a call, as far as it matters: with the user's, or with one that is written to.
+
+    Parameters that share memory among themselves (weights of a flat buffer) are left out, unless one is changed.
+    """
+    tensors = (*args, *graph.held)
+    positions = [*graph.tensor_inputs, *range(len(args), len(tensors))]
+    groups = shared_storages([tensors[index] for index in positions])
+    if not groups:
+        return ()
+    found = (tuple(positions[member] for member in group) for group in groups)
+    matters = {*graph.user_inputs, *graph.written}
+    return tuple(group for group in found if not matters.isdisjoint(group))
+
+
+def written_alone(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool]:
+    """The check of a call that nothing which the graph writes to shares its storage with anything else of the call.
+
+    It stands before each call, so of a storage that one tensor alone uses nothing more is asked.
+    """
+    count = len(graph.inputs)
+    written = _getter([index for index in graph.tensor_inputs if index in graph.written])
+    others = _getter([index for index in graph.tensor_inputs if index not in graph.written])
+    written_held = [tensor for index, tensor in enumerate(graph.held, count) if index in graph.written]
+    other_held = [tensor for index, tensor in enumerate(graph.held, count) if index not in graph.written]
+    uses: Callable[[int], int] | None = None
+    if _compat.SYMBOLS["storage_use_count"].problem() is None:
+        uses = _compat.storage_use_count
+
+    def alone(args: Sequence[Any]) -> bool:
+        keys = _storages(written(args)) + _storages(written_held)
+        changed = set(keys)
+        if len(changed) < len(keys):
+            return False
+        if uses is not None:
+            changed = {key for key in changed if uses(key) > 1}
+        return not changed or changed.isdisjoint(_storages((*others(args), *other_held)))
+
+    return alone
 
 
 def any_overlap(tensors: Sequence[torch.Tensor]) -> bool:
@@ -41,3 +82,13 @@ def overlapping(over: Sequence[torch.Tensor], apart: Sequence[torch.Tensor]) -> 
     """Whether, among all of these, it is just the tensors of `over` that overlap another one in memory."""
     found = _compat.compute_overlapping_tensors([*over, *apart], symbolic=False)
     return sorted(found) == list(range(len(over)))
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
+
+
+def _getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda args: tuple(args[index] for index in positions)

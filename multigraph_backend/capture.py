@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -132,7 +133,7 @@ class CapturedGraph:
     sizes: dict[str, NamedSize]  # every named size and integer input of the graph
     traced_names: dict[str, str]  # as Dynamo calls it -> as the user calls it, where they differ
     marks: tuple[Mark, ...]
-    mutates_inputs: bool
+    written: frozenset[int]  # positions of what a call may write to in place; `held` counts on behind the inputs
     viewed_inputs: tuple[int, ...]  # positions of inputs of which views are returned
     outputs: tuple[str, ...]  # "tensor" or "other", in order
     code: UserCode
@@ -140,6 +141,26 @@ class CapturedGraph:
     compile_id: Any = None  # torch's id of the trace, for its own tools
     notes: list[str] = field(default_factory=list)
     floats_are_constants: bool = False  # set by the first compile that cannot keep them apart from their values
+
+    @property
+    def mutates_inputs(self) -> bool:
+        """Whether a call changes anything that was there before it: an input, or a tensor that the graph holds."""
+        return bool(self.written)
+
+    @functools.cached_property
+    def tensor_inputs(self) -> tuple[int, ...]:
+        """Positions of the tensors among the inputs, without Python floats."""
+        return tuple(i for i, entry in enumerate(self.inputs) if entry.layout is not None and not entry.number)
+
+    @functools.cached_property
+    def user_inputs(self) -> tuple[int, ...]:
+        """Those of them that are no parameters or buffers."""
+        return tuple(index for index in self.tensor_inputs if not self.inputs[index].static)
+
+    @functools.cached_property
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that are attributes of the graph's modules: constants, and parameters that are no inputs."""
+        return tuple(_held(self.module))
 
     @property
     def repeatable(self) -> bool:
@@ -324,7 +345,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         sizes=sizes,
         traced_names=traced_names,
         marks=_marks(shape_env, code),
-        mutates_inputs=_mutates_inputs(gm),
+        written=_written(gm),
         viewed_inputs=_viewed_inputs(gm),
         outputs=outputs,
         code=code,
@@ -489,24 +510,95 @@ def _lost_marks(inputs: Sequence[Input], example_inputs: Sequence[Any], code: Us
     return notes
 
 
-def _mutates_inputs(gm: torch.fx.GraphModule) -> bool:
-    """Whether the graph may write to its inputs.
+def _graph_modules(gm: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
+    """`gm` and the bodies of its higher-order operators."""
+    return (module for module in gm.modules() if isinstance(module, torch.fx.GraphModule))
 
-    In-place operations of the trace have counted up the version of Dynamo's fake inputs; for custom operators and
-    kernels that is not certain, so any that can write counts.
+
+def _held(gm: torch.fx.GraphModule) -> dict[torch.Tensor, list[torch.fx.Node]]:
+    """Tensors that are attributes of the graph's modules, with the nodes that take them; in order."""
+    found: dict[torch.Tensor, list[torch.fx.Node]] = {}  # tensors are equal as keys where they are the same
+    for module in _graph_modules(gm):
+        for node in module.graph.find_nodes(op="get_attr"):
+            value: Any = module
+            for name in str(node.target).split("."):
+                value = getattr(value, name, None)
+            if isinstance(value, torch.Tensor):
+                found.setdefault(value, []).append(node)
+    return found
+
+
+def _written(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """What the graph may write to, by the memory of Dynamo's fake tensors; positions as in `CapturedGraph.written`.
+
+    In-place operations of the trace have counted up the version of what they wrote to, `x.data` having one of its own.
+    Custom operators and kernels need not do so; what their schemas say counts.  Norms with running statistics do not
+    say so either.
     """
-    for node in gm.graph.nodes:
+    written: set[Any] = set()
+    nodes = [node for module in _graph_modules(gm) for node in module.graph.nodes]
+    for node in nodes:
         value = node.meta.get("example_value")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value._version:
-            return True
-        if isinstance(node.target, _compat.HigherOrderOperator):
-            if "triton_kernel" in node.target.name() or "functionalized" in node.target.name():
-                return True
-        elif isinstance(node.target, _compat.OpOverloadPacket | _compat.OpOverload):
-            packet = getattr(node.target, "overloadpacket", node.target)
-            if any(getattr(packet, name)._schema.is_mutable for name in packet.overloads()):
-                return True
-    return False
+        if isinstance(value, torch.Tensor) and not value.is_inference() and value._version:
+            written.add(_memory(node))
+        written.update(map(_memory, (*_written_by_schema(node), *_running_statistics(node))))
+    tensors = [*([node] for node in gm.graph.find_nodes(op="placeholder")), *_held(gm).values()]
+    return frozenset(index for index, taken in enumerate(tensors) if any(_memory(node) in written for node in taken))
+
+
+def _memory(node: torch.fx.Node) -> Any:
+    """What tells the memory of a node's value from that of others; the node, where there is nothing but itself."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return node
+    return int(value.untyped_storage()._cdata)
+
+
+def _written_by_schema(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    """Operands that the operator called by `node` may write to, as far as it says."""
+    target = node.target
+    if isinstance(target, _compat.HigherOrderOperator):
+        kernel = "triton_kernel" in target.name() or "functionalized" in target.name()
+        return node.all_input_nodes if kernel else ()
+    if isinstance(target, _compat.OpOverload):
+        schemas = [target._schema]
+    elif isinstance(target, _compat.OpOverloadPacket):  # Dynamo leaves open which overload is meant
+        schemas = [getattr(target, name)._schema for name in target.overloads()]
+        schemas = [schema for schema in schemas if _takes(schema, node)]
+    else:
+        return ()
+    found: dict[torch.fx.Node, None] = {}
+    for schema in schemas:
+        for argument, given in _given(schema, node):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                torch.fx.node.map_arg(given, lambda operand: found.setdefault(operand))
+    return found
+
+
+def _running_statistics(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    """Operands of a batch or instance norm that may be running statistics, unless it only reads them."""
+    name = getattr(node.target, "__name__", "")
+    if node.op != "call_function" or not ("batch_norm" in name or "instance_norm" in name):
+        return ()
+    flags = [node.kwargs[key] for key in ("training", "use_input_stats") if key in node.kwargs]
+    if False in (*flags, *node.args[5:6]):  # all of them take it in this place
+        return ()
+    values = [(operand, operand.meta.get("example_value")) for operand in node.all_input_nodes[1:]]
+    return [operand for operand, value in values if not getattr(value, "requires_grad", False)]
+
+
+def _given(schema: Any, node: torch.fx.Node) -> Iterator[tuple[Any, Any]]:
+    """The arguments of `schema` that a call gives, with what it gives."""
+    positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+    yield from zip(positional, node.args, strict=False)
+    yield from ((argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs)
+
+
+def _takes(schema: Any, node: torch.fx.Node) -> bool:
+    """Whether a call may mean the overload with this schema, by number and names of arguments."""
+    given = [argument.name for argument, _ in _given(schema, node)]
+    needed = {argument.name for argument in schema.arguments if not argument.has_default_value()}
+    return len(given) == len(node.args) + len(node.kwargs) and needed <= set(given)
 
 
 def _outputs(gm: torch.fx.GraphModule) -> Sequence[Any]:
@@ -517,16 +609,9 @@ def _outputs(gm: torch.fx.GraphModule) -> Sequence[Any]:
 
 def _viewed_inputs(gm: torch.fx.GraphModule) -> tuple[int, ...]:
     """Which inputs an output looks into without being one, by the memory of Dynamo's fake tensors."""
-
-    def storage(node: Any) -> int | None:
-        value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            return None
-        return int(value.untyped_storage()._cdata)
-
-    returned = {storage(node) for node in _outputs(gm) if isinstance(node, torch.fx.Node) and node.op != "placeholder"}
+    returned = {_memory(node) for node in _outputs(gm) if isinstance(node, torch.fx.Node) and node.op != "placeholder"}
     placeholders = gm.graph.find_nodes(op="placeholder")
-    return tuple(index for index, node in enumerate(placeholders) if storage(node) in returned - {None})
+    return tuple(index for index, node in enumerate(placeholders) if _memory(node) in returned)
 
 
 def _output_kinds(gm: torch.fx.GraphModule) -> tuple[str, ...]:

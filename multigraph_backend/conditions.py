@@ -11,6 +11,7 @@ compile.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 import sympy
 
 from multigraph_backend import _compat
-from multigraph_backend.aliasing import overlapping, shared_storages, user_tensors
+from multigraph_backend.aliasing import overlapping, sharing, written_alone
 from multigraph_backend.capture import CapturedGraph
 from multigraph_backend.fresh_inputs import OVERLAPPING, CannotLower, FreshInputs
 
@@ -54,7 +55,12 @@ def added_condition(
     code = " and ".join(dict.fromkeys(parts))
     if not code:
         return AddedCondition("True", None)
-    namespace = {**_compat.SYMPY_INTERP, "overlapping": overlapping, "shared_storages": shared_storages}
+    namespace = {
+        **_compat.SYMPY_INTERP,
+        "overlapping": overlapping,
+        "sharing": functools.partial(sharing, graph),
+        "written_alone": written_alone(graph),
+    }
     check = eval(f"lambda a: {code}", namespace)  # printed by sympy from guards, never from user text
     if not check(args):
         raise CannotLower(f"the compile assumed what does not hold for its own inputs: {code}")
@@ -104,9 +110,10 @@ def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args
     parts = []
     for guard in context.guards_context.aotautograd_guards:
         if isinstance(guard, _compat.DuplicateInputs):
-            first, second = (
-                position[_compat.source_name(source)] for source in (guard.input_source_a, guard.input_source_b)
-            )
+            names = [_compat.source_name(source) for source in (guard.input_source_a, guard.input_source_b)]
+            if not set(names) <= set(position):
+                raise CannotLower(f"an input is a tensor that the graph holds: {' and '.join(names)}")
+            first, second = (position[name] for name in names)
             parts.append(f"a[{first}] is a[{second}]")
         elif isinstance(guard, _compat.StorageOverlap):
             if guard.overlapping_sources:
@@ -119,10 +126,11 @@ def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args
     parts += [f"a[{index}].storage_offset() == {offset}" for index, offset in fresh.offsets.items()]
     for index in fresh.windows:
         parts.append(f"a[{index}].storage_offset() == 0 and a[{index}].is_contiguous()")
-    tensors = user_tensors(graph)
-    groups = shared_storages([args[index] for index in tensors])
-    if groups or (graph.mutates_inputs and len(tensors) > 1):
-        parts.append(f"shared_storages({_tuple_code(tensors)}) == {groups}")
+    groups = sharing(graph, args)
+    if groups:
+        parts.append(f"sharing(a) == {groups}")
+    elif graph.mutates_inputs and len(graph.tensor_inputs) + len(graph.held) > 1:
+        parts.append("written_alone(a)")
     return parts
 
 

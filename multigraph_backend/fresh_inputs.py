@@ -28,7 +28,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.aliasing import any_overlap, shared_storages, user_tensors
+from multigraph_backend.aliasing import any_overlap, sharing
 from multigraph_backend.capture import CapturedGraph, Input, replace_with_number, write_known_items
 from multigraph_backend.predicates import Facts
 
@@ -82,14 +82,19 @@ def build(
     """
     shape_env = _compat.ShapeEnv(**{**graph.shape_env_settings, "duck_shape": False, "specialize_zero_one": False})
     fresh = FreshInputs(shape_env, _compat.FakeTensorMode(shape_env=shape_env), graph.copy_module())
+    # inputs that are changed, or share memory with what is
+    changed = set(graph.written)
     if graph.mutates_inputs:
-        tensors = user_tensors(graph)
-        alone = {index for index in tensors if not (args[index]._is_view() and args[index].requires_grad)}
-        for group in shared_storages([args[index] for index in tensors]):
-            if any_overlap([args[tensors[member]] for member in group]):
+        everything = (*args, *graph.held)
+        own = {index for index in graph.user_inputs if args[index]._is_view() and args[index].requires_grad}
+        for group in sharing(graph, args):
+            own.update(index for index in group if index < len(args))
+            if graph.written.isdisjoint(group):
+                continue
+            if any_overlap([everything[member] for member in group]):
                 raise CannotLower(OVERLAPPING)
-            alone -= {tensors[member] for member in group}
-        fresh.offsets = {index: args[index].storage_offset() for index in tensors if index not in alone}
+            changed.update(group)
+        fresh.offsets = {index: args[index].storage_offset() for index in sorted(own)}
     multiples: dict[sympy.Symbol, tuple[int, sympy.Symbol]] = {}
     for symbol, info in graph.symbols.items():
         if info.location is None:
@@ -113,7 +118,7 @@ def build(
     if graph.mutates_inputs and fresh.code_of:
         # AOTAutograd makes a returned view of a changed input again by the strides of its own copy of that input; with
         # symbolic sizes that is right only where both begin at 0 and are contiguous
-        fresh.windows = graph.viewed_inputs
+        fresh.windows = tuple(index for index in graph.viewed_inputs if index in changed)
         for index in fresh.windows:
             if args[index].storage_offset() or not args[index].is_contiguous():
                 raise CannotLower(VIEW_OF_CHANGED)

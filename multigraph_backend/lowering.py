@@ -22,7 +22,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, changed_inputs, fresh_inputs, trace
-from multigraph_backend.aliasing import shared_storages, user_tensors
+from multigraph_backend.aliasing import sharing
 from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import CapturedGraph, copy_structure
 from multigraph_backend.compile_state import CompileState
@@ -98,7 +98,7 @@ def lower(
         options = dataclasses.replace(options, saved_tensors=(*options.saved_tensors, *hook_rules(state.hooks)))
     what = _compiled(graph, args, options, cache_tag, state.grad) if groups.live() else ""
     packs = options.packing
-    shared = bool(shared_storages([args[index] for index in user_tensors(graph)]))
+    shared = bool(sharing(graph, args))
 
     def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float], options: Options) -> Lowered:
         started = time.perf_counter()

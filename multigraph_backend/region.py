@@ -21,7 +21,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, declared, dispatch, gains, lowering, naming, registry, trace
-from multigraph_backend.aliasing import shared_storages, user_tensors
+from multigraph_backend.aliasing import Sharing, sharing
 from multigraph_backend.background import describe
 from multigraph_backend.capture import CapturedGraph, NamedSize
 from multigraph_backend.compile_state import CompileState
@@ -35,7 +35,7 @@ from multigraph_backend.lowering import Lowered
 from multigraph_backend.options import Options
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.user_code import UserCode
-from multigraph_backend.variant import Form, Sharing, Variant
+from multigraph_backend.variant import Form, Variant
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class Region:
         raise OtherCollectives(f"{different}; ranks that run generic would wait forever, or mix up data")
 
     def _sharing(self, args: Sequence[Any]) -> Sharing:
-        return shared_storages([args[index] for index in user_tensors(self._graph)])
+        return sharing(self._graph, args)
 
     def _failed(self, variant: Variant, error: BaseException, sharing: Sharing) -> None:
         variant.fail(error, sharing)

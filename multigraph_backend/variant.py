@@ -22,13 +22,11 @@ from typing import Any, Literal
 import sympy
 
 from multigraph_backend import trace
+from multigraph_backend.aliasing import Sharing
 from multigraph_backend.background import describe
 from multigraph_backend.declared import Condition
 from multigraph_backend.gains import Gain
 from multigraph_backend.lowering import Lowered
-
-# which inputs of a call share memory (`aliasing.shared_storages`)
-Sharing = tuple[tuple[int, ...], ...]
 
 State = Literal["declared", "compiling", "ready", "failed", "inactive"]
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
+from multigraph_backend import capture
 from multigraph_backend.backend import multigraph
+from tests.specialization.activity import variants
 
 
 def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -141,3 +147,186 @@ def test_views_of_a_changed_input_that_is_a_window_itself(function: Callable[...
                 twin = whole.clone()
                 torch.testing.assert_close(run(window(whole)), function(window(twin)))
                 torch.testing.assert_close(whole, twin)
+
+
+# ---------------------------------------------------------------- what a graph writes to
+
+
+@torch.library.custom_op("multigraph_tests::bump", mutates_args=("x",))
+def bump(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+def in_a_checkpoint(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        bump(y)
+        return x * 2
+
+    return checkpoint(body, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def bump_a_view(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    bump(x[1:])
+    return x + y
+
+
+def bump_a_copy(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = x + y
+    bump(z)
+    return z
+
+
+def batch_norm(training: bool) -> Callable[..., torch.Tensor]:
+    return lambda x, y: F.batch_norm(x.reshape(2, 2), y[:2], y[2:] + 1, training=training)
+
+
+WRITES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], set[int]]] = {
+    "overload": (lambda x, y: torch.ops.aten.add.Tensor(x, y), set()),
+    "packet": (lambda x, y: torch.ops.aten.add(x, y), set()),
+    "packet and a number": (lambda x, y: torch.ops.aten.add(y, 1) + x, set()),
+    "packet with out": (lambda x, y: torch.ops.aten.add(x, y, out=y), {1}),
+    "out of its own": (lambda x, y: torch.ops.aten.add.out(x, y, out=torch.empty_like(x)), set()),
+    "in place": (lambda x, y: x.add_(y), {0}),
+    "data": (lambda x, y: x.data.add_(y), {0}),
+    "custom operator": (bump_a_view, {0}),
+    "custom operator on a copy": (bump_a_copy, set()),
+    "custom operator in a checkpoint": (in_a_checkpoint, {1}),
+    "running statistics": (batch_norm(training=True), {1}),
+    "running statistics that are read": (batch_norm(training=False), set()),
+}
+
+
+@pytest.mark.parametrize(("function", "written"), WRITES.values(), ids=WRITES)
+def test_what_a_graph_writes_to_is_known_by_input(function: Callable[..., Any], written: set[int]) -> None:
+    seen: dict[str, bool] = {}
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        found = capture._written(gm)
+        seen.update({node.name: i in found for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))})
+        return gm.forward
+
+    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(4), torch.randn(4))
+    names = [name for index, name in enumerate("xy") if index in written]
+    assert [name for name, wrote in seen.items() if wrote] == [f"l_{name}_" for name in names]
+
+
+READ_ONLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    name: WRITES[name][0]
+    for name in ("overload", "packet", "packet and a number", "out of its own", "custom operator on a copy")
+}
+
+
+@pytest.mark.parametrize("function", READ_ONLY.values(), ids=READ_ONLY)
+def test_overlapping_inputs_that_are_only_read_are_compiled_and_nothing_is_checked(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    run = compiled(function)
+    for first, second, rows in ((0, 2, 4), (3, 9, 4), (1, 0, 6), (1, 0, 5), (5, 5, 4)):
+        buffer = torch.randn(16, 2)
+        x, y = (buffer[start : start + rows] for start in (first, second))
+        torch.testing.assert_close(run(x, y), function(x, y))
+    assert_nothing_fell_back()
+    assert multigraph_backend.stats()["variant_calls"] == 4
+    torch._dynamo.reset()
+    run = compiled(function)
+    run(torch.randn(4, 2), torch.randn(4, 2))
+    assert variants()[0]["forms"] == ["True"]
+
+
+def test_inputs_that_overlap_beside_a_changed_one_are_compiled() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        z.add_(1)
+        return x * 2 + y.sum(0) + z
+
+    run = compiled(function)
+    for first, second, rows in ((0, 2, 4), (1, 3, 4), (2, 0, 6), (20, 0, 6)):
+        buffer, z = torch.randn(40, 2), torch.randn(2)
+        twin = z.clone()
+        x, y = (buffer[start : start + rows] for start in (first, second))
+        torch.testing.assert_close(run(x, y, z), function(x, y, twin))
+        torch.testing.assert_close(z, twin)
+    assert_nothing_fell_back()
+    assert multigraph_backend.stats()["variant_calls"] == 4
+
+
+def test_a_view_of_a_window_is_returned_beside_a_changed_input() -> None:
+    def function(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        z.add_(1)
+        return x.chunk(2, -1)[1]
+
+    run = compiled(function)
+    for rows in (4, 6, 5):
+        buffer, z = torch.randn(12, 8), torch.randn(2)
+        twin = z.clone()
+        x = buffer[2 : 2 + rows, 2:6]
+        torch.testing.assert_close(run(x, z), function(x, twin))
+        torch.testing.assert_close(z, twin)
+    assert_nothing_fell_back()
+
+
+# ---------------------------------------------------------------- inputs that share memory with parameters and buffers
+
+
+class ChangesItsInput(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(9, 2))
+        self.register_buffer("buffer", torch.randn(9, 2))
+        self.register_buffer("other", torch.randn(9, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        return x.sum() + self.weight * 2 + self.buffer + self.other
+
+
+class ChangesItsBuffer(ChangesItsInput):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.buffer.add_(1)
+        return x.sum() * 2 + self.weight + self.other + self.buffer
+
+
+Place = Callable[[Any], torch.Tensor]
+INSIDE: dict[str, Place] = {
+    "weight": lambda model: model.weight.data,
+    "rows of the weight": lambda model: model.weight.detach()[2:6],
+    "buffer": lambda model: model.buffer,
+    "rows of the buffer": lambda model: model.buffer[3:],
+}
+
+
+@pytest.mark.parametrize("attributes", [False, True], ids=["inputs", "attributes"])
+@pytest.mark.parametrize("first_shared", [False, True], ids=["later", "at first"])
+@pytest.mark.parametrize("place", INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("kind", [ChangesItsInput, ChangesItsBuffer])
+def test_an_input_is_a_window_into_a_parameter_or_buffer_in_some_calls_only(
+    kind: type[ChangesItsInput], place: Place, first_shared: bool, attributes: bool
+) -> None:
+    """Stock reads the old values of the parameter, in each torch version."""
+    eager = kind()
+    model = copy.deepcopy(eager)
+    with torch._dynamo.config.patch(prepare_freezing=attributes), torch.no_grad():
+        run = compiled(model)
+        for shared in (first_shared, False, True, True, False):
+            rows = place(model).shape[0]
+            apart = torch.randn(rows, 2)
+            x, y = (place(owner) if shared else apart.clone() for owner in (model, eager))
+            torch.testing.assert_close(run(x), eager(y))
+            torch.testing.assert_close(x, y)
+            torch.testing.assert_close(model.state_dict(), eager.state_dict())
+    ran = multigraph_backend.stats()
+    assert ran["variant_calls"] + ran["generic_calls"] >= 2
+
+
+def test_a_buffer_that_the_graph_changes_is_tied_to_a_parameter_later() -> None:
+    eager = ChangesItsBuffer()
+    model = copy.deepcopy(eager)
+    with torch.no_grad():
+        run = compiled(model)
+        for tied in (False, True, True):
+            for owner in (model, eager):
+                if tied:
+                    owner.other.data = owner.buffer.data
+            x = torch.randn(4, 2)
+            torch.testing.assert_close(run(x), eager(x))
+            torch.testing.assert_close(model.state_dict(), eager.state_dict())
+    assert multigraph_backend.stats()["variant_calls"] >= 1
