@@ -54,9 +54,13 @@ def build_body(
     ints: Sequence[str],
     operations: int,
     hidden: tuple[int, ...],
-    twins: bool = False,
+    ending: str = "",
 ) -> Body:
-    """With `twins` the first input is changed and the second read afterwards, which shows whether they share memory."""
+    """A body, and at its end what shows whether two tensors share memory, or are only read.
+
+    `twins`: the first input is changed and the second read afterwards.  `window`: parameters and a buffer are read
+    afterwards.  `overload`: both inputs are read by operators that are called by their overload.
+    """
     builder = _Builder(rng, inputs, ints, hidden)
     made = 0
     for _ in range(operations * 20):
@@ -66,10 +70,8 @@ def build_body(
             made += 1
         if made == operations:
             break
-    if twins:
-        first, second = builder.inputs[:2]
-        builder.lines.append(f"{first.name}.mul_(0.5)")
-        builder.emit(f"{second.name} * 2.0", second.dims, second.grad)
+    if ending:
+        builder.end(ending)
     builder.use_all()
     return builder.body()
 
@@ -123,6 +125,22 @@ class _Builder:
         if not v.dims:
             return "2"
         return f"{v.name}.shape[{self.rng.randrange(len(v.dims))}]"
+
+    def end(self, ending: str) -> None:
+        first, second = self.inputs[0], self.inputs[min(1, len(self.inputs) - 1)]
+        if ending == "overload":
+            text = f"torch.ops.aten.add.Tensor({first.name}, torch.ops.aten.mul({second.name}, {second.name}))"
+            self.emit(text, second.dims, second.grad)
+            return
+        self.features.add(ending)
+        self.lines.append(f"{first.name}.mul_(0.5)")
+        if ending == "twins":
+            self.emit(f"{second.name} * 2.0", second.dims, second.grad)
+        else:
+            self.parameter(self.hidden[0])
+            self.buffers.append((f"b{len(self.buffers)}", (self.hidden[0],)))
+            held = " + ".join(f"self.{name}.sum()" for name, _ in (*self.parameters, *self.buffers))
+            self.emit(f"{held} + {first.name}.sum()", (), False)
 
     def use_all(self) -> None:
         for v in self.inputs:

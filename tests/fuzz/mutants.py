@@ -136,6 +136,33 @@ def _with_stale_gradients(run: Callable[..., Sequence[Any]]) -> Callable[..., Se
     return run_with_hooks
 
 
+@contextlib.contextmanager
+def any_overload_writes() -> Iterator[None]:
+    """An operator counts as writing to its operands where any overload of its name does."""
+
+    def by_name(node: torch.fx.Node) -> list[torch.fx.Node]:
+        packet = getattr(node.target, "overloadpacket", node.target)
+        names = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+        return node.all_input_nodes if any(getattr(packet, name)._schema.is_mutable for name in names) else []
+
+    with mock.patch.object(capture, "_written_by_schema", by_name):
+        yield
+
+
+@contextlib.contextmanager
+def weights_share_with_nobody() -> Iterator[None]:
+    """Parameters and buffers are left out where it is asked which tensors share memory."""
+
+    def users(graph: capture.CapturedGraph) -> tuple[int, ...]:
+        return tuple(i for i, entry in enumerate(graph.inputs) if entry.layout and not (entry.static or entry.number))
+
+    with (
+        mock.patch.object(capture.CapturedGraph, "tensor_inputs", property(users)),
+        mock.patch.object(capture.CapturedGraph, "held", ()),
+    ):
+        yield
+
+
 # with the profile that draws what each concerns
 MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     dropped_guard: "twins",
@@ -144,4 +171,6 @@ MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     cloned_weights: "attributes",
     swapped_order: "default",
     stale_backward: "training",
+    any_overload_writes: "overloads",
+    weights_share_with_nobody: "windows",
 }

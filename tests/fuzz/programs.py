@@ -25,7 +25,8 @@ from .python_values import DEFAULT, PythonValue, draw, draw_text, use
 
 Dynamic = Literal["marks", "true", "automatic", "false"]
 Layout = Literal["contiguous", "transposed", "sliced"]
-Sharing = Literal["", "same", "overlap"]
+Sharing = Literal["", "same", "overlap", "weight", "beside a weight"]
+Ending = Literal["", "twins", "window", "overload"]  # see build_body
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Call:
 
     sizes: Mapping[str, int]
     layout: Layout = "contiguous"
-    sharing: Sharing = ""  # of the first two inputs, where their sizes agree
+    sharing: Sharing = ""  # of the first two inputs, where their sizes agree, or of the first with a weight or buffer
     values: tuple[tuple[str, str], ...] = ()  # name and text of each Python value
 
 
@@ -65,6 +66,7 @@ class Profile:
     equal_axes: float = 0.0  # calls with one size for all axes
     twins: bool = False  # a second input with the sizes of the first
     python_values: float = 0.3  # programs that take Python values beside tensors
+    ending: Ending = ""
 
 
 PROFILES = {
@@ -93,7 +95,11 @@ PROFILES["training"] = replace(PROFILES["default"], trainable=1, weights_as_attr
 PROFILES["attributes"] = replace(PROFILES["default"], weights_as_attributes=1)
 PROFILES["two_axes"] = replace(PROFILES["default"], two_axes=1, equal_axes=0.5)
 PROFILES["python_values"] = replace(PROFILES["default"], python_values=1, operations=(1, 3))
-PROFILES["twins"] = replace(PROFILES["default"], twins=True, trainable=0, unused_input=0, operations=(3, 6))
+PROFILES["twins"] = replace(
+    PROFILES["default"], twins=True, ending="twins", trainable=0, unused_input=0, operations=(3, 6)
+)
+PROFILES["overloads"] = replace(PROFILES["twins"], ending="overload")
+PROFILES["windows"] = replace(PROFILES["default"], ending="window", trainable=0, unused_input=0, operations=(3, 6))
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,11 @@ class Program:
     late_backward: bool  # all forwards first, then all backwards, in reverse
     weights_as_attributes: bool = False  # Dynamo leaves them in the graph module, instead of making them inputs
     values: tuple[PythonValue, ...] = ()
+
+    @property
+    def changes_inputs(self) -> bool:
+        """Whether it may write to what was there before a call."""
+        return bool(self.body.features & {"mutate_input", "mutate_buffer", "twins", "window"})
 
     @property
     def taken(self) -> frozenset[str]:
@@ -154,7 +165,7 @@ def generate(seed: int, profile_name: str = "default", hidden: tuple[int, ...] =
         ints,
         operations=rng.randint(*profile.operations),
         hidden=profile.hidden,
-        twins=profile.twins,
+        ending=profile.ending,
     )
     dynamic = rng.choice(profile.dynamic)
     declare = rng.choice(profile.declare)
@@ -244,6 +255,10 @@ def _with_calls(rng: random.Random, profile: Profile, program: Program) -> Progr
         if profile.twins and calls and rng.random() < 0.5:
             earlier = rng.choice(calls)
             calls.append(replace(earlier, layout="contiguous", sharing="" if earlier.sharing else "overlap"))
+            continue
+        if profile.ending == "window" and calls and rng.random() < 0.5:
+            inside: Sharing = rng.choice(("weight", "beside a weight"))
+            calls.append(replace(rng.choice(calls), sharing=inside))
             continue
         if calls and rng.random() < 0.25:
             calls.append(rng.choice(calls))
@@ -376,7 +391,8 @@ def _state_text(program: Program) -> str:
 
 
 # The dimensions of "transposed" are made in another order; "sliced" leaves every other element of the last one out;
-# "overlap" gives the second input the storage of the first, one row further.
+# "overlap" gives the second input the storage of the first, one row further. "weight" lets a weight or buffer of the
+# model begin where the first input does, "beside a weight" puts it behind the input in the same storage.
 _INPUTS = """\
 def make(shape, layout, rng):
     if layout == "transposed":
@@ -390,6 +406,18 @@ def make_inputs(index):
     sizes, layout, sharing = CALLS[index]
     rng = torch.Generator().manual_seed({seed} * 100 + index)
 {body}
+
+
+def lay_in_model(index, model, inputs):
+    sharing = CALLS[index][2]
+    if "weight" in sharing:
+        held = [*model.parameters(), *model.buffers()]
+        tensor, x = held[index % len(held)], inputs[0]
+        kept = tensor.data.reshape(-1)
+        whole = torch.cat([x.reshape(-1), kept if "beside" in sharing else kept[x.numel() :]])
+        start = x.numel() if "beside" in sharing else 0
+        tensor.data = whole[start : start + kept.numel()].view(tensor.shape)
+        inputs[0] = whole[: x.numel()].view(x.shape)
 """
 
 
@@ -431,6 +459,8 @@ if __name__ == "__main__":
     for index, call in enumerate(CALLS):
         expected_inputs, inputs = make_inputs(index), make_inputs(index)
         set_state(eager, index), set_state(model, index)
+        lay_in_model(index, eager, expected_inputs)
+        lay_in_model(index, model, inputs)
         for (name, dim), specialize_on in MARKS.items():
             torch._dynamo.mark_dynamic(inputs[names.index(name)], dim, specialize_on=specialize_on)
         expected, got = eager(*expected_inputs), compiled(*inputs)

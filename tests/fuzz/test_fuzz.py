@@ -48,7 +48,7 @@ def test_aot_eager_with_python_values(first: int) -> None:
         assert_right(seed, "python_values", "aot_eager")
 
 
-@pytest.mark.parametrize("profile", ["training", "attributes", "two_axes"])
+@pytest.mark.parametrize("profile", ["training", "attributes", "two_axes", "overloads", "windows"])
 def test_aot_eager_with_what_breaks_first(profile: str) -> None:
     for seed in range(5):
         assert_right(seed, profile, "aot_eager")
@@ -109,4 +109,6 @@ SEEDS = {
     "cloned_weights": range(5),
     "swapped_order": range(4, 14),
     "stale_backward": range(5),
+    "any_overload_writes": range(5),
+    "weights_share_with_nobody": range(5),
 }
