@@ -140,6 +140,8 @@ class CapturedGraph:
     communicates: bool = False  # whether it issues collectives
     compile_id: Any = None  # torch's id of the trace, for its own tools
     notes: list[str] = field(default_factory=list)
+    computes_floats: bool = False  # whether Python floats go through arithmetic before tensors take them
+    zeros: tuple[int, ...] = ()  # positions of Python floats that Dynamo found to be zero, of whichever sign
     floats_are_constants: bool = False  # set by the first compile that cannot keep them apart from their values
 
     @property
@@ -240,14 +242,21 @@ def _forget_tracer(gm: torch.fx.GraphModule) -> None:
                 node.meta["example_value"] = None  # AOTAutogradCache asks only whether the key is there
 
 
-def write_known_items(module: torch.fx.GraphModule, inputs: Sequence[Input], translate: Callable[[Any], Any]) -> None:
-    """Put Python floats that are known constants into the graph as numbers.
+def write_known_items(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Input],
+    translate: Callable[[Any], Any],
+    zeros: Mapping[int, float] | None = None,
+) -> tuple[int, ...]:
+    """Put Python floats that are known constants into the graph as numbers; positions of those that are zero.
 
     Dynamo passes a float as a 0-dim tensor and takes its item; once the value is guarded on, no symbol is left.
-    `translate` gives an expression over Dynamo's symbols as it is known now.  Other 0-dim tensors are left alone: what
-    is known of them, such as a size of the tensor that a view looks into, is not their item.
+    `translate` gives an expression over Dynamo's symbols as it is known now.  It does not tell the sign of a zero:
+    those among `zeros` are written, by position, and others are not.  Other 0-dim tensors are left alone: what is known
+    of them, such as a size of the tensor that a view looks into, is not their item.
     """
-    for node, entry in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+    found = []
+    for index, (node, entry) in enumerate(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         if entry.layout is None or not entry.number:
             continue
         values = [
@@ -258,8 +267,15 @@ def write_known_items(module: torch.fx.GraphModule, inputs: Sequence[Input], tra
         ]
         if len(values) == 1:
             (value,) = values
-            _write_item(module, node, int(value) if getattr(value, "is_Integer", False) else float(value))
+            number = int(value) if getattr(value, "is_Integer", False) else float(value)
+            if number == 0:
+                found += [index] * any(user.users for user in node.users)
+                if zeros is None or index not in zeros:
+                    continue
+                number = zeros[index]
+            _write_item(module, node, number)
     module.recompile()
+    return tuple(found)
 
 
 def _write_item(module: torch.fx.GraphModule, node: torch.fx.Node, number: int | float) -> None:
@@ -334,7 +350,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         gm._param_name_to_source = {}  # type: ignore[assignment]
     module = copy_structure(gm)
     _forget_tracer(module)
-    write_known_items(module, inputs, lambda expr: expr)
+    zeros = write_known_items(module, inputs, lambda expr: expr)
     module.meta = {key: value for key, value in gm.meta.items() if key in _KEPT_META}
     return CapturedGraph(
         module=module,
@@ -352,6 +368,8 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         communicates=sequence.holds_collectives(gm),
         compile_id=trace.current_compile_id(),
         notes=_lost_marks(inputs, example_inputs, code),
+        computes_floats=_computes_floats(gm),
+        zeros=zeros,
     )
 
 
@@ -599,6 +617,20 @@ def _takes(schema: Any, node: torch.fx.Node) -> bool:
     given = [argument.name for argument, _ in _given(schema, node)]
     needed = {argument.name for argument in schema.arguments if not argument.has_default_value()}
     return len(given) == len(node.args) + len(node.kwargs) and needed <= set(given)
+
+
+def _computes_floats(gm: torch.fx.GraphModule) -> bool:
+    """Whether a symbolic float is an operand of anything that makes no tensor.
+
+    torch simplifies such arithmetic as for real numbers: `2*n - n` is `n`, and `n/n` is 1.
+    """
+    return any(
+        isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+        and any(isinstance(operand.meta.get("example_value"), torch.SymFloat) for operand in node.all_input_nodes)
+        for module in _graph_modules(gm)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    )
 
 
 def _outputs(gm: torch.fx.GraphModule) -> Sequence[Any]:

@@ -12,8 +12,9 @@ compile.
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,12 @@ def added_condition(
 
     Raises `CannotLower` if it cannot be expressed, or does not hold for the very arguments it was made from.
     """
-    parts = [*_pinned_parts(graph, pinned), *_shape_parts(fresh), *_aliasing_parts(graph, fresh, context, args)]
+    parts = [
+        *_pinned_parts(graph, pinned),
+        *_float_parts(graph, fresh, pinned, args),
+        *_shape_parts(fresh),
+        *_aliasing_parts(graph, fresh, context, args),
+    ]
     code = " and ".join(dict.fromkeys(parts))
     if not code:
         return AddedCondition("True", None)
@@ -60,6 +66,10 @@ def added_condition(
         "overlapping": overlapping,
         "sharing": functools.partial(sharing, graph),
         "written_alone": written_alone(graph),
+        "same_float": _same_float,
+        "ordinary": _ordinary,
+        "inf": math.inf,
+        "nan": math.nan,
     }
     check = eval(f"lambda a: {code}", namespace)  # printed by sympy from guards, never from user text
     if not check(args):
@@ -69,7 +79,43 @@ def added_condition(
 
 def _pinned_parts(graph: CapturedGraph, pinned: Mapping[sympy.Symbol, int | float]) -> list[str]:
     locations = {symbol: graph.symbols[symbol].location for symbol in pinned}
-    return [f"{where.code()} == {pinned[symbol]!r}" for symbol, where in locations.items() if where is not None]
+    return [_is_number(where.code(), pinned[symbol]) for symbol, where in locations.items() if where is not None]
+
+
+def _float_parts(
+    graph: CapturedGraph, fresh: FreshInputs, pinned: Mapping[sympy.Symbol, int | float], args: Sequence[Any]
+) -> Iterator[str]:
+    """What has to hold of Python floats beyond guards, which do not tell zeros apart."""
+    for index, zero in fresh.zeros.items():
+        yield _is_number(f"a[{index}].item()", zero)
+    guarded = {symbol for guard in fresh.shape_env.guards[fresh.known_guards :] for symbol in guard.expr.free_symbols}
+    guarded.update(fresh.shape_env.replacements)
+    for symbol in graph.floats:
+        where = graph.symbols[symbol].location
+        if symbol in pinned or where is None:
+            continue
+        if where.read(args) == 0 and fresh.replaced.get(symbol) in guarded:
+            yield _is_number(where.code(), 0.0)
+        elif graph.computes_floats:
+            yield f"ordinary({where.code()})"
+
+
+def _ordinary(value: float) -> bool:
+    """Whether arithmetic with this float may be simplified as with a real number that is not zero."""
+    return value != 0 and math.isfinite(value)
+
+
+def _is_number(code: str, number: int | float) -> str:
+    """The text that `code` is this very number: zeros of both signs are two, and not-a-number is one."""
+    if isinstance(number, float) and (number == 0 or math.isnan(number)):
+        return f"same_float({code}, {number!r})"
+    return f"{code} == {number!r}"
+
+
+def _same_float(value: float, number: float) -> bool:
+    if math.isnan(number):
+        return math.isnan(value)
+    return value == number and math.copysign(1.0, value) == math.copysign(1.0, number)
 
 
 def _shape_parts(fresh: FreshInputs) -> list[str]:

@@ -62,6 +62,9 @@ class FreshInputs:
     # storage offsets of arguments that share memory with another or are views to differentiate, where the graph
     # mutates its inputs: the code takes them for constants, so they are part of its condition
     offsets: dict[int, int] = field(default_factory=dict)
+    zeros: dict[int, float] = field(
+        default_factory=dict
+    )  # argument positions of floats that the graph has as this zero
     # inputs of which views are returned and that have to be contiguous from the start of their memory
     windows: tuple[int, ...] = ()
     known_guards: int = 0  # guards that hold already: Dynamo's and the declared facts
@@ -76,7 +79,7 @@ def build(
     args: Sequence[Any],
     floats: Mapping[sympy.Symbol, float],
 ) -> FreshInputs:
-    """Fake inputs for `args` under `facts`, with the Python floats in `floats` as constants.
+    """Fake inputs for `args` under `facts`, with the Python floats in `floats` as constants (to the sign of a zero).
 
     Raises `CannotLower` when a guard of Dynamo's trace does not hold under the facts or a size cannot be rebuilt.
     """
@@ -124,8 +127,11 @@ def build(
                 raise CannotLower(VIEW_OF_CHANGED)
     for index, (entry, arg) in enumerate(zip(graph.inputs, args, strict=True)):
         fresh.inputs.append(_fresh_input(fresh, index, entry, arg, multiples))
-    if floats:
-        write_known_items(fresh.module, graph.inputs, fresh.translate)
+    if floats or graph.zeros:
+        known = {**fresh.replaced, **floats}  # an expression has no sign of zero
+        fresh.zeros = {index: float(args[index].item()) for index in graph.zeros}
+        zeros = {index: float(arg.item()) for index, arg in enumerate(args) if graph.inputs[index].number}
+        write_known_items(fresh.module, graph.inputs, lambda expr: known.get(expr, fresh.translate(expr)), zeros)
     fresh.module.recompile()
     return fresh
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def lower(
     def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float], options: Options) -> Lowered:
         started = time.perf_counter()
         # AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it
-        autograd_cache = not shared and (bool(floats) or not graph.floats)
+        autograd_cache = not shared and len(floats) == len(graph.floats)
         process_wide.enter_context(compiling.once_a_host(what, compiling.patience(options.compile_timeout)))
         with (
             state.restored(process_wide, cache_tag, autograd_cache, bundled=recorded or packs or graph.communicates),
@@ -148,17 +149,35 @@ def lower(
     def compile_here(process_wide: contextlib.ExitStack, options: Options) -> Lowered:
         if not graph.floats_are_constants:
             try:
-                return attempt(process_wide, {}, options)
+                return attempt(process_wide, _constant_floats(graph, args), options)
             except _compat.TensorifyScalarRestartAnalysis:
                 # a Python float is used where no tensor can stand for it: Dynamo would trace anew with its value
                 graph.floats_are_constants = True
                 process_wide.close()
-        values = graph.values(args)
-        return attempt(process_wide, {symbol: float(values[symbol]) for symbol in graph.floats}, options)
+        return attempt(process_wide, _constant_floats(graph, args), options)
 
     lowered = compile_within(options.compile_timeout, compile, state.context)
     log.debug("%s: facts [%s], condition %s", graph.code, tag, lowered.condition.code)
     return lowered
+
+
+def _constant_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Symbol, float]:
+    """The Python floats that a compile for `args` takes for constants, with their values.
+
+    Those that a symbol cannot stand for: all, where the graph needs them as numbers; infinities, not-a-number and -0.0;
+    and 0.0 where the graph computes with floats.
+    """
+    if not graph.floats:
+        return {}
+    values = graph.values(args)
+    floats = {symbol: float(values[symbol]) for symbol in graph.floats}
+    if graph.floats_are_constants:
+        return floats
+    return {symbol: value for symbol, value in floats.items() if not _is_symbolic(value, graph.computes_floats)}
+
+
+def _is_symbolic(value: float, computed: bool) -> bool:
+    return math.isfinite(value) and (value != 0 or (not computed and math.copysign(1.0, value) > 0))
 
 
 def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
@@ -193,8 +212,7 @@ def only_traced(
 
     def trace_only(process_wide: contextlib.ExitStack) -> Lowered:
         started = time.perf_counter()
-        values = graph.values(args)
-        floats = {symbol: float(values[symbol]) for symbol in graph.floats} if graph.floats_are_constants else {}
+        floats = _constant_floats(graph, args)
         with state.restored(process_wide, "", autograd_cache=False), _compat.own_float_specializations():
             fresh = fresh_inputs.build(graph, facts, args, floats)
             with _compat.tracing(_compat.TracingContext(fresh.fake_mode)):
