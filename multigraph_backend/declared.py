@@ -72,7 +72,7 @@ def _from_predicate(graph: CapturedGraph, predicate: Predicate, notes: list[str]
         elif isinstance(found, int):
             _decide(condition, name, found, facts)
         else:
-            _add_term(condition, name, found, facts)
+            _add_term(graph, condition, name, found, facts)
     return condition
 
 
@@ -84,7 +84,7 @@ def unknown_name(graph: CapturedGraph, name: str) -> str:
     return f"{name!r} is no size or integer input of {graph.code.function} (it has: {known}){hint}"
 
 
-def _add_term(condition: Condition, name: str, size: NamedSize, facts: Facts) -> None:
+def _add_term(graph: CapturedGraph, condition: Condition, name: str, size: NamedSize, facts: Facts) -> None:
     if size.expr.is_Integer:
         _decide(condition, name, int(size.expr), facts)
         return
@@ -94,11 +94,24 @@ def _add_term(condition: Condition, name: str, size: NamedSize, facts: Facts) ->
         condition.facts[symbol] = known if before is None else before.intersect(known)
         if condition.facts[symbol].empty:
             condition.never = f"no size of {name} satisfies it together with the rest"
+        elif condition.facts[symbol].intersect(bounds(graph, symbol)).empty:
+            condition.never = f"no call of this graph satisfies it: {bounds(graph, symbol).describe(str(symbol))}"
 
 
 def _decide(condition: Condition, name: str, value: int, facts: Facts) -> None:
     if not facts.holds(value):
         condition.never = f"{name} is {value} in this graph"
+
+
+def bounds(graph: CapturedGraph, symbol: sympy.Symbol) -> Facts:
+    """What Dynamo's guards say of a symbol: sizes 0 and 1 are graphs of their own, so that others are at least 2."""
+    info = graph.symbols.get(symbol)
+    low, high = (None, None) if info is None else (info.lower, info.upper)
+    return Facts(min=_integer(low), max=_integer(high))
+
+
+def _integer(bound: object) -> int | None:
+    return int(bound) if isinstance(bound, int | sympy.Integer) else None
 
 
 def about_symbols(expr: sympy.Expr, facts: Facts) -> dict[sympy.Symbol, Facts]:
@@ -154,7 +167,7 @@ def _from_mark(graph: CapturedGraph, mark: Mark, notes: list[str]) -> list[Condi
     for facts in learnt.alternatives:
         predicate = predicate_from_facts({mark.name: facts})
         condition = Condition(facts.describe(mark.name), predicate)
-        _add_term(condition, mark.name, size, facts)
+        _add_term(graph, condition, mark.name, size, facts)
         conditions.append(condition)
     return conditions
 

@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -106,7 +106,6 @@ class Region:
     def missed(self, target: int, args: tuple[Any, ...]) -> Any:
         """Run a call whose variant is not ready, or whose forms do not hold for it."""
         if self._all_pending:
-            self._all_pending = False
             self._compile_all(args)
         variant = self._variant(target)
         for candidate in (variant,) if variant.generic else (variant, self.generic):
@@ -159,14 +158,14 @@ class Region:
     def _compile(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """Compile a form of `variant` for `args`; the caller holds its lock."""
         pinned: dict[sympy.Symbol, int] = {}
+        exact: int | None = None
         if variant.condition is not None:
             pinned = declared.exact_values(variant.condition, self._graph.values(args))
             size = variant.condition.check_size
             if size is not None:
-                value = size.location.read(args)
-                if variant.exact is not None and variant.exact != value:
+                exact = size.location.read(args)
+                if variant.exact is not None and variant.exact != exact:
                     return None
-                variant.exact = value
         log.info("%s: compiling %s", self.code, variant.text)
         try:
             lowered = lowering.lower(self._graph, variant.facts, args, self.options, self._state, pinned, variant.text)
@@ -176,6 +175,7 @@ class Region:
             self._failed(variant, error, self._sharing(args))
             return None
         form = Form(lowered)
+        variant.exact = exact
         variant.add(form, self._sharing(args))
         log.info("%s: compiled %s in %.2f s", self.code, variant.text, lowered.seconds)
         return form
@@ -315,21 +315,42 @@ class Region:
     # ---------------------------------------------------------------- compile="eager"
 
     def _compile_all(self, args: Sequence[Any]) -> None:
-        """Compile every declared variant and generic now, for sizes that fit each, made up from `args`."""
+        """Compile every declared variant and generic now, for sizes that fit each, made up from `args`.
+
+        Where failures are to be raised, all are compiled before the first one is.
+        """
+        self._all_pending = False
+        errors: list[Exception] = []
+        try:
+            for variant, made in self._made_up(args):
+                try:
+                    self._form_for(variant, made)
+                except Exception as error:
+                    errors.append(error)
+        except BaseException:  # interrupted: the next call goes on
+            self._all_pending = True
+            raise
+        if errors:
+            for further in errors[1:]:
+                errors[0].add_note(f"and: {further}")
+            raise errors[0]
+
+    def _made_up(self, args: Sequence[Any]) -> Iterator[tuple[Variant, Sequence[Any]]]:
+        """Each variant that can be compiled now, generic last, with arguments that fit it."""
         for variant in (*self.variants, self.generic):
             condition = variant.condition
             if condition is not None and (condition.never is not None or condition.check is not None):
                 continue
             values = self._graph.values(args)
             for symbol, facts in variant.facts.items():
-                values[symbol] = _example(facts, values[symbol])
+                values[symbol] = _example(facts.intersect(declared.bounds(self._graph, symbol)), values[symbol])
             try:
                 made = lowering.stand_ins(self._graph, args, values)
             except CannotLower as error:
                 log.info("%s: %s stays lazy: %s", self.code, variant.text, error)
                 self.notes.append(f"{variant.text} stays lazy: {error}")
                 continue
-            self._form_for(variant, made)
+            yield variant, made
 
 
 def compiled_at_once(

@@ -127,6 +127,8 @@ class Variant:
 
     def fail(self, error: BaseException, sharing: Sharing) -> None:
         self.failures += 1
+        if not self.forms:
+            self.exact = None  # another value may well compile
         self.reason = describe(error)
         self.details = "".join(traceback.format_exception(error))
         self.user_stack = _user_stack(self.details)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from multigraph_backend import capture, declared, fresh_inputs, lowering
+from multigraph_backend import capture, conditions, declared, fresh_inputs, lowering
 from multigraph_backend.conditions import AddedCondition
 
 
@@ -163,6 +163,13 @@ def weights_share_with_nobody() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def floats_are_compared_as_numbers() -> Iterator[None]:
+    """A float that code was made for is compared by `==`: zeros of both signs are one, not-a-number is none."""
+    with mock.patch.object(conditions, "_is_number", lambda code, number: f"{code} == {number!r}"):
+        yield
+
+
 # with the profile that draws what each concerns
 MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     dropped_guard: "twins",
@@ -173,4 +180,5 @@ MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     stale_backward: "training",
     any_overload_writes: "overloads",
     weights_share_with_nobody: "windows",
+    floats_are_compared_as_numbers: "python_values",
 }

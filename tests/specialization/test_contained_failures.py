@@ -246,6 +246,38 @@ def test_random_numbers_go_on_as_before_after_a_compile_that_hangs() -> None:
     assert multigraph_backend.stats()["failures"] == 1
 
 
+# ---------------------------------------------------------------- callables that are not understood
+
+
+def failing_for(rows: int, bad: Compiler) -> Compiler:
+    def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        (size,) = [x.shape[0] for x in inputs if isinstance(x, torch.Tensor)]
+        return bad(gm, inputs) if statically_known_true(size == rows) else gm.forward
+
+    return compiler
+
+
+@pytest.mark.parametrize("bad", [raises, raises_when_run, too_few_outputs], ids=lambda bad: bad.__name__)
+def test_another_size_is_tried_where_the_first_that_an_opaque_check_accepts_fails(
+    bad: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multigraph_backend.variant._FIRST_RETRY", 0.0)
+    compiled = torch.compile(f, backend=multigraph, dynamic=None, options={"compiler": failing_for(8, bad)})
+
+    def call(rows: int) -> None:
+        x = torch.randn(rows, 3)
+        torch._dynamo.mark_dynamic(x, 0, specialize_on=[lambda n: n not in (5, 6)])
+        torch.testing.assert_close(compiled(x), f(x), rtol=0, atol=0)
+
+    for rows in (8, 16, 16, 5):
+        call(rows)
+    (variant,) = variants()
+    assert (variant["state"], variant["calls"]) == ("ready", 2)
+    with ran(variants=1, generic=1):  # now it is for 16 alone
+        call(8)
+        call(16)
+
+
 # ---------------------------------------------------------------- threads
 
 
