@@ -138,6 +138,7 @@ class CapturedGraph:
     outputs: tuple[str, ...]  # "tensor" or "other", in order
     code: UserCode
     communicates: bool = False  # whether it issues collectives
+    impure: str | None = None  # an operator or function that it calls and that is not known to be free of side effects
     compile_id: Any = None  # torch's id of the trace, for its own tools
     notes: list[str] = field(default_factory=list)
     computes_floats: bool = False  # whether Python floats go through arithmetic before tensors take them
@@ -165,9 +166,18 @@ class CapturedGraph:
         return tuple(_held(self.module))
 
     @property
+    def once_because(self) -> str | None:
+        """Why a call may not be run twice, None if it may: then it changes random number generators at most."""
+        if self.mutates_inputs:
+            return "mutates its inputs"
+        if self.communicates:
+            return "issues collectives"
+        return None if self.impure is None else f"calls {self.impure}, which may have side effects"
+
+    @property
     def repeatable(self) -> bool:
-        """Whether a call may be run twice: it changes no input, and no other rank takes part in it."""
-        return not (self.mutates_inputs or self.communicates)
+        """Whether a call may be run twice."""
+        return self.once_because is None
 
     @property
     def floats(self) -> list[sympy.Symbol]:
@@ -366,6 +376,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         outputs=outputs,
         code=code,
         communicates=sequence.holds_collectives(gm),
+        impure=_impure(gm),
         compile_id=trace.current_compile_id(),
         notes=_lost_marks(inputs, example_inputs, code),
         computes_floats=_computes_floats(gm),
@@ -617,6 +628,44 @@ def _takes(schema: Any, node: torch.fx.Node) -> bool:
     given = [argument.name for argument, _ in _given(schema, node)]
     needed = {argument.name for argument in schema.arguments if not argument.has_default_value()}
     return len(given) == len(node.args) + len(node.kwargs) and needed <= set(given)
+
+
+# of torch's own operators; c10d has `communicates`
+_PURE_NAMESPACES = frozenset({
+    "aten", "prims", "prim", "inductor", "inductor_prims", "quantized", "quantized_decomposed", "mkldnn",
+    "_c10d_functional", "_c10d_functional_autograd", "symm_mem",
+})  # fmt: skip
+# higher-order operators that do something, or call an object that may; of others the bodies are looked at
+_EFFECTS = ("effect", "torchbind", "print", "callback", "opaque", "leaf", "hooks")
+
+
+def _impure(gm: torch.fx.GraphModule) -> str | None:
+    """The first thing that the graph calls and that is not known to leave nothing behind but its results.
+
+    Known are torch's functions, methods and operators, whatever they write to (see `CapturedGraph.written`), and the
+    random numbers that they draw.
+    """
+    for module in _graph_modules(gm):
+        for node in module.graph.nodes:
+            if not _known_pure(module, node):
+                return str(getattr(node.target, "__name__", node.target))
+    return None
+
+
+def _known_pure(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    target: Any = node.target
+    if node.op == "call_module":
+        return type(module.get_submodule(target)).__module__.startswith("torch.")
+    if node.op != "call_function":
+        return True
+    if isinstance(target, _compat.HigherOrderOperator):
+        return not any(word in target.name() for word in _EFFECTS)
+    if isinstance(target, _compat.OpOverload):
+        return target.namespace in _PURE_NAMESPACES
+    if isinstance(target, _compat.OpOverloadPacket):
+        return str(target._qualified_op_name).partition("::")[0] in _PURE_NAMESPACES
+    owner = getattr(target, "__module__", None) or type(getattr(target, "__self__", target)).__module__
+    return str(owner).partition(".")[0] in ("torch", "math", "operator", "_operator", "builtins", "numpy", "einops")
 
 
 def _computes_floats(gm: torch.fx.GraphModule) -> bool:

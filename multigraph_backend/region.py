@@ -226,13 +226,16 @@ class Region:
     def _first_run(self, variant: Variant, form: Form, args: Sequence[Any]) -> Any:
         """The first call of new code: its outputs are checked for structure, and an error is held against eager."""
         problem: Exception
+        once = self._graph.once_because
+        draw_again = _draw_again(args) if once is None else None
         try:
             outputs = form.lowered.run(*args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if not self._graph.repeatable:  # the inputs may have changed, or other ranks have gone on
+            if draw_again is None:  # the inputs may have changed, other ranks have gone on, the user's code has run
                 raise
+            draw_again()
             outputs = self._run_eagerly(args, "the first run of new code raised")  # raises the program's own error
             problem = error
         else:
@@ -243,10 +246,10 @@ class Region:
                 variant.tick()
                 return outputs
             problem = WrongOutputs(wrong)
-            if not self._graph.repeatable:
+            if draw_again is None:
                 variant.drop(form, problem, self._sharing(args))
-                why = "mutates its inputs" if self._graph.mutates_inputs else "issues collectives"
-                raise WrongOutputs(f"{self.code}: {variant.text}: {wrong}; the graph {why}, so it cannot be run again")
+                raise WrongOutputs(f"{self.code}: {variant.text}: {wrong}; the graph {once}, so it cannot be run again")
+            draw_again()
             outputs = self._run_eagerly(args, wrong)
         variant.drop(form, problem, self._sharing(args))
         self._publish(variant)
@@ -384,6 +387,21 @@ def compiled_at_once(
 def stance() -> str:
     """torch's stance, "default" where this torch does not tell."""
     return "default" if _compat.missing("stances") else _compat.stance()
+
+
+def _draw_again(args: Sequence[Any]) -> Callable[[], None]:
+    """What sets the random number generators of a call with `args` back to where they are now."""
+    devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
+    if any(_compat.is_capturing() for _ in devices[:1]):  # a generator that is being recorded tells no state
+        devices = []
+    state, states = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def restore() -> None:
+        torch.set_rng_state(state)
+        for device, before in states:
+            torch.cuda.set_rng_state(before, device)
+
+    return restore
 
 
 def _argument_names(graph: CapturedGraph) -> dict[str, str]:

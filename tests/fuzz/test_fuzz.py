@@ -111,4 +111,5 @@ SEEDS = {
     "stale_backward": range(5),
     "any_overload_writes": range(5),
     "weights_share_with_nobody": range(5),
+    "infinity_has_no_name": range(1, 8),
 }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
 from multigraph_backend.backend import multigraph
@@ -244,6 +245,106 @@ def test_random_numbers_go_on_as_before_after_a_compile_that_hangs() -> None:
     torch.manual_seed(0)
     torch.testing.assert_close(drawn, torch.rand(4), rtol=0, atol=0)
     assert multigraph_backend.stats()["failures"] == 1
+
+
+# ---------------------------------------------------------------- what must not run twice
+
+CALLED: list[float] = []
+
+
+@torch.library.custom_op("multigraph_tests::checked", mutates_args=())
+def checked(x: torch.Tensor) -> torch.Tensor:
+    CALLED.append(float(x.sum()))
+    if bool((x > 100).any()):
+        raise ValueError("a value over 100")
+    return x * 2
+
+
+@checked.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def by_overload(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.multigraph_tests.checked.default(x) + x.shape[0]
+
+
+def by_packet(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.multigraph_tests.checked(x) + x.shape[0]
+
+
+def in_a_checkpoint(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(by_overload, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@torch._dynamo.allow_in_graph
+def noted(x: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling() and type(x) is torch.Tensor:
+        CALLED.append(float(x.sum()))
+        if bool((x > 100).any()):
+            raise ValueError("a value over 100")
+    return x * 2
+
+
+def by_function(x: torch.Tensor) -> torch.Tensor:
+    return noted(x) + x.shape[0]
+
+
+@pytest.mark.parametrize("rows", [8, 5], ids=["variant", "generic"])
+@pytest.mark.parametrize("program", [by_overload, by_packet, in_a_checkpoint], ids=lambda program: program.__name__)
+def test_a_custom_operator_that_raises_runs_once(program: Callable[..., Any], rows: int) -> None:
+    compiled = compile(lambda gm, inputs: gm.forward, program)
+    for _ in range(2):
+        CALLED.clear()
+        with pytest.raises(ValueError, match="a value over 100"), ran():
+            compiled(torch.full((rows, 3), 200.0))
+        (total,) = CALLED
+        assert total == 600.0 * rows
+    with ran(variants=int(rows == 8), generic=int(rows != 8)):
+        assert_right(compiled, program, torch.randn(rows, 3))
+
+
+def test_a_function_that_was_allowed_in_the_graph_runs_once() -> None:
+    compiled = compile(lambda gm, inputs: gm.forward, by_function)
+    CALLED.clear()
+    with pytest.raises(ValueError, match="a value over 100"), ran():
+        compiled(torch.full((8, 3), 200.0))
+    assert CALLED == [4800.0]
+
+
+def test_code_with_a_custom_operator_is_not_run_beside_generic_for_its_gain() -> None:
+    compiled = compile(lambda gm, inputs: gm.forward, by_overload)
+    assert_right(compiled, by_overload, torch.randn(8, 3))
+    CALLED.clear()
+    with multigraph_backend.measure_gains(), ran(variants=2):
+        for _ in range(2):
+            compiled(torch.ones(8, 3))
+    assert CALLED == [24.0, 24.0]
+
+
+@pytest.mark.parametrize("bad", AT_THE_FIRST_RUN, ids=lambda bad: bad.__name__)
+def test_random_numbers_are_drawn_once_where_code_is_found_wrong(bad: Compiler) -> None:
+    def noise(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+    def draws(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        run = bad(gm, inputs)
+
+        def drawing(*args: Any) -> Any:
+            torch.rand(7)
+            return run(*args)
+
+        return drawing
+
+    compiled = compile(draws, noise)
+    x = torch.randn(8, 3)
+    for rows in (8, 5):
+        x = torch.randn(rows, 3)
+        torch.manual_seed(0)
+        with ran(eager=1, failures=1):
+            got = compiled(x), torch.rand(4)
+        torch.manual_seed(0)
+        torch.testing.assert_close(got, (noise(x), torch.rand(4)), rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------- callables that are not understood
