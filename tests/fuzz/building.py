@@ -59,7 +59,8 @@ def build_body(
     """A body, and at its end what shows whether two tensors share memory, or are only read.
 
     `twins`: the first input is changed and the second read afterwards.  `window`: parameters and a buffer are read
-    afterwards.  `overload`: both inputs are read by operators that are called by their overload.
+    afterwards.  `overload`: both inputs are read by operators that are called by their overload.  `raising`: a custom
+    operator is called that raises in some calls.
     """
     builder = _Builder(rng, inputs, ints, hidden)
     made = 0
@@ -133,6 +134,9 @@ class _Builder:
             self.emit(text, second.dims, second.grad)
             return
         self.features.add(ending)
+        if ending == "raising":
+            self.emit(f"checked({first.name} + 1.0)", first.dims, False)
+            return
         self.lines.append(f"{first.name}.mul_(0.5)")
         if ending == "twins":
             self.emit(f"{second.name} * 2.0", second.dims, second.grad)

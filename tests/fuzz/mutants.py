@@ -175,6 +175,13 @@ def infinity_has_no_name() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def everything_is_pure() -> Iterator[None]:
+    """Code that raises at its first call is run again, whatever it has called."""
+    with mock.patch.object(capture, "_impure", return_value=None):
+        yield
+
+
 # with the profile that draws what each concerns
 MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     dropped_guard: "twins",
@@ -186,4 +193,5 @@ MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     any_overload_writes: "overloads",
     weights_share_with_nobody: "windows",
     infinity_has_no_name: "python_values",
+    everything_is_pure: "raising",
 }

@@ -26,7 +26,7 @@ from .python_values import DEFAULT, PythonValue, draw, draw_text, use
 Dynamic = Literal["marks", "true", "automatic", "false"]
 Layout = Literal["contiguous", "transposed", "sliced"]
 Sharing = Literal["", "same", "overlap", "weight", "beside a weight"]
-Ending = Literal["", "twins", "window", "overload"]  # see build_body
+Ending = Literal["", "twins", "window", "overload", "raising"]  # see build_body
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Call:
     layout: Layout = "contiguous"
     sharing: Sharing = ""  # of the first two inputs, where their sizes agree, or of the first with a weight or buffer
     values: tuple[tuple[str, str], ...] = ()  # name and text of each Python value
+    raises: bool = False  # the program's own operator raises
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ PROFILES["twins"] = replace(
     PROFILES["default"], twins=True, ending="twins", trainable=0, unused_input=0, operations=(3, 6)
 )
 PROFILES["overloads"] = replace(PROFILES["twins"], ending="overload")
+PROFILES["raising"] = replace(PROFILES["default"], ending="raising", trainable=0, operations=(1, 4))
 PROFILES["windows"] = replace(PROFILES["default"], ending="window", trainable=0, unused_input=0, operations=(3, 6))
 
 
@@ -282,6 +284,8 @@ def _with_calls(rng: random.Random, profile: Profile, program: Program) -> Progr
             layout = rng.choice(("transposed", "sliced"))
             sharing = rng.choice(("same", "overlap")) if can_share else ""
         calls.append(Call(sizes, layout, sharing))
+    if profile.ending == "raising" and not program.changes_inputs:  # what changed before the error is not compared
+        calls = [replace(call, raises=rng.random() < 0.5) for call in calls]
     return replace(program, calls=tuple(calls), weights_as_attributes=rng.random() < profile.weights_as_attributes)
 
 
@@ -322,6 +326,8 @@ def definition(program: Program, dtype: str) -> str:
     for value in program.values:
         if value.place == "closure":
             lines += _CLOSURE.format(name=value.name).splitlines()
+    if "raising" in program.body.features:
+        lines += _RAISING.format(calls=[call.raises for call in program.calls]).splitlines()
     lines += ["class Model(torch.nn.Module):", "    def __init__(self):"]
     lines += ["        super().__init__()", f"        rng = torch.Generator().manual_seed({program.seed})"]
     for name, shape in program.body.parameters:
@@ -390,6 +396,30 @@ def _state_text(program: Program) -> str:
     return "\n".join([*lines, "", "", ""])
 
 
+_RAISING = """\
+RAISES, CALL, RUNS = {calls}, [0], []
+
+
+class Refused(ValueError):
+    pass
+
+
+@torch.library.custom_op("multigraph_fuzz::checked", mutates_args=())
+def checked(x: torch.Tensor) -> torch.Tensor:
+    RUNS.append(CALL[0])
+    if RAISES[CALL[0]]:
+        raise Refused
+    return x * 2
+
+
+@checked.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+"""
+
+
 # The dimensions of "transposed" are made in another order; "sliced" leaves every other element of the last one out;
 # "overlap" gives the second input the storage of the first, one row further. "weight" lets a weight or buffer of the
 # model begin where the first input does, "beside a weight" puts it behind the input in the same storage.
@@ -423,6 +453,8 @@ def lay_in_model(index, model, inputs):
 
 def _inputs_text(program: Program) -> str:
     lines = [f"    {axis} = sizes[{axis!r}]" for axis in (*program.axes, *program.ints)]
+    if "raising" in program.body.features:
+        lines.append("    CALL[0] = index")
     for i, tensor in enumerate(program.tensors):
         shape = f"({''.join(f'{d}, ' for d in tensor.dims)})"
         lines.append(f"    {tensor.name} = make({shape}, {'layout' if i == 0 else repr('contiguous')}, rng)")
@@ -463,7 +495,7 @@ if __name__ == "__main__":
         lay_in_model(index, model, inputs)
         for (name, dim), specialize_on in MARKS.items():
             torch._dynamo.mark_dynamic(inputs[names.index(name)], dim, specialize_on=specialize_on)
-        expected, got = eager(*expected_inputs), compiled(*inputs)
+{raising}        expected, got = eager(*expected_inputs), compiled(*inputs)
         same(got, expected)
         same(inputs, expected_inputs)
         same(list(model.buffers()), list(eager.buffers()))
@@ -488,6 +520,18 @@ if __name__ == "__main__":
 """
 
 
+_MAIN_RAISING = """\
+        if RAISES[index]:
+            for run, given in ((eager, expected_inputs), (compiled, inputs)):
+                RUNS.clear()
+                try:
+                    run(*given)
+                except Refused:
+                    assert len(RUNS) == 1, f"the operator ran {len(RUNS)} times in call {index}"
+            continue
+"""
+
+
 def dtype_for(compiler: str) -> str:
     """float64 where the compiler runs eager's own kernels, so that hardly any tolerance is needed."""
     return "float32" if compiler == "inductor" else "float64"
@@ -503,6 +547,7 @@ def script(program: Program, compiler: str, backend: str = "multigraph") -> str:
         freezing=program.weights_as_attributes,
         trainable=program.trainable,
         late_backward=program.late_backward,
+        raising=_MAIN_RAISING if "raising" in program.body.features else "",
         tolerance=2e-3 if compiler == "inductor" else 1e-9,
     )
     head = f"# seed {program.seed}, profile {program.profile}\n"

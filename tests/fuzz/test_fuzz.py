@@ -48,7 +48,7 @@ def test_aot_eager_with_python_values(first: int) -> None:
         assert_right(seed, "python_values", "aot_eager")
 
 
-@pytest.mark.parametrize("profile", ["training", "attributes", "two_axes", "overloads", "windows"])
+@pytest.mark.parametrize("profile", ["training", "attributes", "two_axes", "overloads", "windows", "raising"])
 def test_aot_eager_with_what_breaks_first(profile: str) -> None:
     for seed in range(5):
         assert_right(seed, profile, "aot_eager")
@@ -112,4 +112,5 @@ SEEDS = {
     "any_overload_writes": range(5),
     "weights_share_with_nobody": range(5),
     "infinity_has_no_name": range(1, 8),
+    "everything_is_pure": range(5),
 }
