@@ -137,6 +137,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("compiler_config", "torch.compiler", "config", shape=("patch", "cache_key_tag")),
         _S("TensorifyState", "torch._dynamo.symbolic_convert", "TensorifyState", shape=("force_specializations",)),
         _S("TensorifyScalarRestartAnalysis", "torch._dynamo.exc", "TensorifyScalarRestartAnalysis"),
+        _S("ConfigModule", "torch.utils._config_module", "ConfigModule", shape=("_config",)),
         # compilers
         _S("compile_fx", "torch._inductor.compile_fx", "compile_fx",
            shape=("model_", "example_inputs_", "inner_compile", "config_patches", "ignore_shape_env")),
@@ -324,6 +325,34 @@ def config_is_per_context() -> bool:
     return isinstance(getattr(entry, "user_override", None), contextvars.ContextVar)
 
 
+def _config_modules() -> list[Any]:
+    """torch's configuration modules, and those of others that are made like them."""
+    kind = __getattr__("ConfigModule")
+    return [module for module in list(sys.modules.values()) if isinstance(module, kind)]
+
+
+def config_overrides() -> dict[contextvars.ContextVar[Any], Any]:
+    """Overrides of configuration that are in force in the calling context."""
+    context = contextvars.copy_context()
+    variables = (entry.user_override for module in _config_modules() for entry in module._config.values())
+    return {variable: context[variable] for variable in variables if variable in context}
+
+
+def set_config_overrides(overrides: Mapping[contextvars.ContextVar[Any], Any]) -> None:
+    """Let these, as `config_overrides` told them, be the only ones in the calling context."""
+    empty = contextvars.Context()
+    present = config_overrides()
+    for module in _config_modules():  # what a module has made of its overrides, for its hash
+        caches = (value for value in vars(module).values() if isinstance(value, contextvars.ContextVar))
+        present.update((variable, variable) for variable in caches)
+    for variable in present:
+        if variable not in overrides:
+            variable.set(empty.run(variable.get))  # what it is by default: there is no other way to unset it
+    for variable, value in overrides.items():
+        if present.get(variable, present) is not value:
+            variable.set(value)
+
+
 @contextlib.contextmanager
 def compile_session() -> Iterator[None]:
     """Mark the process as compiling.
@@ -347,7 +376,8 @@ def owns_compile_lock() -> bool:
 def take_over_compile_lock() -> None:
     """Free Dynamo's compile lock from a thread that hangs and will never release it.
 
-    An `RLock` knows its owner, so a late release by that thread raises there and disturbs nobody.
+    The caller knows that it is that thread that holds it.  An `RLock` knows its owner, so a late release by that
+    thread raises there and disturbs nobody.
     """
     with contextlib.suppress(RuntimeError):
         __getattr__("compile_lock")._release_save()

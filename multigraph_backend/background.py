@@ -10,6 +10,11 @@ undone by the caller.  Should it come back later, it is parked for good: unwindi
 configurations back to what they were before the compile, under the feet of a program that has gone on.  A lock on a
 file that Inductor holds while a C++ compiler runs stays with it: other compiles wait for that as long as Inductor lets
 them.
+
+Waiting for the lock has a limit too: a thread that compiles with Dynamo may be waiting for this very call.
+
+Invariants: the lock is taken over from a job's own thread, while that holds it, and from nobody else.  No lock is held
+while anything is waited for: what two threads must agree on is decided by who claims it first (`_Once`).
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import contextlib
 import contextvars
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -26,7 +32,9 @@ from multigraph_backend import _compat, circles
 Result = TypeVar("Result")
 
 _GRACE = 1.0  # seconds an overdue compile gets to notice
-_UNWINDING = 10.0  # seconds it gets to unwind once it has
+_UNWINDING = 10.0  # seconds it gets to unwind once it has, or to clean up once it has ended
+_PATIENCE = 600.0  # seconds to wait for Dynamo's compile lock where compiles have no limit
+_LOOK = 0.05  # seconds between two looks at who holds that lock
 
 
 class CompileTimeout(Exception):
@@ -46,17 +54,38 @@ class _Overdue(BaseException):
         self.job.noticed()
 
 
+class _Once:
+    """What one of two threads does: the one that claims it first."""
+
+    def __init__(self) -> None:
+        self._taken = threading.Lock()
+
+    def claim(self) -> bool:
+        return self._taken.acquire(blocking=False)
+
+    @property
+    def claimed(self) -> bool:
+        return self._taken.locked()
+
+
 class _Job(Generic[Result]):
-    def __init__(self, compile: Callable[[contextlib.ExitStack], Result], context: contextvars.Context) -> None:
+    def __init__(
+        self,
+        compile: Callable[[contextlib.ExitStack], Result],
+        context: contextvars.Context,
+        seconds: float | None = None,
+    ) -> None:
         self._compile = compile
         self._context = context
+        self._limited = seconds is not None
         self._process_wide = contextlib.ExitStack()
-        self._lock = threading.Lock()  # guards _ended against the exception that ends an overdue job
-        self._ended = False
-        self._abandoned = False
-        self._unwinding = False
+        self._begin = _Once()  # the compile begins, or the caller no longer waits for its turn
+        self._end = _Once()  # the compile is over, or the caller tells it to end
+        self._fate = _Once()  # it has noticed and unwinds, or is abandoned; whoever notices from then on is parked
+        self._release = _Once()  # who gives the compile lock back: its thread, or the caller who takes it over
         self._told = threading.Lock()  # held while an exception waits for the compiling thread to run Python
-        self.holds_lock = threading.Event()
+        self.given_up = False
+        self.begun = threading.Event()
         self.finished = threading.Event()
         self.result: Result | None = None
         self.error: BaseException | None = None
@@ -64,13 +93,21 @@ class _Job(Generic[Result]):
     def run(self) -> None:
         """In the compiling thread."""
         try:
-            with _compat.compile_lock:
-                self.holds_lock.set()
-                self._context.run(self._compile_here)
+            while not _compat.compile_lock.acquire(timeout=_LOOK):
+                if self._begin.claimed:
+                    return
+            try:
+                if self._begin.claim():
+                    if self._limited:
+                        _holding.add(self)
+                    self.begun.set()
+                    self._context.run(self._compile_here)
+            finally:
+                self._give_lock_back()
         except BaseException as error:
             self.error = self.error or error
         finally:
-            self.holds_lock.set()
+            self.begun.set()
             self.finished.set()
 
     def _compile_here(self) -> None:
@@ -79,45 +116,96 @@ class _Job(Generic[Result]):
                 self.result = self._compile(self._process_wide)
             except BaseException as error:
                 self.error = error
-            with self._lock:
-                self._ended = True
-        finally:
-            self._process_wide.close()
+            if not self._end.claim():  # it was told to end: it shall meet that here, and not in what follows
+                while self._told.locked():
+                    time.sleep(0.001)
+        except BaseException as error:
+            self.error = error
+        self._process_wide.close()
+
+    def _give_lock_back(self) -> None:
+        if not self._release.claim():  # the caller did, and went on
+            threading.Event().wait()
+        _holding.discard(self)
+        _compat.compile_lock.release()
+
+    def give_up_waiting(self) -> bool:
+        """In the caller's thread: the compile shall not begin any more.  False where it has."""
+        self.given_up = self.given_up or self._begin.claim()
+        return self.given_up
 
     def abandon(self, thread: threading.Thread) -> None:
         """In the caller's thread: end the compile, or live without its thread."""
-        with self._lock:
-            if self._ended:
-                self.finished.wait()
-                return
-            self._interrupt(thread)
-        if self.finished.wait(_GRACE):
+        if self.give_up_waiting():
             return
-        with self._lock:
-            self._abandoned = not self._unwinding
-        if self._abandoned or not self.finished.wait(_UNWINDING):
-            self._process_wide.close()
-            _compat.take_over_compile_lock()
-        with self._lock:
-            # it was told, and something dropped what it was told by
-            if not (self._abandoned or self._ended or self.finished.is_set()):
-                self._abandoned = True
-                self._interrupt(thread)
+        if self._release.claimed:  # it is about to finish, or was abandoned before
+            self.finished.wait(_GRACE)
+            return
+        try:
+            told = self._tell(thread)
+            if self.finished.wait(_GRACE):
+                return
+            if not (told and self._fate.claim()):  # it unwinds, or has ended and cleans up
+                self.finished.wait(_UNWINDING)
+        finally:
+            if not self.finished.is_set():
+                self._live_without(thread)
 
-    def _interrupt(self, thread: threading.Thread) -> None:
+    def _tell(self, thread: threading.Thread) -> bool:
+        """Send the exception that ends the compile, unless that is over; whether one was sent."""
+        if not self._told.acquire(blocking=False):
+            return True  # one is on its way
+        if self._end.claim():
+            self._send(thread)
+            return True
+        self._told.release()
+        return False
+
+    def _send(self, thread: threading.Thread) -> None:
+        """With `_told` held, to a thread that is certain to meet it."""
         overdue = type("_Overdue", (_Overdue,), {"job": self})
-        self._told.acquire()
         circles.look_out(thread.ident or 0, self._told)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(overdue))
+
+    def _live_without(self, thread: threading.Thread) -> None:
+        self._fate.claim()
+        try:
+            self._process_wide.close()
+        finally:
+            if self._release.claim():
+                _holding.discard(self)
+                _compat.take_over_compile_lock()
+                # where it was told, and something dropped what it was told by; else it is parked when it comes back
+                if self._told.acquire(blocking=False):
+                    self._send(thread)
 
     def noticed(self) -> None:
         """In the compiling thread, when the exception of `abandon` reaches it; does not return once abandoned."""
         if self._told.locked():
             self._told.release()
-        with self._lock:
-            self._unwinding = not self._abandoned
-        if not self._unwinding:
+        if not self._fate.claim():
             threading.Event().wait()
+
+
+_holding: set[object] = set()  # of jobs with a limit: the one that has the compile lock
+
+
+def _await_turn(job: _Job[Result], seconds: float | None) -> None:
+    """Wait until the compile begins.  Raises CompileTimeout when others have held Dynamo's lock for too long.
+
+    Jobs with a limit do not count: they end, and the next one has its turn.
+    """
+    limit = _PATIENCE if seconds is None else seconds
+    waited, before = 0.0, time.monotonic()
+    while not job.begun.wait(_LOOK):
+        now = time.monotonic()
+        if not _holding:
+            waited += now - before
+        before = now
+        if waited >= limit and job.give_up_waiting():
+            raise CompileTimeout(
+                f"another compile has held Dynamo's compile lock for {limit:g} s, and may be waiting for this call"
+            )
 
 
 def compile_within(
@@ -126,17 +214,19 @@ def compile_within(
     """Run `compile(process_wide)` under the compile lock, in a copy of `context`, and return what it returns.
 
     `process_wide` takes what it changes for the whole process.  Raises what `compile` raises, and `CompileTimeout`
-    after `seconds` (None: no limit; waiting for another compile to end does not count).
+    after `seconds` (None: no limit), or when Dynamo's own compiles have held the lock that long (None: 600 s); waiting
+    for other compiles of this module does not count.
     """
-    job: _Job[Result] = _Job(compile, context.copy())
     if _compat.owns_compile_lock():
         # called while this thread compiles something itself: another thread would wait for it forever
+        job: _Job[Result] = _Job(compile, context.copy())
         job.run()
     else:
+        job = _Job(compile, context.copy(), seconds)
         thread = threading.Thread(target=job.run, name="multigraph-compile", daemon=True)
         thread.start()
         try:
-            job.holds_lock.wait()
+            _await_turn(job, seconds)
             if not job.finished.wait(seconds):
                 job.abandon(thread)
         except BaseException:  # Ctrl-C in the waiting caller

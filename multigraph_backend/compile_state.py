@@ -4,8 +4,9 @@ A late compile runs inside some request: another thread, another grad mode, insi
 config patches.  What it compiles must not depend on that.  `CompileState.take()` is called once, in the backend call,
 where Dynamo has restored the state that its guards will check; `restored()` re-creates it in the compiling thread.
 
-Taken: overrides of Inductor's, Dynamo's, functorch's and the compiler's configuration, grad mode, autocast, hooks of
-saved tensors that are graph modules.
+Taken: overrides of torch's configuration, grad mode, autocast, hooks of saved tensors that are graph modules.
+Not taken: the context variables of the program.  They are those of the request that compiles (`context()`): who logs or
+traces there sees that one, and the first request's are let go of with it.
 Switched off: inference mode, dispatch and function modes.  Preserved: random number generators.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,8 @@ class _Autocast:
 class CompileState:
     """See the module's text.  Immutable; shared by all compiles of a region."""
 
-    context: contextvars.Context
-    configs: tuple[tuple[str, dict[str, Any]], ...]  # empty where overrides live in `context`
+    overrides: Mapping[contextvars.ContextVar[Any], Any]  # of configuration, where they live in context variables
+    configs: tuple[tuple[str, dict[str, Any]], ...]  # ... and where they do not
     grad: bool
     autocast: tuple[_Autocast, ...]
     autocast_cache: bool
@@ -52,7 +53,7 @@ class CompileState:
             configs = tuple((name, getattr(_compat, name).get_config_copy()) for name in _CONFIGS)
         has_cuda = torch.cuda.is_available()
         return cls(
-            context=contextvars.copy_context(),
+            overrides=_compat.config_overrides() if _compat.config_is_per_context() else {},
             configs=configs,
             grad=torch.is_grad_enabled(),
             autocast=tuple(
@@ -64,11 +65,18 @@ class CompileState:
             hooks=stock_hooks(),
         )
 
+    def context(self) -> contextvars.Context:
+        """The calling thread's context, with torch's configuration as it was taken."""
+        context = contextvars.copy_context()
+        if not self.configs:
+            context.run(_compat.set_config_overrides, self.overrides)
+        return context
+
     @contextlib.contextmanager
     def restored(
         self, process_wide: contextlib.ExitStack, cache_tag: str, autograd_cache: bool, bundled: bool = False
     ) -> Iterator[None]:
-        """Run the body in this state, in the calling thread, which must run inside a copy of `context`.
+        """Run the body in this state, in the calling thread, which must run inside a copy of `context()`.
 
         What has to be changed for the whole process is entered on `process_wide`, which the caller of the compile
         closes: it can do so even if this thread hangs.  `cache_tag` distinguishes cache keys of variants.  `bundled`:

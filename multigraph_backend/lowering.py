@@ -156,7 +156,7 @@ def lower(
                 process_wide.close()
         return attempt(process_wide, _constant_floats(graph, args), options)
 
-    lowered = compile_within(options.compile_timeout, compile, state.context)
+    lowered = compile_within(options.compile_timeout, compile, state.context())
     log.debug("%s: facts [%s], condition %s", graph.code, tag, lowered.condition.code)
     return lowered
 
@@ -224,7 +224,7 @@ def only_traced(
         made = Lowered(_not_compiled, AddedCondition("True", None), time.perf_counter() - started)
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
 
-    return compile_within(options.compile_timeout, trace_only, state.context)
+    return compile_within(options.compile_timeout, trace_only, state.context())
 
 
 def _not_compiled(*args: Any) -> Sequence[Any]:

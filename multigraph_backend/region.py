@@ -182,12 +182,15 @@ class Region:
 
     def _check_collectives(self, variant: Variant, lowered: Lowered, args: Sequence[Any]) -> None:
         """Raises `OtherCollectives` where code does not issue what the generic graph does: other ranks may run that."""
-        with self._issued_lock:
-            if self._issued is None:
-                if variant.generic:
-                    self._issued = lowered
-                    return
-                self._issued = lowering.only_traced(self._graph, {}, args, self.options, self._state)
+        if self._issued is None:
+            made = lowered
+            if not variant.generic:
+                # nothing is locked meanwhile: who traces waits for Dynamo's compile lock, whose owner may come here
+                made = lowering.only_traced(self._graph, {}, args, self.options, self._state)
+            with self._issued_lock:
+                self._issued = self._issued or made
+            if self._issued is lowered:
+                return
         assert self._issued.issued is not None
         assert lowered.issued is not None
         same = SameSizes(self._issued.sizes, lowered.sizes)
