@@ -18,7 +18,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -36,7 +36,8 @@ class MissingSymbol(RuntimeError):
 class PrivateSymbol:
     """One private symbol: `module.attribute`, the feature that needs it, and the names it must carry.
 
-    `shape` lists parameters (of a callable) or attributes (of a class or object) that multigraph relies on.
+    `shape` lists parameters (of a callable) or attributes (of a class or object) that multigraph relies on, `carried`
+    what only an instance has: `made` makes one of the symbol.
     """
 
     name: str
@@ -44,6 +45,8 @@ class PrivateSymbol:
     attribute: str
     feature: str = "variants"
     shape: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    made: Callable[[Any], Any] | None = None
     seen: tuple[str, ...] = SEEN
 
     def load(self) -> Any:
@@ -59,16 +62,28 @@ class PrivateSymbol:
         except (ImportError, AttributeError) as error:
             return f"{self.module}.{self.attribute} is missing ({error})"
         lacking = [part for part in self.shape if not _carries(value, part)]
+        if self.made is not None and not lacking:
+            try:
+                instance = self.made(value)
+            except Exception as error:
+                return f"{self.module}.{self.attribute} is used in another way ({type(error).__name__}: {error})"
+            lacking = [part for part in self.carried if not hasattr(instance, part)]
         return f"{self.module}.{self.attribute} lacks {', '.join(lacking)}" if lacking else None
 
 
 def _carries(value: Any, part: str) -> bool:
-    if hasattr(value, part) or part in getattr(value, "__annotations__", ()):
+    if hasattr(value, part) or (isinstance(value, type) and part in getattr(value, "__annotations__", ())):
         return True
     try:
         return part in inspect.signature(value).parameters
     except (TypeError, ValueError):
         return False
+
+
+def _marked(mark_dynamic: Callable[..., object]) -> torch.Tensor:
+    tensor = torch.empty(2)
+    mark_dynamic(tensor, 0, specialize_on=[bool])
+    return tensor
 
 
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
@@ -81,7 +96,14 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         # symbolic shapes
         _S("ShapeEnv", _SHAPES, "ShapeEnv", shape=("create_symbol", "create_symintnode", "create_symfloatnode",
            "create_unbacked_symint", "evaluate_expr", "ignore_fresh_unbacked_symbols", "_constrain_range_for_size",
-           "_update_var_to_range", "replace")),
+           "_update_var_to_range", "replace"),
+           carried=("settings", "guards", "replacements", "var_to_range", "var_to_sources", "specializations",
+           "unbacked_inputs"), made=lambda cls: cls()),
+        _S("create_symbol", _SHAPES, "ShapeEnv.create_symbol",
+           shape=("val", "source", "dynamic_dim", "constraint_dim", "positive", "do_not_specialize_zero_one")),
+        _S("ShapeGuard", _SHAPES, "ShapeGuard", shape=("expr",)),
+        _S("Specialization", _SHAPES, "Specialization", shape=("source", "check_fn")),
+        _S("SymNode", "torch.fx.experimental.sym_node", "SymNode", shape=("expr", "hint", "has_hint")),
         _S("DimDynamic", _SHAPES, "DimDynamic", shape=("DYNAMIC", "STATIC", "UNBACKED", "INFER_STRIDE")),
         _S("StatefulSymbolicContext", _SHAPES, "StatefulSymbolicContext",
            shape=("tensor_source", "shape_env_to_source_to_symbol_cache", "view_base_context")),
@@ -101,8 +123,11 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("TensorPropertySource", "torch._dynamo.source", "TensorPropertySource", shape=("base", "prop", "idx")),
         _S("ConstantSource", "torch._dynamo.source", "ConstantSource", shape=("source_name",)),
         _S("FloatTensorSource", "torch._dynamo.source", "FloatTensorSource", shape=("base",)),
-        _S("TracingContext", "torch._guards", "TracingContext",
-           shape=("fake_mode", "try_get", "report_output_strides")),
+        _S("TracingContext", "torch._guards", "TracingContext", shape=("fake_mode", "try_get"),
+           carried=("fake_mode", "tensor_to_context", "guards_context", "fw_metadata", "output_strides"),
+           made=lambda cls: cls(None)),
+        _S("GuardsContext", "torch._guards", "GuardsContext", carried=("aotautograd_guards",), made=lambda cls: cls()),
+        _S("Source", "torch._guards", "Source", shape=("name",)),
         _S("tracing", "torch._guards", "tracing", shape=("context",)),
         _S("DuplicateInputs", "torch._guards", "DuplicateInputs", shape=("input_source_a", "input_source_b")),
         _S("StorageOverlap", "torch._guards", "StorageOverlap",
@@ -110,10 +135,14 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("compute_overlapping_tensors", "torch._C._dynamo.guards", "compute_overlapping_tensors"),
         _S("InstructionTranslator", "torch._dynamo.symbolic_convert", "InstructionTranslator",
            feature="names", shape=("current_tx",)),
-        _S("FakeTensorMode", "torch._subclasses.fake_tensor", "FakeTensorMode", shape=("shape_env", "from_tensor")),
+        _S("FakeTensorMode", "torch._subclasses.fake_tensor", "FakeTensorMode", shape=("shape_env", "from_tensor"),
+           carried=("shape_env", "allow_non_fake_inputs"), made=lambda cls: cls()),
+        _S("from_tensor", "torch._subclasses.fake_tensor", "FakeTensorMode.from_tensor",
+           shape=("symbolic_context", "source", "trace")),
         _S("FakeTensor", "torch._subclasses.fake_tensor", "FakeTensor"),
         _S("HigherOrderOperator", "torch._ops", "HigherOrderOperator", shape=("name",)),
-        _S("OpOverload", "torch._ops", "OpOverload", shape=("overloadpacket",)),
+        _S("OpOverload", "torch._ops", "OpOverload", shape=("overloadpacket",), carried=("_schema", "_overloadname"),
+           made=lambda cls: torch.ops.aten.add.Tensor),
         _S("OpOverloadPacket", "torch._ops", "OpOverloadPacket", shape=("overloads",)),
         # the state around a compile
         _S("compile_lock", "torch._dynamo.convert_frame", "compile_lock",
@@ -138,6 +167,9 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("TensorifyState", "torch._dynamo.symbolic_convert", "TensorifyState", shape=("force_specializations",)),
         _S("TensorifyScalarRestartAnalysis", "torch._dynamo.exc", "TensorifyScalarRestartAnalysis"),
         _S("ConfigModule", "torch.utils._config_module", "ConfigModule", shape=("_config",)),
+        _S("ConfigEntry", "torch.utils._config_module", "_ConfigEntry", shape=("user_override",)),
+        _S("Tensor", "torch", "Tensor", shape=("_base", "_is_view", "_version")),
+        _S("UntypedStorage", "torch", "UntypedStorage", shape=("_cdata",)),
         # compilers
         _S("compile_fx", "torch._inductor.compile_fx", "compile_fx",
            shape=("model_", "example_inputs_", "inner_compile", "config_patches", "ignore_shape_env")),
@@ -168,7 +200,10 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("lookup_backend", "torch._dynamo.backends.registry", "lookup_backend"),
         _S("InvalidCxxCompiler", "torch._inductor.exc", "InvalidCxxCompiler", feature="messages"),
         _S("list_mode_options", "torch._inductor", "list_mode_options", feature="modes"),
+        _S("make_fx", "torch.fx.experimental.proxy_tensor", "make_fx", feature="saved tensors",
+           shape=("f", "decomposition_table", "tracing_mode")),
         # recordings
+        _S("weak_storage", "torch", "UntypedStorage", feature="cudagraphs", shape=("_new_with_weak_ptr",)),
         _S("storage_use_count", "torch._C", "_storage_Use_Count", feature="cudagraphs"),
         _S("same_addresses", "torch._C", "_tensors_data_ptrs_at_indices_equal", feature="cudagraphs on CUDA"),
         _S("OutputCode", "torch._inductor.output_code", "OutputCode", feature="cudagraphs",
@@ -204,6 +239,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("clear_cublas_workspaces", "torch._C", "_cuda_clearCublasWorkspaces", feature="cudagraphs on CUDA"),
         # the allocator extension
         _S("set_allocator_settings", "torch._C", "_accelerator_setAllocatorSettings", feature="allocator"),
+        _S("TorchDispatchMode", "torch.utils._python_dispatch", "TorchDispatchMode", feature="simulation"),
         _S("memory_snapshot", "torch.cuda.memory", "_snapshot", feature="allocator", shape=("device",)),
         _S("record_memory_history", "torch.cuda.memory", "_record_memory_history", feature="stacks of allocations"),
         _S("skip_code", "torch._dynamo.eval_frame", "skip_code", feature="stacks of allocations", shape=("code",)),
@@ -231,6 +267,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("mark_dynamic", "torch._dynamo.decorators", "mark_dynamic", feature="marks",
            shape=("specialize_on", "min", "max")),
         _S("mark_unbacked", "torch._dynamo.decorators", "mark_unbacked", feature="marks", shape=("specialize_on",)),
+        _S("marked_tensor", "torch._dynamo.decorators", "mark_dynamic", feature="marks",
+           carried=("_specialize_on", "_dynamo_dynamic_indices"), made=_marked),
     )
 }  # fmt: skip
 
@@ -265,6 +303,89 @@ def expected() -> dict[str, PrivateSymbol]:
 def missing(feature: str) -> tuple[str, ...]:
     """What `feature` lacks in this torch, one line a symbol; empty when it can be used."""
     return tuple(problem for row in SYMBOLS.values() if row.feature == feature and (problem := row.problem()))
+
+
+def without(*names: str) -> str | None:
+    """What this torch lacks of the symbols of these rows; None if they can be used."""
+    return next((problem for name in names if (problem := SYMBOLS[name].problem())), None)
+
+
+#: what is off in plain words where this torch lacks a symbol of the feature; what is said elsewhere is not here
+OFF = {
+    "names": "sizes go by Dynamo's names, and options by no name of a model",
+    "stances": "torch's stances do not hold",
+    "instruments": "torch's own instruments hear nothing",
+    "modes": "the mode is ignored",
+    "marks": "mark() marks nothing",
+    "saved tensors": "nothing that is saved for backward is packed",
+    "changed inputs": "graphs that change their inputs run eagerly, and nothing that is saved for backward is packed",
+    "cudagraphs": "nothing is recorded in CUDA graphs, and nothing that is saved for backward is packed",
+    "cudagraphs on CUDA": "nothing is recorded in CUDA graphs",
+    "messages": "a missing C++ compiler is not explained",
+    "simulation": "recordings cannot be simulated on the CPU",
+    "distributed": "collectives are not recorded",
+    "one compile": "every rank compiles for itself",
+    "endings": "recorded collectives are not ended for you",
+    "watchdog": "nothing says in which collective a rank waits",
+    "stacks of allocations": "allocations have no stacks",
+    "allocator": "the allocator extension is off",
+}
+
+
+@functools.cache
+def switched_off() -> tuple[tuple[str, str], ...]:
+    """Features that this torch lacks a symbol for, each with one line that says so."""
+    found = []
+    for feature, consequence in OFF.items():
+        problems = [row.problem() for row in expected().values() if row.feature == feature]
+        problem = next(filter(None, problems), None)
+        if problem is not None and problem not in missing("variants"):  # that is said with each graph
+            found.append((feature, f"torch {torch.__version__} differs: {problem}; {consequence}"))
+    return tuple(found)
+
+
+class CarriedSymbol(NamedTuple):
+    """What only a trace shows: an attribute or an entry of `meta` of what Dynamo hands to a backend."""
+
+    of: str
+    seen: tuple[str, ...] = SEEN
+
+
+CARRIED = {
+    "_dynamo_source": CarriedSymbol("placeholder"),
+    "_param_name_to_source": CarriedSymbol("graph"),
+    "example_value": CarriedSymbol("meta of a placeholder"),
+    "tensor_dict": CarriedSymbol("meta of a parameter's placeholder"),
+    "grapharg": CarriedSymbol("meta of a placeholder"),  # stands in for _dynamo_source, where a graph was copied
+}
+
+
+def missing_in_trace(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    """What of `CARRIED` Dynamo did not hand over though it handed over what comes with it; None if nothing."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    sourced = [hasattr(node, "_dynamo_source") for node in placeholders]
+    if all(sourced) and not hasattr(gm, "_param_name_to_source"):
+        return "graphs have no _param_name_to_source"
+    if hasattr(gm, "_param_name_to_source") and placeholders and not any(sourced):
+        return "placeholders have no _dynamo_source"
+    if not any(sourced):
+        return None  # no graph as Dynamo made it
+    for node, example in zip(placeholders, example_inputs, strict=False):
+        if "example_value" not in node.meta:
+            return "placeholders have no example_value"
+        if isinstance(example, torch.nn.Parameter) and "tensor_dict" not in node.meta:
+            return "placeholders of parameters have no tensor_dict"
+    return None
+
+
+def trace_shape_env(example_inputs: Sequence[Any]) -> Any:
+    """The ShapeEnv of the trace in progress, from its context or from a symbolic input; None where there is none."""
+    try:
+        found = getattr(getattr(__getattr__("TracingContext").try_get(), "fake_mode", None), "shape_env", None)
+    except (MissingSymbol, AttributeError):
+        found = None
+    symbolic = (value.node for value in example_inputs if isinstance(value, torch.SymInt | torch.SymFloat))
+    return found if found is not None else next((getattr(node, "shape_env", None) for node in symbolic), None)
 
 
 # ---------------------------------------------------------------- differences between versions

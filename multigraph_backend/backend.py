@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, capture, lowering, marks, region, registry, user_code
+from multigraph_backend import _compat, capture, lowering, marks, region, registry, trace, user_code
+from multigraph_backend.background import describe
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
@@ -54,6 +55,8 @@ class Multigraph:
         `OptionsError` for what is not accepted.
         """
         marks.meet(example_inputs)
+        for feature, line in _compat.switched_off():
+            trace.warn_once("recordings" if feature.startswith("cudagraphs") else f"off: {feature}", "%s", line)
         code = user_code.current()
         accepted = Options.build(options, mode, code.models)
         disabled = disabled_pieces(os.environ)
@@ -66,22 +69,27 @@ class Multigraph:
                 return _compile_at_once(gm, example_inputs, accepted, code, "MULTIGRAPH_DISABLE=all")
             if "variants" in disabled:
                 accepted = dataclasses.replace(accepted, specialize=())
-                _take_over_marks()
-            lacking = _compat.missing("variants")
+                _take_over_marks(example_inputs)
+            lacking = (*_compat.missing("variants"), *filter(None, [_compat.missing_in_trace(gm, example_inputs)]))
             if lacking:
                 return _compile_at_once(gm, example_inputs, accepted, code, f"this torch differs: {lacking[0]}")
             try:
                 graph = capture.capture(gm, example_inputs, code)
+                state = CompileState.take()
             except capture.CannotCapture as reason:
                 return _compile_at_once(gm, example_inputs, accepted, code, str(reason))
-            state = CompileState.take()
+            except Exception as error:  # what this torch does otherwise, and no row of `_compat` knows of
+                if accepted.on_failure == "raise":
+                    raise
+                log.debug("%s: cannot be captured", code, exc_info=True)
+                return _compile_at_once(gm, example_inputs, accepted, code, f"cannot be captured: {describe(error)}")
             if "saved_tensors" in disabled:
                 state = dataclasses.replace(state, hooks=None)  # they run in eager
             if state.hooks is not None:  # ours to place; torch would look at their copies when it asks its cache
                 capture.forget_hooks(graph)
             return region.Region(graph, accepted, state, name).dispatcher()
         finally:
-            _take_over_marks()
+            _take_over_marks(example_inputs)
 
     def reset(self) -> None:
         """Called by `torch._dynamo.reset()`: Dynamo drops the code that holds the regions, reports start anew."""
@@ -105,13 +113,13 @@ def _compile_at_once(
         with account.collecting() as saved:
             run = lowering.compile_at_once(gm, list(example_inputs), options, f"{code}")
     except CannotLower as error:
-        run, saved, reason = gm.forward, [], f"{reason}; it runs eagerly: {error}"
+        run, saved = gm.forward, []
+        reason = f"{reason}; it runs eagerly" + ("" if str(error) == reason else f": {error}")
     return region.compiled_at_once(run, code, options, time.perf_counter() - started, reason, tuple(saved))
 
 
-def _take_over_marks() -> None:
-    context = _compat.TracingContext.try_get()
-    shape_env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+def _take_over_marks(example_inputs: Sequence[Any]) -> None:
+    shape_env = _compat.trace_shape_env(example_inputs)
     if shape_env is not None and hasattr(shape_env, "specializations"):
         shape_env.specializations.clear()
 

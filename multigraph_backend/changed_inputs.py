@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat
 from multigraph_backend.fresh_inputs import CannotLower
 
 InnerCompile = Callable[..., Any]
@@ -41,12 +41,9 @@ def compile_fx_settings(
     """Keyword arguments for Inductor's `compile_fx`: the knobs `chosen`, and the two guards of this module.
 
     `inner` compiles one graph in place of Inductor's own function; `around` makes the partitioner that is used out of
-    the one of this module.
+    the one of this module.  Without what this module needs of torch only graphs that change no input may be compiled.
     """
-    lacking = _compat.missing("changed inputs")
-    if lacking:
-        message = f"gradients may be wrong where a graph changes its inputs in place; this torch differs: {lacking[0]}"
-        trace.warn_once(message, "%s", message)
+    if _compat.missing("changed inputs"):
         return {"config_patches": dict(chosen) or None, **({} if inner is None else {"inner_compile": inner})}
     theirs = chosen.get("custom_partitioner_fn", _compat.partitioner_config.custom_partitioner_fn)
     safe = SafePartitioner(theirs)
@@ -212,6 +209,7 @@ def outlives(changed: torch.fx.Node, writes: Sequence[torch.fx.Node]) -> bool:
 _LINEAR = {
     getattr(torch.ops.aten, name).default
     for name in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias")
+    if hasattr(torch.ops.aten, name)
 } | {torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
 _PARTS = {torch.ops.aten.slice.Tensor: 4, torch.ops.aten.select.int: 3}  # and how many arguments say which part
 _PUT_BACK = {torch.ops.aten.slice_scatter.default: torch.ops.aten.slice.Tensor,

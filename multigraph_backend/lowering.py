@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, changed_inputs, fresh_inputs, trace
+from multigraph_backend import _compat, capture, changed_inputs, fresh_inputs, trace
 from multigraph_backend.aliasing import sharing
 from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import CapturedGraph, copy_structure
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CompiledFunction = Callable[..., Sequence[Any]]
+
+CHANGES_INPUTS = "the graph changes its inputs, what Inductor gets wrong there is not kept out, for this torch differs"
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def lower(
     `CannotLower` when the result could not be proven right.
     """
 
+    if options.compiler == "inductor" and graph.mutates_inputs and (lacking := _compat.missing("changed inputs")):
+        raise _compat.MissingSymbol(f"{CHANGES_INPUTS}: {lacking[0]}")
     pinned = pinned or {}
     facts = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
     tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
@@ -261,8 +265,14 @@ def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Option
 
 def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     """The chosen compiler's code for `module`, in Dynamo's own trace.  Raises as `compile_module` does."""
+    if options.compiler == "inductor" and _compat.missing("changed inputs") and capture.may_change_inputs(module):
+        raise CannotLower(f"{CHANGES_INPUTS}: {_compat.missing('changed inputs')[0]}")
     recorded = records(module, inputs, options)
-    if not recorded and not options.packing:
+    plain = not recorded and not options.packing
+    needed = ("lookup_backend",) if options.compiler != "inductor" else ("compile_fx", "inductor_config")
+    if lacking := _compat.without(*needed, *(() if plain else ("functorch_config",))):
+        raise CannotLower(f"this torch differs: {lacking}")
+    if plain:
         return compile_module(module, inputs, options)
     recorded_as = name if recorded else None
     # its backward is compiled at the first call of it, when no setting of now is in force any more
@@ -315,8 +325,7 @@ def compile_module(
             knobs.setdefault(*output_code.PLACED)
     around = None
     if options.packing and (lacking := _lacks_for_packing()):
-        message = f"saved tensors stay as they are; this torch differs: {lacking}"
-        trace.warn_once(message, "%s", message)
+        log.debug("saved tensors stay as they are; this torch differs: %s", lacking)  # said at the first graph
     elif options.packing:
         from multigraph_backend.saved_tensors import output_code as packing_code
         from multigraph_backend.saved_tensors.partitioner import PackingPartitioner

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, trace
 from multigraph_backend.facts import Facts
 from multigraph_backend.predicates import predicate_from_json
 
@@ -41,7 +41,11 @@ def mark(
     dimension marked before (another `specialize_on` makes no new trace).
     Raises ValueError for a dimension that the tensor does not have.
     """
-    checks = [_as_check(entry) for entry in specialize_on]
+    if lacking := _compat.missing("marks"):
+        trace.warn_once("off: marks", "%s", dict(_compat.switched_off()).get("marks", lacking[0]))
+        return
+    # what declares variants stays with torch's own dispatch where it cannot be taken over
+    checks = [] if _compat.missing("variants") else [_as_check(entry) for entry in specialize_on]
     caller = sys._getframe(1)
     place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     for one in (dim,) if isinstance(dim, int) else tuple(dim):
@@ -54,7 +58,7 @@ def mark(
             _compat.mark_unbacked(tensor, index, specialize_on=checks, **bounds)
         else:
             _compat.mark_dynamic(tensor, index, specialize_on=checks, **bounds)
-        tensor._specialize_on = {**table, **tensor._specialize_on}  # type: ignore[attr-defined]
+        tensor._specialize_on = {**table, **getattr(tensor, "_specialize_on", {})}  # type: ignore[attr-defined]
     _met.setdefault(place, False)
     tensor._multigraph_marks = {*getattr(tensor, "_multigraph_marks", ()), place}  # type: ignore[attr-defined]
 

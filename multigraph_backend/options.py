@@ -372,7 +372,10 @@ def _read_compiler(given: _Given) -> str | Callable[..., Any]:
 def _read_mode(given: _Given) -> str | None:
     if given.value is None or given.value == "default":
         return None
-    modes = _modes()
+    try:
+        modes = _modes()
+    except RuntimeError:  # this torch has no list of them, and the backend has said so
+        return None
     if not isinstance(given.value, str) or given.value not in modes:
         hint = did_you_mean(given.value, modes) if isinstance(given.value, str) else ""
         given.refuse(f"one of {', '.join(map(repr, modes))}{hint}")
@@ -388,7 +391,10 @@ def _read_inductor(given: _Given) -> dict[str, object]:
         return {}
     from multigraph_backend import _compat
 
-    known = _compat.inductor_config_names()
+    try:
+        known = _compat.inductor_config_names()
+    except (RuntimeError, AttributeError):  # this torch differs: variants are off, and it is said
+        return {}
     patches: dict[str, object] = {}
     for key, value in given.value.items():
         here = _Given(f"{given.option}[{key!r}]", value, given.origin)

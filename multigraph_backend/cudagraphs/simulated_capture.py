@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.device import Layout
 from multigraph_backend.cudagraphs.simulated_memory import Mapped, Memory, Outside, Pool, Reference, tensor_over
 
@@ -80,7 +80,7 @@ def _writes(func: Any) -> bool:
     return any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
     """Turns operations into kernels, and keeps the books of one capture."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
         usable: Callable[[torch.Tensor], bool],
         driver: Callable[[str, Any], None],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.pool = pool
         self.memory = memory
         self.usable = usable

@@ -21,7 +21,9 @@ from multigraph_backend import _compat
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step
 from multigraph_backend.saved_tensors.offloading import BEGIN, OFFLOAD, SETTLE
 
-_SHARES_FIRST = {torch.ops.aten._unsafe_view.default, torch.ops.aten.copy_.default}
+_SHARES_FIRST = {
+    getattr(torch.ops.aten, name).default for name in ("_unsafe_view", "copy_") if hasattr(torch.ops.aten, name)
+}
 _UNKNOWN_SIZE = 4096  # for a size that only a run knows
 
 

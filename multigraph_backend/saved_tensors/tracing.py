@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from multigraph_backend import _compat
 from multigraph_backend.saved_tensors import graphs
@@ -169,7 +168,7 @@ def _keep_constant(made: GraphModule, node: Node, mode: Any) -> None:
 
 def _make(function: Callable[..., Any], inputs: Sequence[Any], what: str, mode: Any) -> GraphModule:
     try:
-        made = make_fx(
+        made: GraphModule = _compat.make_fx(
             torch.func.functionalize(function), decomposition_table=_compat.select_decomp_table(), tracing_mode="real"
         )(*inputs)
     except (CannotPack, CannotTakeApart) as error:

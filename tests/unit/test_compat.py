@@ -33,19 +33,58 @@ def test_a_symbol_that_lost_a_parameter_is_a_problem() -> None:
     assert row.problem() == "torch._dynamo.convert_frame.compile_lock lacks no_such"
 
 
+def is_private(module: str) -> bool:
+    parts = module.split(".")
+    return parts[0] == "torch" and (any(part.startswith("_") for part in parts) or "experimental" in parts)
+
+
+def modules() -> list[tuple[Path, ast.AST]]:
+    """All of the package but `_compat`, parsed."""
+    return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_compat.py"]
+
+
 def test_no_other_module_touches_private_torch() -> None:
     """Imports of and attribute paths through private torch modules appear in `_compat` alone."""
     offenders = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name == "_compat.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch._"):
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and is_private(node.module or ""):
                 offenders.append(f"{path.name}: from {node.module}")
             elif isinstance(node, ast.Import):
-                offenders += [f"{path.name}: {item.name}" for item in node.names if item.name.startswith("torch._")]
+                offenders += [f"{path.name}: {item.name}" for item in node.names if is_private(item.name)]
             elif isinstance(node, ast.Attribute):
                 text = ast.unparse(node)
                 if text.startswith("torch._"):
                     offenders.append(f"{path.name}: {text}")
     assert offenders == []
+
+
+#: attributes with an underscore that are Python's, or namespaces and operators
+PYTHON = {"_current_frames", "_getframe", "_fields"}
+OPERATORS = {"_c10d_functional"}
+#: names by which the package knows objects of torch's tracing
+TRACING = ("shape_env", "fake_mode", "guards_context")
+
+
+def known_names() -> set[str]:
+    rows = _compat.SYMBOLS.values()
+    parts = {part for row in rows for part in (*row.shape, *row.carried, *row.attribute.split("."))}
+    return parts | set(_compat.CARRIED)
+
+
+def test_every_private_attribute_of_torch_that_is_used_has_a_row() -> None:
+    """By its underscore, or by the object of torch's tracing that it is asked of."""
+    known, own, used = known_names(), set[str](), dict[str, str]()
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    own.add(name)
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    own.add(name)
+                case ast.Attribute(value=value, attr=name):
+                    owner = ast.unparse(value).rpartition(".")[2]
+                    if owner in TRACING or (name.startswith("_") and not name.startswith("__")):
+                        used.setdefault(name, f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    unlisted = {name: where for name, where in used.items() if name not in known | own | PYTHON | OPERATORS}
+    assert unlisted == {"_multigraph_marks": unlisted.get("_multigraph_marks")}  # of our own making
