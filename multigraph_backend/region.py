@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -138,8 +139,10 @@ class Region:
     def _form_for(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """A form that holds for `args`, compiled now if it must and may be; one compile at a time per variant."""
         form = variant.fitting(args)
-        if form is not None or stance() in _NO_COMPILE_STANCES or not variant.may_compile(self._sharing(args)):
+        if form is not None or variant.resting or stance() in _NO_COMPILE_STANCES:
             return form
+        if not variant.may_compile(self._sharing(args)):
+            return None
         limit = self.options.compile_timeout
         if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
             entered = variant.lock.acquire(blocking=False)
@@ -208,11 +211,14 @@ class Region:
 
     def _failed(self, variant: Variant, error: BaseException, sharing: Sharing) -> None:
         variant.fail(error, sharing)
+        self._publish(variant)
         if self.options.cudagraphs == "require" and (missed := _not_all_recorded(error)) is not None:
             raise missed
         remedy = _remedy(error)
         if remedy is not None:  # a lack of this machine: every compile fails, and one line says it
             trace.warn_once(remedy, "%s", remedy)
+        elif isinstance(error, _compat.MissingSymbol):  # said at the first graph
+            log.debug("%s: %s cannot be compiled: %s", self.code, variant.text, error)
         else:
             trace.warn_once(
                 f"{self.code}: {variant.text} failed",
@@ -289,26 +295,41 @@ class Region:
 
     def publish(self) -> None:
         """Let generated code run what it may: all of it, but for variants while gains are measured."""
-        for variant in (*self.variants, self.generic):
+        for variant in (self.generic, *self.variants):
             self._publish(variant)
 
     def _publish(self, variant: Variant) -> None:
-        """Let generated code run the proven forms of `variant` without coming here."""
+        """Let generated code run the proven forms of `variant` without coming here, and generic where it rests."""
         with self._publish_lock:
-            forms = [form.lowered for form in variant.forms if form.proven]
-            if not forms or (gains.measuring() and not variant.generic):
-                self._ready[variant.number] = _NOT_READY
-            elif len(forms) == 1:
-                self._ready[variant.number] = (forms[0].condition.check, variant.tick, forms[0].shortest)
-            else:
-                self._ready[variant.number] = (None, lambda: None, self._chooser(variant, forms))
+            self._ready[variant.number] = self._entry(variant)
+            if variant.generic:
+                for other in self.variants:
+                    if other.resting:
+                        self._ready[other.number] = self._entry(other)
 
-    def _chooser(self, variant: Variant, forms: Sequence[Lowered]) -> Callable[..., Any]:
-        pairs = tuple((form.condition.check, form.shortest) for form in forms)
-        number, tick, missed = variant.number, variant.tick, weakref.WeakMethod(self.missed)
+    def _entry(self, variant: Variant) -> Ready:
+        forms = [form.lowered for form in variant.forms if form.proven]
+        if gains.measuring() and not variant.generic:
+            return _NOT_READY
+        past = _NOT_READY if variant.generic or not variant.resting else self._ready[self.generic.number]
+        if past[2] is not None:
+            if not forms:
+                return _while_resting(variant, past)
+            return None, lambda: None, self._chooser(variant, forms, _while_resting(variant, past))
+        if not forms:
+            return _NOT_READY
+        if len(forms) == 1:
+            return forms[0].condition.check, variant.tick, forms[0].shortest
+        return None, lambda: None, self._chooser(variant, forms)
+
+    def _chooser(self, variant: Variant, forms: Sequence[Lowered], past: Ready | None = None) -> Callable[..., Any]:
+        """Tries one form after the other, then `past`."""
+        entries = [(form.condition.check, variant.tick, form.shortest) for form in forms]
+        choices = (*entries, *(() if past is None or past[2] is None else ((past[0], past[1], past[2]),)))
+        number, missed = variant.number, weakref.WeakMethod(self.missed)
 
         def choose(*args: Any) -> Any:
-            for check, run in pairs:
+            for check, tick, run in choices:
                 if check is None or check(args):
                     tick()
                     return run(*args)
@@ -380,11 +401,24 @@ def compiled_at_once(
     region._publish(region.generic)
     trace.count("regions")
     registry.add(region)
-    trace.warn_once(f"{code}: {reason}", "%s: %s", code, region.notes[0])
+    # what torch lacks it lacks for every graph
+    key = reason.partition(";")[0] if reason.startswith("this torch differs") else f"{code}: {reason}"
+    trace.warn_once(key, "%s: %s", code, region.notes[0])
     return region.dispatcher()
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def _while_resting(variant: Variant, generic: Ready) -> Ready:
+    """Generic's code in place of a variant that nobody compiles for a while."""
+    check, tick, run = generic
+    clock, until = variant.clock, variant.rests_until
+    if until == math.inf:
+        return generic
+    if check is None:
+        return (lambda args: clock() < until), tick, run
+    return (lambda args: clock() < until and check(args)), tick, run
 
 
 def stance() -> str:

@@ -10,6 +10,7 @@ a failure leaves a reason and a time before which nobody tries again.
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import threading
@@ -65,7 +66,7 @@ class Variant:
         self.gain = Gain()
         self.exact: int | None = None  # the one value that an opaque condition is compiled for
         self._retry_at: dict[Sharing, float] = {}
-        self._clock = clock
+        self.clock = clock
         self._calls = trace.call_counter("generic_calls" if condition is None else "variant_calls", self)
 
     @property
@@ -102,14 +103,29 @@ class Variant:
         """The first form whose condition holds."""
         return next((form for form in self.forms if form.holds(args)), None)
 
+    @property
+    def rests_until(self) -> float:
+        """Before that time no call compiles a form, however its inputs share memory: there are enough, or one failed.
+
+        A failure with inputs that share nothing speaks for all calls, and asking how they share memory would cost more
+        than the rest of the call.
+        """
+        if len(self.forms) >= (MOST_GENERIC_FORMS if self.generic else MOST_FORMS):
+            return math.inf
+        return self._retry_at.get((), -math.inf)
+
+    @property
+    def resting(self) -> bool:
+        return self.clock() < self.rests_until
+
     def may_compile(self, sharing: Sharing) -> bool:
         """Whether another form may be compiled now: not too many of them, and not too soon after a failure.
 
-        A failure speaks for calls whose inputs share memory in the same way; others may well compile.
+        A failure with inputs that share memory speaks for calls that do so in the same way; others may well compile.
         """
-        if len(self.forms) >= (MOST_GENERIC_FORMS if self.generic else MOST_FORMS):
+        if self.resting:
             return False
-        return sharing not in self._retry_at or self._clock() >= self._retry_at[sharing]
+        return sharing not in self._retry_at or self.clock() >= self._retry_at[sharing]
 
     def add(self, form: Form, sharing: Sharing = ()) -> None:
         self._retry_at.pop(sharing, None)
@@ -132,7 +148,7 @@ class Variant:
         self.reason = describe(error)
         self.details = "".join(traceback.format_exception(error))
         self.user_stack = _user_stack(self.details)
-        self._retry_at[sharing] = self._clock() + _FIRST_RETRY * 2 ** min(self.failures - 1, 10)
+        self._retry_at[sharing] = self.clock() + _FIRST_RETRY * 2 ** min(self.failures - 1, 10)
         trace.count("failures")
 
 

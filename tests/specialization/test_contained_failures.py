@@ -13,7 +13,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
+from multigraph_backend import registry
 from multigraph_backend.backend import multigraph
+from multigraph_backend.region import Region
 from tests.specialization.activity import assert_right, compiles, ran, variants
 
 # what ends a compile that hangs may reach it inside a weakref callback, where Python drops it; then it is abandoned
@@ -166,6 +168,57 @@ def test_who_asks_for_an_error_gets_it(bad: Compiler) -> None:
         compiled(torch.randn(8, 3))
     with ran(generic=1):
         assert_right(compiled, f, torch.randn(5, 3), exact=True)
+
+
+def test_calls_past_a_failure_go_the_way_of_generic_until_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stands before them but the time: no second look at each input."""
+    broken, missed, now = [True], list[int](), [0.0]
+    plainly = Region.missed
+
+    def noted(self: Region, target: int, args: tuple[Any, ...]) -> Any:
+        missed.append(target)
+        return plainly(self, target, args)
+
+    monkeypatch.setattr(Region, "missed", noted)
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return raises(gm, inputs) if broken[0] and for_eight_rows(inputs) else gm.forward
+
+    def added(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return x + sum(others)
+
+    compiled = compile(compiler, added)
+    others = [torch.randn(3) for _ in range(20)]
+    assert_right(compiled, added, torch.randn(5, 3), *others)
+    (region,) = registry.living()
+    region.variants[0].clock = lambda: now[0]
+    with ran(generic=1, failures=1):
+        assert_right(compiled, added, torch.randn(8, 3), *others)
+    missed.clear()
+    now[0] = 59.0
+    with ran(generic=3):
+        for rows in (8, 5, 8):
+            assert_right(compiled, added, torch.randn(rows, 3), *others)
+    assert missed == []
+    broken[0] = False
+    now[0] = 60.0
+    with ran(variants=2):
+        for _ in range(2):
+            assert_right(compiled, added, torch.randn(8, 3), *others)
+    assert missed == [0]
+
+
+def test_where_generic_comes_after_the_failure_calls_past_it_go_its_way_too() -> None:
+    def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return raises(gm, inputs) if for_eight_rows(inputs) else gm.forward
+
+    compiled = compile(compiler)
+    with ran(generic=1, failures=1):
+        assert_right(compiled, f, torch.randn(8, 3), exact=True)
+    (region,) = registry.living()
+    check, _, run = region._ready[0]
+    assert run is region._ready[region.generic.number][2]
+    assert check is not None
 
 
 def test_a_compile_that_ends_the_process_does_not() -> None:

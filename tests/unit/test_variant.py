@@ -91,3 +91,16 @@ def test_a_form_that_turned_out_wrong_is_gone() -> None:
 def test_a_condition_that_never_applies_is_inactive() -> None:
     variant = Variant(0, Condition("x[0] == 8", None, never="x[0] is 4 in this graph"))
     assert (variant.state, variant.reason) == ("inactive", "x[0] is 4 in this graph")
+
+
+def test_a_failure_speaks_for_all_calls_where_its_inputs_shared_nothing() -> None:
+    clock = Clock()
+    variant = Variant(0, Condition("x[0] == 8", None), clock)
+    variant.fail(ValueError("no"), SHARED)
+    assert not variant.resting
+    variant.fail(ValueError("no"), ALONE)
+    assert variant.resting
+    assert not variant.may_compile(((0, 2),))
+    clock.now = variant.rests_until
+    assert not variant.resting
+    assert variant.may_compile(((0, 2),))
