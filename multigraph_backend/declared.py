@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from multigraph_backend import learning
+from multigraph_backend import learning, naming
 from multigraph_backend.capture import CapturedGraph, Mark, NamedSize
 from multigraph_backend.facts import Facts
 from multigraph_backend.predicates import Predicate, predicate_from_facts, unreachable
@@ -73,13 +73,19 @@ def _from_predicate(graph: CapturedGraph, predicate: Predicate, notes: list[str]
             _decide(condition, name, found, facts)
         else:
             _add_term(graph, condition, name, found, facts)
+            if found.location.kind == "size" and facts.intersect(Facts(min=0)).empty:
+                condition.never = f"{name} is a size, which is never negative: {facts.describe(name)} holds for none"
+                notes.append(condition.never)
     return condition
 
 
 def unknown_name(graph: CapturedGraph, name: str) -> str:
     """The text for a name that this graph does not have."""
-    near = difflib.get_close_matches(name, graph.sizes, n=1)
+    meant = naming.meant(name, graph.sizes)
+    near = [meant] if isinstance(meant, str) else difflib.get_close_matches(name, graph.sizes, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
+    if isinstance(meant, list):
+        hint = f"; {name} is a tensor, name one of its sizes: {', '.join(map(repr, meant))}"
     known = ", ".join(graph.sizes) or "none"
     return f"{name!r} is no size or integer input of {graph.code.function} (it has: {known}){hint}"
 

@@ -18,7 +18,7 @@ import torch
 
 from multigraph_backend import _compat, trace
 from multigraph_backend.facts import Facts
-from multigraph_backend.predicates import predicate_from_json
+from multigraph_backend.predicates import predicate_from_json, shown
 
 Specialization = int | Mapping[str, int] | Callable[[int], object]
 
@@ -39,8 +39,10 @@ def mark(
     `min`, `max`: bounds that torch guards on; not together with `unbacked` before torch 2.13.  Earlier marks on other
     dimensions are kept.  Like torch's marks it is lost on clone and slice, and ignored where a trace has had that
     dimension marked before (another `specialize_on` makes no new trace).
-    Raises ValueError for a dimension that the tensor does not have.
+    Raises ValueError for a dimension that the tensor does not have and for values that no size has, TypeError for
+    anything of another type.
     """
+    _check_types(tensor, dim, specialize_on, unbacked, min, max)
     if lacking := _compat.missing("marks"):
         trace.warn_once("off: marks", "%s", dict(_compat.switched_off()).get("marks", lacking[0]))
         return
@@ -83,11 +85,49 @@ def forget() -> None:
     _met.clear()
 
 
+def _check_types(
+    tensor: object, dim: object, specialize_on: object, unbacked: object, min: object, max: object
+) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"mark takes a tensor, got {shown(tensor)}")
+    dims = dim if isinstance(dim, list | tuple | range) else [dim]
+    if not all(_is_int(one) for one in dims):
+        raise TypeError(f"mark: dim must be an int or a list of ints, got {shown(dim)}")
+    if not isinstance(specialize_on, Sequence) or isinstance(specialize_on, str | bytes):
+        wanted = repr(sorted(specialize_on)) if isinstance(specialize_on, set | frozenset) else f"[{specialize_on!r}]"
+        raise TypeError(f"mark: specialize_on must be a list, got {shown(specialize_on)}; write {wanted}")
+    if not isinstance(unbacked, bool):
+        raise TypeError(f"mark: unbacked must be True or False, got {shown(unbacked)}")
+    for name, bound in (("min", min), ("max", max)):
+        if bound is not None and not _is_int(bound):
+            raise TypeError(f"mark: {name} must be an int, got {shown(bound)}")
+        if isinstance(bound, int) and bound < 0:
+            raise ValueError(f"mark: {name} must be at least 0, a size is never negative; got {bound}")
+    if isinstance(min, int) and isinstance(max, int) and min > max:
+        raise ValueError(f"mark: min {min} is greater than max {max}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _as_check(entry: Specialization) -> Callable[[int], object]:
     if isinstance(entry, int) and not isinstance(entry, bool):
-        return Facts(values=(entry,)).holds
-    if isinstance(entry, Mapping):
-        return predicate_from_json({"size": dict(entry)}).facts()["size"].holds
-    if callable(entry):
+        facts = Facts(values=(entry,))
+    elif isinstance(entry, Mapping):
+        facts = predicate_from_json({"size": dict(entry)}).facts()["size"]
+        if facts.unconstrained:
+            raise ValueError(
+                f"mark: {dict(entry)!r} holds for every size; write forms like {{'min': 1, 'max': 512}} or "
+                "{'multiple_of': 16}"
+            )
+    elif callable(entry):
         return entry
-    raise TypeError(f"specialize_on takes integers, forms like {{'multiple_of': 16}} and callables, not {entry!r}")
+    else:
+        apart = f"; write {', '.join(map(repr, entry))}" if isinstance(entry, list | tuple) and entry else ""
+        raise TypeError(
+            f"specialize_on takes integers, forms like {{'multiple_of': 16}} and callables, not {entry!r}{apart}"
+        )
+    if facts.intersect(Facts(min=0)).empty:
+        raise ValueError(f"mark: a size is never negative, and {facts.describe('size')} holds for no size")
+    return facts.holds

@@ -8,6 +8,7 @@ in the package parses a source's text.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
 _LOCAL = re.compile(r"^[LG]\[(['\"])(.+?)\1\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([A-Za-z_]\w*)\1\]")
@@ -34,3 +35,30 @@ def size_name(source_name: str, dim: int) -> str:
 def normalized(declared: str) -> str:
     """A declared name without the liberties that Python allows: spaces, double quotes."""
     return _QUOTED.sub(r"['\1']", declared.replace(" ", ""))
+
+
+_SHAPE = re.compile(r"^(.+)\.(?:shape|size\(\))\[(-?\d+)\]$|^(.+)\.size\((?:dim=)?(-?\d+)\)$")
+_INDEXED = re.compile(r"^(.+)\[(-?\d+)\]$")
+
+
+def meant(declared: str, known: Iterable[str]) -> str | list[str] | None:
+    """What a name that is none of the `known` ones stands for in Python: one of them, or all sizes of a tensor.
+
+    `x.shape[0]` and `x.size(0)` are `x[0]`; `x[-1]` is the last size of `x`; `x` has all sizes of `x`.
+    """
+    name, known = normalized(declared), list(known)
+    shape = _SHAPE.match(name)
+    if shape is not None:
+        name = f"{shape[1] or shape[3]}[{shape[2] or shape[4]}]"
+    if name in known:
+        return name
+    indexed = _INDEXED.match(name)
+    if indexed is not None and int(indexed[2]) < 0:
+        sizes = _sizes_of(indexed[1], known)
+        at = len(sizes) + int(indexed[2])
+        return sizes[at] if 0 <= at < len(sizes) else (sizes or None)
+    return _sizes_of(name, known) or None
+
+
+def _sizes_of(tensor: str, known: Sequence[str]) -> list[str]:
+    return [f"{tensor}[{dim}]" for dim in range(len(known)) if f"{tensor}[{dim}]" in known]

@@ -233,6 +233,12 @@ def _from_environment(environ: Mapping[str, str], model_names: Sequence[str]) ->
     if not isinstance(entries, dict):
         raise OptionsError(f"{VARIABLE} must be an object of model names to options, got {shown(entries)}")
     for name, entry in entries.items():
+        if name in _READERS and name not in model_names:
+            example = json.dumps({"*": {name: entry}})
+            raise OptionsError(
+                f"{VARIABLE} is an object of model names to options, and {name!r} is an option: for every model write "
+                f"{example if len(example) <= 200 else example[:197] + '...'}"
+            )
         if not isinstance(entry, dict):
             raise OptionsError(f"{VARIABLE}[{name!r}] must be an object of options, got {shown(entry)}")
     exact = [name for name in entries if name in model_names]
@@ -277,7 +283,11 @@ def _read_specialize(given: _Given) -> tuple[Predicate, ...]:
         if not predicate.satisfiable:
             here.refuse("a condition that some sizes satisfy", f"nothing satisfies {predicate}")
         if all(facts.unconstrained for facts in predicate.facts().values()):
-            here.refuse("a condition that some sizes do not satisfy", "the generic graph serves every size")
+            here.refuse(
+                "a condition that some sizes do not satisfy",
+                'the generic graph serves every size; name a size, and what holds of it: {"x[0]": 8}, '
+                '{"x[0]": [4, 8]}, {"x[0]": {"min": 1, "max": 512}}, {"x[0]": {"multiple_of": 16}}',
+            )
         predicates.extend(predicate.alternatives())
     return tuple(predicates)
 
@@ -364,9 +374,23 @@ def _read_timeout(given: _Given) -> float | None:
 
 
 def _read_compiler(given: _Given) -> str | Callable[..., Any]:
-    if callable(given.value) or (isinstance(given.value, str) and given.value):
+    expected = "the name of a backend, or a callable of a graph module and its example inputs"
+    if given.value == "multigraph":
+        given.refuse(
+            expected, "multigraph is what asks it: name the compiler that lowers each graph, such as 'inductor'"
+        )
+    if given.value == "inductor" or callable(given.value):
         return given.value
-    given.refuse("the name of a backend, or a callable of a graph module and its example inputs")
+    if not isinstance(given.value, str) or not given.value:
+        given.refuse(expected)
+    import torch
+
+    known = [name for name in torch.compiler.list_backends(exclude_tags=()) if name != "multigraph"]
+    if given.value not in known:
+        given.refuse(
+            expected, f"no backend has that name{did_you_mean(given.value, known)}; backends: {', '.join(known)}"
+        )
+    return given.value
 
 
 def _read_mode(given: _Given) -> str | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -282,8 +283,28 @@ def predicate_from_json(obj: object) -> Predicate:
         elif isinstance(value, int) and not isinstance(value, bool):
             parts.append(Eq(name, value))
         else:
-            raise TypeError(f"{name!r}: expected an int, a list of ints or an object, got {shown(value)}")
+            hint = _spelled(value)
+            raise TypeError(f"{name!r}: expected an int, a list of ints or an object, got {shown(value)}{hint}")
     return parts[0] if len(parts) == 1 else And(*parts)
+
+
+def _spelled(value: object) -> str:
+    """How to write what `value` seems to mean."""
+    if isinstance(value, range) and len(value):
+        low, high = min(value[0], value[-1]), max(value[0], value[-1])
+        each = f"list({value!r}) for a variant of each"
+        step = abs(value.step) if len(value) > 1 else 1
+        one = {"min": low, "max": high, **({"multiple_of": step} if step > 1 and low % step == 0 else {})}
+        whole = f", {json.dumps(one)} for one variant of all" if step == 1 or "multiple_of" in one else ""
+        return f"; write {each}{whole}"
+    if isinstance(value, set | frozenset) and value and all(type(entry) is int for entry in value):
+        return f"; write {sorted(value)!r}"
+    if isinstance(value, str | float):
+        try:
+            return f"; write {int(value)}" if int(value) == float(value) else ""
+        except (ValueError, OverflowError):
+            return ""
+    return ""
 
 
 def unreachable(predicates: Sequence[Predicate]) -> dict[int, int]:

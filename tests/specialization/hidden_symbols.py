@@ -297,15 +297,17 @@ def all_hidden(compat: Any) -> Iterator[Hidden]:
 
 
 def import_all() -> None:
-    """What a first compile imports, so that no process has to do it again."""
+    """What a first compile imports, so that no process has to do it again; Inductor itself would begin threads here."""
     import torch
 
+    for name in ("async_compile", "graph", "lowering", "scheduler", "codegen.cpp", "fx_passes.joint_graph"):
+        importlib.import_module(f"torch._inductor.{name}")
     weight = torch.randn(6, 8, requires_grad=True)
 
     def stock(x: torch.Tensor, scale: float) -> torch.Tensor:
         return torch.relu(x @ weight) * scale
 
-    torch.compile(stock, dynamic=True)(torch.randn(5, 6), 0.5)
+    torch.compile(stock, dynamic=True, backend="aot_eager")(torch.randn(5, 6), 0.5)
     torch._dynamo.reset()
 
 

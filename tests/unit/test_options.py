@@ -188,12 +188,12 @@ option 'specialize': expected a list of conditions, got Eq(name='x[0]', value=1)
 option 'specialize[1]': expected an object of size names to values, or a predicate, got 8 (int)
 option 'specialize[0]': expected an object of size names to values, or a predicate, got 'x[0]' (str)
 option 'specialize[0]': 'x[0]': unknown key 'multipleof' (did you mean 'multiple_of'?); allowed: min, max, multiple_of
-option 'specialize[1]': 'x[0]': expected an int, a list of ints or an object, got 1.0 (float)
+option 'specialize[1]': 'x[0]': expected an int, a list of ints or an object, got 1.0 (float); write 1
 option 'specialize[0]': expected a condition that some sizes satisfy, got {'x[0]': []} (dict); nothing satisfies x[0] in ()
 option 'specialize[0]': expected a condition that some sizes satisfy, got And(Eq(name='x', value=1), Eq(name='x', value=2)) (And); nothing satisfies x in ()
-option 'specialize[0]': expected a condition that some sizes do not satisfy, got {} (dict); the generic graph serves every size
-option 'specialize[0]': expected a condition that some sizes do not satisfy, got {'x[0]': {}} (dict); the generic graph serves every size
-option 'specialize[0]': expected a condition that some sizes do not satisfy, got MultipleOf(name='x', factor=1) (MultipleOf); the generic graph serves every size
+option 'specialize[0]': expected a condition that some sizes do not satisfy, got {} (dict); the generic graph serves every size; name a size, and what holds of it: {"x[0]": 8}, {"x[0]": [4, 8]}, {"x[0]": {"min": 1, "max": 512}}, {"x[0]": {"multiple_of": 16}}
+option 'specialize[0]': expected a condition that some sizes do not satisfy, got {'x[0]': {}} (dict); the generic graph serves every size; name a size, and what holds of it: {"x[0]": 8}, {"x[0]": [4, 8]}, {"x[0]": {"min": 1, "max": 512}}, {"x[0]": {"multiple_of": 16}}
+option 'specialize[0]': expected a condition that some sizes do not satisfy, got MultipleOf(name='x', factor=1) (MultipleOf); the generic graph serves every size; name a size, and what holds of it: {"x[0]": 8}, {"x[0]": [4, 8]}, {"x[0]": {"min": 1, "max": 512}}, {"x[0]": {"multiple_of": 16}}
 option 'inductor': expected a mapping of names in torch._inductor.config to values, got True (bool)
 the name of an option must be a str, got 3 (int)
 options must be a mapping of names to values, got [('compile', 'lazy')] (list)

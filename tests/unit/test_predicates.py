@@ -325,7 +325,7 @@ ValueError: 'x[0]': unknown key 'multipleof' (did you mean 'multiple_of'?); allo
 ValueError: 'x[0]': unknown key 'step'; allowed: min, max, multiple_of
 TypeError: 'x[0]': expected an int, a list of ints or an object, got True (bool)
 TypeError: 'x[0]': expected an int, a list of ints or an object, got 1.5 (float)
-TypeError: 'x[0]': expected an int, a list of ints or an object, got '8' (str)
+TypeError: 'x[0]': expected an int, a list of ints or an object, got '8' (str); write 8
 TypeError: In of 'x[0]': values must be ints, got False (bool) among them
 TypeError: Range of 'x[0]': min must be an int, got 1.0 (float)
 ValueError: MultipleOf of 'x[0]': factor must be at least 1, got 0
