@@ -165,6 +165,10 @@ int mg_use_on_oom(mg_device* device, uint64_t first, uint64_t second, int on) no
   return guarded([&] { return device->set_use_on_oom({first, second}, on != 0); });
 }
 
+int mg_pool_lent(mg_device* device, uint64_t first, uint64_t second, size_t* bytes) noexcept {
+  return guarded([&] { return device->pool_lent({first, second}, *bytes); });
+}
+
 int mg_pool_limit(mg_device* device, uint64_t first, uint64_t second, size_t bytes) noexcept {
   return guarded([&] { return device->set_pool_limit({first, second}, bytes); });
 }

@@ -91,6 +91,8 @@ MG_EXPORT int mg_pool_segments(mg_device* device, uint64_t first, uint64_t secon
 MG_EXPORT int mg_pool_users(mg_device* device, uint64_t first, uint64_t second, int* users) noexcept;
 
 MG_EXPORT int mg_use_on_oom(mg_device* device, uint64_t first, uint64_t second, int on) noexcept;
+// Bytes of it that serve others now, or did and are not over: what was captured into it is not to be launched meanwhile.
+MG_EXPORT int mg_pool_lent(mg_device* device, uint64_t first, uint64_t second, size_t* bytes) noexcept;
 MG_EXPORT int mg_pool_limit(mg_device* device, uint64_t first, uint64_t second, size_t bytes) noexcept;
 MG_EXPORT int mg_limit(mg_device* device, size_t bytes) noexcept;
 MG_EXPORT int mg_fraction(mg_device* device, double fraction) noexcept;

@@ -68,7 +68,11 @@ enum CaptureStatus : int { not_capturing = 0, capturing = 1, capture_invalidated
 enum CaptureMode : int { capture_mode_global = 0, capture_mode_relaxed = 2 };
 constexpr unsigned set_capture_dependencies = 1;
 constexpr unsigned event_without_timing = 2;
-constexpr int maps_memory = 102;  // an attribute of devices: whether addresses and memory can be had apart
+// Attributes of devices: whether addresses and memory can be had apart, whether such memory can be handed to others by a
+// file descriptor, and whether network cards may read and write it.
+constexpr int maps_memory = 102, shares_by_descriptor = 103, remote_access_to_mapped = 110;
+constexpr int by_descriptor = 1;  // a type of handle
+constexpr int least_granularity = 0;
 
 // X(name in the table, symbol in libcuda, parameters)
 #define MG_DRIVER_FUNCTIONS(X)                                                                                         \
@@ -84,6 +88,7 @@ constexpr int maps_memory = 102;  // an attribute of devices: whether addresses 
   X(memory_free, "cuMemFree_v2", (Address))                                                                            \
   X(address_reserve, "cuMemAddressReserve", (Address*, size_t, size_t, Address, unsigned long long))                   \
   X(address_free, "cuMemAddressFree", (Address, size_t))                                                               \
+  X(granularity, "cuMemGetAllocationGranularity", (size_t*, const PhysicalMemory*, int))                               \
   X(physical_create, "cuMemCreate", (Physical*, size_t, const PhysicalMemory*, unsigned long long))                    \
   X(physical_release, "cuMemRelease", (Physical))                                                                      \
   X(memory_map, "cuMemMap", (Address, size_t, size_t, Physical, unsigned long long))                                   \
@@ -99,6 +104,7 @@ constexpr int maps_memory = 102;  // an attribute of devices: whether addresses 
   X(capture_dependencies, "cuStreamUpdateCaptureDependencies_v2", (Stream, Node*, const EdgeData*, size_t, unsigned))  \
   X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (CaptureMode*))                                        \
   X(node_dependencies, "cuGraphNodeGetDependencies_v2", (Node, Node*, EdgeData*, size_t*))                             \
+  X(graph_nodes, "cuGraphGetNodes", (Graph, Node*, size_t*))                                                           \
   X(add_empty_node, "cuGraphAddEmptyNode", (Node*, Graph, const Node*, size_t))
 
 struct Driver {

@@ -61,6 +61,7 @@ struct Block {
   uint64_t life = 0;              // while live: which, of all that there were
   bool adopted = false;           // while live: a free of it is not the end, or nobody knows of it
   unsigned events = 0;            // not yet passed
+  bool borrowed = false;          // while live or waiting: its pool serves somebody else with it
 
   // While free in a shared segment: of a hole, which is free neighbours. The first block knows its bytes, and first and
   // last know each other.
@@ -98,6 +99,7 @@ struct Segment {
   Block* first = nullptr;
   Window* window = nullptr;          // of a window's segment
   uint64_t last_use = 0;
+  bool captured = false;             // a capture was served from it, so graphs may use it on whichever stream
 
   Segment() = default;
   Segment(const Segment&) = delete;

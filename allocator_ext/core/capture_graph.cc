@@ -3,10 +3,14 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "core/threads.h"
+
 namespace mg {
 
 namespace {
 constexpr int patience = 32;
+constexpr int most_tries = 8;
+constexpr uint64_t most_passed_over = 64;
 }
 
 struct Captures::Terminals {
@@ -15,27 +19,38 @@ struct Captures::Terminals {
   Graph graph = nullptr;
   std::vector<Node> nodes;
   std::vector<EdgeData> edges;
+  const Node* told = nullptr;
+  const EdgeData* told_edges = nullptr;
+  size_t count = 0;
 
-  // False when the driver does not tell.
-  static bool of(const Driver& driver, Stream stream, Terminals& out) {
+  // False when the driver does not tell. Without `nodes` any thread may ask.
+  static bool of(const Driver& driver, Stream stream, Terminals& out, bool with_nodes) {
     const Node* nodes = nullptr;
     const EdgeData* edges = nullptr;
     size_t count = 0;
     out.status = not_capturing;
-    Result failed = driver.capture_info(stream, &out.status, &out.id, &out.graph, &nodes, &edges, &count);
+    Result failed = with_nodes ? driver.capture_info(stream, &out.status, &out.id, &out.graph, &nodes, &edges, &count)
+                               : driver.capture_info(stream, &out.status, &out.id, &out.graph, nullptr, nullptr, nullptr);
     if (failed == result::capture_implicit) {  // the legacy stream, while another captures: it is in no capture
       out.status = not_capturing;
       return true;
     }
     if (failed != result::success) return false;
     if (out.status != capturing) return out.status == not_capturing;
-    out.nodes.assign(nodes, nodes + count);
-    if (edges != nullptr) {
-      out.edges.assign(edges, edges + count);
-    } else {
-      out.edges.assign(count, EdgeData{});
-    }
+    out.told = nodes;
+    out.told_edges = edges;
+    out.count = count;
     return true;
+  }
+
+  // For the thread that drives the capture: until the next call on the stream.
+  void read() {
+    nodes.assign(told, told + count);
+    if (told_edges != nullptr) {
+      edges.assign(told_edges, told_edges + count);
+    } else {
+      edges.assign(count, EdgeData{});
+    }
   }
 };
 
@@ -43,31 +58,57 @@ bool Captures::under_way(uint64_t serial) const {
   return std::any_of(captures_.begin(), captures_.end(), [&](const auto& c) { return c->serial == serial; });
 }
 
-Observation Captures::observe(Stream stream, std::vector<Ready>& ready) {
-  Terminals now;
-  if (!Terminals::of(driver_, stream, now)) {
-    for (auto& capture : captures_) {
-      auto found = capture->views.find(stream);
-      if (found != capture->views.end()) lose(*found->second);
-    }
-    return {Observation::unknown, nullptr};
-  }
-  if (now.status == not_capturing) return {Observation::outside, nullptr};
-
-  Capture* capture = nullptr;
+// The capture that the driver tells of; one that was not known begins here.
+Capture& Captures::known(const Terminals& now, Stream stream) {
   for (auto& known : captures_) {
-    if (known->id == now.id && known->graph == now.graph) capture = known.get();
+    if (known->id == now.id && known->graph == now.graph) return *known;
   }
-  if (capture == nullptr) {
-    auto fresh = std::make_unique<Capture>();
-    fresh->serial = ++last_serial_;
-    fresh->id = now.id;
-    fresh->graph = now.graph;
-    fresh->witness = stream;
-    fresh->alone = captures_.empty();
-    capture = fresh.get();
-    captures_.push_back(std::move(fresh));
+  auto fresh = std::make_unique<Capture>();
+  fresh->serial = ++last_serial_;
+  fresh->id = now.id;
+  fresh->graph = now.graph;
+  fresh->witness = stream;
+  // The driver counts captures as they begin. One that was passed over may be under way, and this may be a body of it.
+  bool next = now.id == last_id_ + 1 || single_scope_ || mutated(config_, Mutant::unseen_forgotten);
+  passed_over_.erase(now.id);
+  if (!next && now.id > last_id_) {
+    bool many = now.id - last_id_ > most_passed_over;
+    if (many) passed_over_.insert(0);  // which is never seen
+    for (uint64_t id = last_id_ + 1; !many && id < now.id; id++) passed_over_.insert(id);
+    doubt_ = newest_scope_;
   }
+  last_id_ = std::max(last_id_, now.id);
+  if (passed_over_.empty()) doubt_ = 0;
+  fresh->doubted = doubt_ != 0;
+  fresh->alone = captures_.empty() && next && doubt_ == 0;
+  captures_.push_back(std::move(fresh));
+  return *captures_.back();
+}
+
+bool Captures::driven_here(Stream stream) const {
+  return std::any_of(captures_.begin(), captures_.end(), [&](const auto& capture) {
+    return capture->thread == this_thread() && capture->views.count(stream) != 0;
+  });
+}
+
+Observation Captures::observe(Stream stream, std::vector<Ready>& ready, bool drives) {
+  Terminals now;
+  bool careless = mutated(config_, Mutant::frees_elsewhere_read);
+  bool with_nodes = drives || careless || driven_here(stream);
+  bool told = Terminals::of(driver_, stream, now, with_nodes);
+  if (told && now.status == not_capturing) return {Observation::outside, nullptr, nullptr};
+  Capture* capture = told ? &known(now, stream) : nullptr;
+  if (told && (drives || careless)) capture->thread = this_thread();
+  if (told && capture->thread != this_thread()) return {Observation::elsewhere, nullptr, capture};
+  if (told && !with_nodes) told = Terminals::of(driver_, stream, now, true) && now.status == capturing;
+  if (!told) {
+    for (auto& each : captures_) {
+      auto found = each->views.find(stream);
+      if (found != each->views.end()) lose(*found->second);
+    }
+    return {Observation::unknown, nullptr, nullptr};
+  }
+  now.read();
   capture->clock++;
   auto& view = capture->views[stream];
   if (view == nullptr) {
@@ -77,11 +118,40 @@ Observation Captures::observe(Stream stream, std::vector<Ready>& ready) {
     view->capture = capture;
     new_period(*view);
   }
-  if (!advance(*view, now, ready)) {
+  if (!advance(*view, now, ready) || !look_before(*view)) {
     lose(*view);
-    return {Observation::unknown, nullptr};
+    return {Observation::unknown, nullptr, nullptr};
   }
-  return {Observation::inside, view.get()};
+  return {Observation::inside, view.get(), nullptr};
+}
+
+// Whether it may be the body of a capture that goes on in a graph, or that was not seen and may.
+bool Captures::within_apart(const Capture& capture) const {
+  if (capture.alone) return false;
+  return capture.doubted || std::any_of(captures_.begin(), captures_.end(), [&](const auto& other) {
+    return other->id < capture.id && (other->continues || !other->looked);
+  });
+}
+
+// A capture may go on in the graph of an earlier one, whose nodes need not be behind this one's streams. What earlier
+// captures used is over only for a stream that has all in its past that the graph had.
+bool Captures::look_before(StreamView& view) {
+  Capture& capture = *view.capture;
+  if (!capture.looked) {
+    size_t count = 0;
+    if (driver_.graph_nodes(capture.graph, nullptr, &count) != result::success) return false;
+    capture.before.resize(count);
+    if (count != 0 && driver_.graph_nodes(capture.graph, capture.before.data(), &count) != result::success) return false;
+    capture.looked = true;
+    capture.continues = count != 0;
+    auto past = [&](Node node) { return view.completed(node); };
+    // Who has these terminals in its past has all of that.
+    if (std::all_of(capture.before.begin(), capture.before.end(), past)) capture.before = view.terminals;
+  }
+  while (view.behind < capture.before.size() && view.completed(capture.before[view.behind])) view.behind++;
+  view.apart = (view.behind < capture.before.size() || within_apart(capture)) &&
+               !mutated(config_, Mutant::same_graph_forgotten);
+  return true;
 }
 
 void Captures::observe_all(Capture& capture, std::vector<Ready>& ready) {
@@ -247,6 +317,7 @@ void Captures::begin_again(StreamView& view) {
   view.past.clear();
   view.covers.clear();
   view.watched.clear();
+  view.behind = 0;
 }
 
 void Captures::watch_again(StreamView& view, std::vector<Ready>& ready) {
@@ -281,11 +352,12 @@ void Captures::poll(std::vector<Block*>& left) {
     Capture& capture = *captures_[i];
     // Another thread may be capturing on the witness: the nodes are that thread's to look at.
     Terminals now;
-    Result asked = driver_.capture_info(capture.witness, &now.status, &now.id, &now.graph, nullptr, nullptr, nullptr);
-    if (asked == result::capture_implicit) now.status = not_capturing;
-    bool told = asked == result::success || asked == result::capture_implicit;
-    // An invalidated capture is still one, and so is one of which the driver does not tell.
-    bool ended = told && (now.status == not_capturing || now.id != capture.id || now.graph != capture.graph);
+    bool told = false;
+    for (int tries = 0; !told && tries < most_tries; tries++) {
+      told = Terminals::of(driver_, capture.witness, now, false) || now.status == capture_invalidated;
+    }
+    // An invalidated capture is still one. A stream that the driver keeps on not telling of was destroyed, and is in none.
+    bool ended = !told || now.status == not_capturing || now.id != capture.id || now.graph != capture.graph;
     if (!ended) {
       i++;
       continue;
@@ -293,6 +365,7 @@ void Captures::poll(std::vector<Block*>& left) {
     for (Deferred& deferred : capture.deferred) {
       if (!deferred.done) left.push_back(deferred.block);
     }
+    left.insert(left.end(), capture.queued.begin(), capture.queued.end());
     captures_.erase(captures_.begin() + static_cast<std::ptrdiff_t>(i));
   }
 }
@@ -323,7 +396,8 @@ bool Captures::mark_by_empty_node(StreamView& view, std::vector<Ready>& ready) {
 
 bool Captures::proves(Stream stream, Node marker, bool full) {
   Terminals now;
-  if (!Terminals::of(driver_, stream, now) || now.status != capturing) return false;
+  if (!Terminals::of(driver_, stream, now, true) || now.status != capturing) return false;
+  now.read();
   std::unordered_set<Node> completed, begun;
   bool told = behind(now, [&](Node node, const EdgeData& edge) {
     bool fresh = completed.count(node) == 0 && begun.count(node) == 0;

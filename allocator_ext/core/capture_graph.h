@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <list>
 #include <memory>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -70,6 +71,8 @@ struct StreamView {
   bool proofless = false;   // out of patience: no more proofs
   bool orderless = false;   // out of patience: nor reuse
   int restarts = 0;
+  size_t behind = 0;        // of what was in the graph before: how many nodes, in their order, are in our past
+  bool apart = false;       // not all of them: what earlier captures used may be in use beside this stream
 };
 
 struct Capture {
@@ -77,7 +80,13 @@ struct Capture {
   uint64_t id = 0;
   Graph graph = nullptr;
   uint64_t clock = 0;   // counts observations
-  bool alone = false;   // no other was known when it was first seen: none surrounds it
+  bool alone = false;   // no other was under way when it was first seen: none surrounds it
+  uint64_t thread = 0;  // that drives it: the last that has allocated in it
+  bool looked = false;           // at the nodes of its graph, which had some
+  bool continues = false;
+  bool doubted = false;          // another may have been under way unseen when it was first seen
+  std::vector<Node> before;      // nodes that its graph had when it was first looked at, maybe of an earlier capture
+  std::vector<Block*> queued;    // freed by other threads: for the one that drives it to look at
   Stream witness = nullptr;  // a stream that is in it until it ends
   std::unordered_map<Stream, std::unique_ptr<StreamView>> views;
   std::vector<StreamView*> in_order;  // the same, as they were first seen
@@ -85,16 +94,18 @@ struct Capture {
 };
 
 struct Observation {
-  enum Status { outside, inside, unknown } status = outside;
+  enum Status { outside, inside, elsewhere, unknown } status = outside;
   StreamView* view = nullptr;  // when inside
+  Capture* capture = nullptr;  // when elsewhere: in a capture that another thread drives
 };
 
 class Captures {
  public:
   Captures(const Driver& driver, const Config& config) : driver_(driver), config_(config) {}
 
-  // Where `stream` stands now. Blocks that its past has come to contain are added to `ready`.
-  Observation observe(Stream stream, std::vector<Ready>& ready);
+  // Where `stream` stands now. Blocks that its past has come to contain are added to `ready`. `drives`: this thread is
+  // about to launch on it, so it is the one that drives the stream's capture from now on.
+  Observation observe(Stream stream, std::vector<Ready>& ready, bool drives = false);
 
   // The same for all streams of `capture` that were seen before.
   void observe_all(Capture& capture, std::vector<Ready>& ready);
@@ -106,6 +117,9 @@ class Captures {
   // Forgets captures that have ended; the blocks that they still deferred are added to `left`.
   void poll(std::vector<Block*>& left);
 
+  // Which of what was in its graph before `view` has in its past; false: the driver does not tell.
+  bool look_before(StreamView& view);
+
   // How far `view` contains the past of `other`: the last of its points.
   uint64_t cover(StreamView& view, StreamView& other);
 
@@ -116,6 +130,18 @@ class Captures {
   bool proves(Stream stream, Node marker, bool full);
 
   bool any() const { return !captures_.empty(); }
+
+  // A capture may be under way that was not seen: one has begun that nothing was heard of, and its scope may be open.
+  bool doubtful() const { return doubt_ != 0; }
+  // Scopes are numbered as they begin; the newest that there was, and the oldest that is open. `single`: there is one, and
+  // it is that of one capture, so no other can be under way.
+  void scopes(uint64_t newest, uint64_t oldest, bool single) {
+    newest_scope_ = newest;
+    single_scope_ = single;
+    if (oldest <= doubt_) return;
+    doubt_ = 0;
+    passed_over_.clear();
+  }
   bool under_way(uint64_t serial) const;
   size_t count() const { return captures_.size(); }
 
@@ -124,6 +150,9 @@ class Captures {
 
  private:
   struct Terminals;
+  Capture& known(const Terminals& now, Stream stream);
+  bool driven_here(Stream stream) const;
+  bool within_apart(const Capture& capture) const;
   bool advance(StreamView& view, const Terminals& now, std::vector<Ready>& ready);
   template <class Reach>
   bool behind(const Terminals& now, Reach reach);
@@ -144,6 +173,11 @@ class Captures {
   const Config& config_;
   std::vector<std::unique_ptr<Capture>> captures_;
   uint64_t last_serial_ = 0;
+  uint64_t last_id_ = 0;       // of the driver's, of captures that were seen
+  std::set<uint64_t> passed_over_;  // captures that began before it and were not seen
+  uint64_t doubt_ = 0;         // the newest scope when it arose; 0: there is none
+  uint64_t newest_scope_ = 0;
+  bool single_scope_ = false;
   Tag last_tag_ = settled;
 };
 

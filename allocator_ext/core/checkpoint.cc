@@ -23,16 +23,19 @@ Outcome unknown_state() { return {Status::invalid, "there is no such state"}; }
 // What keeps a pool from being saved or restored; empty: nothing.
 std::string Device::in_the_way(Pool& pool) {
   InContext in(*this);
-  lifetimes_.tend(nullptr, watched(), pool_list_);
+  tend(nullptr);
   if (mutated(config_, Mutant::restored_in_captures)) return "";
   std::string found = obstacle(pool);
-  if (found.empty() || !quiet() || !lifetimes_.await()) return found;
+  if (found.empty() || !quiet()) return found;
+  bool back = lifetimes_.await();
+  if (!recover() && !back) return found;
   return obstacle(pool);
 }
 
 std::string Device::obstacle(Pool& pool) const {
   for (auto& [address, segment] : pool.segments()) {
     for (const Block* block = segment->first; block != nullptr; block = block->next) {
+      if (block->borrowed) return "memory of the pool is lent";
       if (block->state == BlockState::waiting) return "a block of the pool is freed and waits for another stream or a capture";
       if (block->state == BlockState::free && block->tag != settled) return "a capture that used the pool is under way";
       if (block->state == BlockState::live && lifetimes_.captures.under_way(block->capture)) {

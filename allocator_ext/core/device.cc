@@ -81,17 +81,16 @@ void Device::forget_empty_pools() {
   }
 }
 
-// The lock, and the pool that is right while it is held.
-Device::Lock Device::route(Stream stream, PoolId& pool) {
+// The lock, and the scope that is right while it is held; null: none.
+Device::Lock Device::route(Stream stream, std::shared_ptr<const Scopes::Scope>& scope) {
   Lock lock(mutex_);
-  pool = PoolId{};
   while (scopes_.any()) {
     auto list = scopes_.current();
     lock.unlock();
     auto matched = Scopes::match(*list, stream);
     lock.lock();
     if (scopes_.current() != list) continue;
-    if (matched) pool = *matched;
+    scope = std::move(matched);
     break;
   }
   return lock;
@@ -103,15 +102,16 @@ Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
   if (asked > size_class::largest) {
     return {Status::out_of_memory, "tried to allocate " + std::to_string(asked) + " bytes, more than there can be"};
   }
-  PoolId where;
-  Lock lock = route(stream, where);
+  std::shared_ptr<const Scopes::Scope> scope;
+  Lock lock = route(stream, scope);
   requests_++;
-  Pool& pool = where == PoolId{} ? *default_pool_ : pool_of(where);
+  Pool& pool = scope == nullptr ? *default_pool_ : pool_of(scope->pool);
   Request request{asked, size_class::rounded(asked), stream, &pool, {}};
   if (watched() || !lifetimes_.idle()) {
     InContext in(*this);
-    request.seen = lifetimes_.tend(stream, watched(), pool_list_);
+    request.seen = tend(stream);
   }
+  if (scope != nullptr && !scope->plain && request.seen.status == Observation::outside) scope->plain = true;
   std::string reason;
   Block* block = climb(request, lock, reason);
   if (block == nullptr) {
@@ -164,8 +164,13 @@ void Device::hand_out(Block* block, const Request& request, Address& out) {
   if (window != nullptr) {
     for (Block* piece : window->pieces) piece->segment->last_use = requests_;
   }
+  if (&pool != request.pool) {
+    block->borrowed = true;
+    pool.lent += block->size;
+  }
   if (request.seen.view != nullptr) {
     pool.captured = true;
+    block->segment->captured = true;
     block->capture = request.seen.view->capture->serial;
     block->born = request.seen.view->capture->clock;
     if (moved) stats_.moved++;
@@ -209,6 +214,7 @@ Outcome Device::end(ByAddress::iterator place) {
   block->live = live_.extract(place);
   count_live(*block, -1);
   history_.add(HistoryEntry::free_requested, block->address, block->size, block->stream);
+  tell_of_scopes();
   if (block->segment->window != nullptr) {
     end_of_window(block);
   } else if (watched() || !block->users.empty() || block->stream != block->segment->home) {
@@ -250,10 +256,10 @@ Outcome Device::base(Address address, Address& start, size_t& size) {
   return unknown_address();
 }
 
-void Device::begin_pool(PoolId id, Filter filter) {
+void Device::begin_pool(PoolId id, Filter filter, Takes takes) {
   Lock lock(mutex_);
   pool_of(id).users++;
-  scopes_.begin(id, std::move(filter));
+  scopes_.begin(id, std::move(filter), takes);
 }
 
 Outcome Device::end_pool(PoolId id) {
@@ -262,7 +268,7 @@ Outcome Device::end_pool(PoolId id) {
   old = scopes_.end(id);
   if (lifetimes_.captures.any()) {  // often the last call before another capture
     InContext in(*this);
-    lifetimes_.tend(nullptr, true, pool_list_);
+    tend(nullptr);
   }
   lock.unlock();
   return old != nullptr ? Outcome{} : unknown_pool();
@@ -280,6 +286,17 @@ Outcome Device::release_pool(PoolId id) {
 Outcome Device::set_use_on_oom(PoolId id, bool on) {
   Lock lock(mutex_);
   pool_of(id).use_on_oom = on;
+  return {};
+}
+
+Outcome Device::pool_lent(PoolId id, size_t& bytes) {
+  Lock lock(mutex_);
+  Pool* pool = known(id);
+  if (pool != nullptr && pool->lent != 0) {  // what was freed may be over by now
+    InContext in(*this);
+    tend(nullptr);
+  }
+  bytes = pool != nullptr && !mutated(config_, Mutant::lent_uncounted) ? pool->lent : 0;
   return {};
 }
 
@@ -309,7 +326,7 @@ Outcome Device::set_fraction(double fraction) {
 
 Outcome Device::set_reuse(Reuse reuse) {
   Lock lock(mutex_);
-  lifetimes_.tend(nullptr, watched(), pool_list_);
+  tend(nullptr);
   if (!lifetimes_.quiet()) return {Status::invalid, "the rule of reuse does not change while a capture is under way"};
   config_.reuse = reuse;
   return {};
@@ -324,9 +341,10 @@ void Device::set_oom_callback(std::function<bool(size_t)> callback) {
 size_t Device::empty_cache() {
   Lock lock(mutex_);
   InContext in(*this);
-  lifetimes_.tend(nullptr, watched(), pool_list_);
+  tend(nullptr);
   if (!quiet()) return 0;
   lifetimes_.await();
+  recover();
   size_t bytes = give_back_all();
   forget_empty_pools();
   return bytes;
@@ -338,9 +356,11 @@ Outcome Device::empty_pool(PoolId id, size_t& bytes) {
   Pool* pool = known(id);
   if (pool == nullptr) return unknown_pool();
   InContext in(*this);
-  lifetimes_.tend(nullptr, watched(), pool_list_);
-  if (!quiet() || (pool->captured && pool != default_pool_)) return {};
+  tend(nullptr);
+  // A scope of it that is open may be that of a capture which is about to use it.
+  if (!quiet() || scopes_.open(id) || (pool->captured && pool != default_pool_)) return {};
   lifetimes_.await();
+  recover();
   bytes = give_back(*pool);
   forget_empty_pools();
   return {};

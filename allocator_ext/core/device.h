@@ -60,7 +60,7 @@ class Device {
   Outcome record_stream(Address address, Stream stream);
   Outcome base(Address address, Address& start, size_t& size);
 
-  void begin_pool(PoolId pool, Filter filter);
+  void begin_pool(PoolId pool, Filter filter, Takes takes = Takes::any);
   Outcome end_pool(PoolId pool);
   Outcome release_pool(PoolId pool);
   Outcome pool_users(PoolId pool, int& users);
@@ -78,7 +78,10 @@ class Device {
   // segments ask for it: to plain ones a device has access as soon as its context has.
   Outcome open_to(int other);
 
+  // What is free of it then serves others at out-of-memory, also what captures have left. Graphs that were captured into
+  // it may be launched while it has lent nothing.
   Outcome set_use_on_oom(PoolId pool, bool on);
+  Outcome pool_lent(PoolId pool, size_t& bytes);
   Outcome set_pool_limit(PoolId pool, size_t bytes);  // 0: none
   Outcome set_limit(size_t bytes);                    // of all pools; 0: none
   Outcome set_fraction(double fraction);              // the same, of the device's memory
@@ -108,13 +111,19 @@ class Device {
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  Lock route(Stream stream, PoolId& pool);
+  Lock route(Stream stream, std::shared_ptr<const Scopes::Scope>& scope);
   Pool& pool_of(PoolId id);
   Pool* known(PoolId id);
   void forget_empty_pools();
-  // No capture is under way that is known, and none may have begun unseen.
-  bool quiet() const { return lifetimes_.quiet() && !scopes_.any(); }
+  // No capture is under way that is known. One that has begun unseen has nothing of what is given back or lent, and bears
+  // what is called for that, but for the wait for the whole device (`wait`).
+  bool quiet() const { return lifetimes_.quiet() && !(scopes_.any() && mutated(config_, Mutant::scopes_stop_reclaim)); }
   bool watched() const { return scopes_.any() || lifetimes_.captures.any(); }
+  void tell_of_scopes() { lifetimes_.captures.scopes(scopes_.newest(), scopes_.oldest_open(), scopes_.single()); }
+  Observation tend(Stream stream) {
+    tell_of_scopes();
+    return lifetimes_.tend(stream, watched(), pool_list_);
+  }
   void unmap_all(const Segment& segment);
   std::string in_the_way(Pool& pool);
   std::string obstacle(Pool& pool) const;
@@ -128,6 +137,7 @@ class Device {
 
   // ladder.cc, expandable.cc
   Block* climb(Request& request, Lock& lock, std::string& reason);
+  bool recover();
   Block* find(Request& request);
   Block* find_covered(const Request& request, size_class::Kind kind);
   Block* find_shared(Request& request);
@@ -156,7 +166,7 @@ class Device {
     const Request& request_;
     std::vector<Owner> owners_;
     Tag order_tag_ = settled, proof_tag_ = settled;
-    bool unchecked_ = false, one_tag_ = false;
+    bool settled_too_ = true, unchecked_ = false, one_tag_ = false;
   };
   // stitch.cc
   bool may_stitch(const Request& request) const {
@@ -170,8 +180,9 @@ class Device {
   Block* stitch(const Request& request, const Plan& plan);
   Window* map_window(Pool& pool, const std::vector<Address>& pages);
   bool unmap(Pool& pool, Window& window);
-  bool unmap_windows(Pool& pool, uint64_t not_used_since, bool& waited);
+  void unmap_windows(Pool& pool, uint64_t not_used_since, bool& waited);
   void end_of_window(Block* block);
+  bool verified(const Request& request, Block* block);
   bool proven_again(const Request& request, const Block* block);
   Block* extend(Pool& pool, const Request& request, std::string& reason, bool& no_range);
   Block* map_more(Pool& pool, const Pool::Room& room, Stream stream, std::string& reason);
@@ -182,6 +193,12 @@ class Device {
   size_t shrink(Pool& pool, uint64_t not_used_since);
   Block* grow(Request& request, std::string& reason);
   Block* last_resort(Request& request);
+  Block* borrow(Pool& pool, const Request& request);
+  // For all work of the device, once in `waited`; false: it cannot be waited for, as a capture may be under way.
+  bool wait(bool& waited);
+  // For what may still use memory of this segment that is free: all work, or that of its stream where that is enough.
+  bool wait(const Segment& segment, bool& waited);
+  bool wait(Stream stream);
   Block* take_window(Pool& pool, const SavedBlock& saved);
   bool room_for(const Pool& pool, size_t bytes, std::string& reason) const;
   void collect_garbage();
@@ -212,6 +229,7 @@ class Device {
   bool can_map();
   std::vector<int> peers_;                         // devices that may use what is mapped, as the driver numbers them
   bool asked_ = false;                             // whether the driver maps memory
+  PhysicalMemory memory_{};                        // what is asked for then
   std::vector<std::pair<Address, size_t>> stuck_;  // mapped, in unmapped blocks: the driver did not take them back
 
   friend class InContext;

@@ -122,16 +122,13 @@ bool Device::map(Segment& segment, Address address, size_t bytes) {
   for (size_t at = 0; at < bytes; at += most) chunks.emplace(address + at, Chunk{std::min(bytes - at, most)});
   stuck_.reserve(stuck_.size() + chunks.size());
   if (!relaxed.ok || driver_.device_get(&ordinal, index_) != result::success) return false;
-  PhysicalMemory memory{};
-  memory.type = 1;
-  memory.location = {1, ordinal};
   access.push_back({{1, ordinal}, 3});
   for (int peer : peers_) access.push_back({{1, peer}, 3});
   auto done = chunks.begin();
   for (; done != chunks.end(); ++done) {
     Physical handle = 0;
     size_t size = done->second.size;
-    if (driver_.physical_create(&handle, size, &memory, 0) != result::success) break;
+    if (driver_.physical_create(&handle, size, &memory_, 0) != result::success) break;
     bool mapped = driver_.memory_map(done->first, size, 0, handle, 0) == result::success;
     if (mapped && again) {
       done->second.handle = handle;
@@ -156,16 +153,26 @@ void Device::release_handle(const Chunk& chunk) {
   if (chunk.handle != 0) driver_.physical_release(chunk.handle);
 }
 
-// Where the driver cannot map memory, all segments are plain from now on.
+// Where the driver cannot map memory, or not in our pages, all segments are plain from now on. Memory is asked for as
+// torch asks: with a handle that can be given to another process, and for network cards to reach, where the device has that.
 bool Device::can_map() {
   if (asked_) return true;
-  int ordinal = 0, can = 0;
+  int ordinal = 0, can = 0, shares = 0, remote = 0;
+  size_t grain = 0;
   if (driver_.device_get(&ordinal, index_) != result::success ||
-      driver_.device_attribute(&can, maps_memory, ordinal) != result::success) {
+      driver_.device_attribute(&can, maps_memory, ordinal) != result::success ||
+      driver_.device_attribute(&shares, shares_by_descriptor, ordinal) != result::success ||
+      driver_.device_attribute(&remote, remote_access_to_mapped, ordinal) != result::success) {
     return false;  // it may tell the next time
   }
-  asked_ = can != 0;
-  config_.expandable = can != 0;
+  memory_ = {};
+  memory_.type = 1;
+  memory_.location = {1, ordinal};
+  memory_.handle_types = shares != 0 ? by_descriptor : 0;
+  memory_.direct_rdma = remote != 0 ? 1 : 0;
+  if (can != 0 && driver_.granularity(&grain, &memory_, least_granularity) != result::success) return false;
+  asked_ = can != 0 && grain != 0 && size_class::page % grain == 0;
+  config_.expandable = asked_;
   return asked_;
 }
 
@@ -249,13 +256,13 @@ Block* Device::map_more(Pool& pool, const Pool::Room& room, Stream stream, std::
   return pool.mapped(room.unmapped, room.bytes);
 }
 
-// Chunks that are free go back to the driver, and ranges of which nothing is mapped. Unmapping waits for nobody, so the
-// device is waited for first.
+// Chunks that are free go back to the driver, and ranges of which nothing is mapped. Unmapping waits for nobody, so what
+// may use them is waited for first.
 size_t Device::shrink(Pool& pool, uint64_t not_used_since) {
   size_t bytes = 0;
   bool waited = false;
   unmap_stuck();
-  if (!unmap_windows(pool, not_used_since, waited)) return 0;
+  unmap_windows(pool, not_used_since, waited);
   std::vector<Segment*> ranges;
   for (auto& [address, segment] : pool.segments()) {
     bool own = segment->expandable && segment->kind != size_class::Kind::window;
@@ -263,13 +270,14 @@ size_t Device::shrink(Pool& pool, uint64_t not_used_since) {
   }
   for (Segment* segment : ranges) {
     Address from = segment->address;
+    bool over = false;
     while (Address start = Pool::free_chunk(*segment, from)) {
       const Chunk mapped = segment->chunks.at(start);
       size_t size = mapped.size;
       from = start + size;
       if (mapped.windows != 0 && !mutated(config_, Mutant::windows_outlive_pages)) continue;  // it would not go back
-      waited = waited || driver_.context_synchronize() == result::success;
-      if (!waited) return bytes;
+      over = over || wait(*segment, waited);
+      if (!over) break;
       Block* chunk = pool.take_at(start, size);
       if (driver_.memory_unmap(start, size) != result::success) {
         pool.give(chunk, segment->home, settled, never_covered, {});  // nothing runs that uses it

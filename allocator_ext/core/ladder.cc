@@ -23,11 +23,18 @@ Block* Device::climb(Request& request, Lock& lock, std::string& reason) {
     if (Block* block = find(request)) return block;
     {
       InContext in(*this);
+      bool outside = request.seen.status == Observation::outside;
+      if (outside && lifetimes_.unanswered() >= request.size && recover()) {
+        if (Block* block = find(request)) return block;
+      }
       collect_garbage();
-      if (Block* block = grow(request, reason)) return block;
+      Block* grown = grow(request, reason);
+      if (grown != nullptr && verified(request, grown)) return grown;
+      if (grown != nullptr) continue;  // what it was joined with is withheld now
       stats_.retries++;
-      if (quiet() && request.seen.status == Observation::outside) {
-        if (lifetimes_.await()) {
+      if (quiet() && outside) {
+        bool back = lifetimes_.await();
+        if (recover() || back) {
           if (Block* block = find(request)) return block;
         }
         if (give_back_all() != 0) {
@@ -45,11 +52,19 @@ Block* Device::climb(Request& request, Lock& lock, std::string& reason) {
     request.pool = &pool_of(pool);  // the callback may have emptied the cache
     if (!again) return nullptr;
     InContext in(*this);
-    request.seen = lifetimes_.tend(request.stream, watched(), pool_list_);
+    request.seen = tend(request.stream);
   }
 }
 
+// Blocks that a destroyed stream has used come back when all work of the device is over.
+bool Device::recover() {
+  bool waited = false;
+  return lifetimes_.unanswered() != 0 && wait(waited) && lifetimes_.all_is_over();
+}
+
 Block* Device::find(Request& request) {
+  // The driver did not tell: it may be a capture that goes on in a graph, for which nothing that was used is over.
+  if (request.seen.status == Observation::unknown && !mutated(config_, Mutant::same_graph_forgotten)) return nullptr;
   for (;;) {
     Block* block = nullptr;
     StreamView* view = request.seen.view;
@@ -58,9 +73,9 @@ Block* Device::find(Request& request) {
       block = request.pool->best(request.size, kind, request.stream, &settled, 1);
     } else {
       if (shared(request)) block = find_shared(request);
-      Tag tags[] = {settled, view->order_tag, view->proof_tag};
+      Tag tags[] = {view->order_tag, view->proof_tag, settled};
       // What this stream has outside of captures too.
-      if (block == nullptr) block = request.pool->best(request.size, kind, request.stream, tags, 3);
+      if (block == nullptr) block = request.pool->best(request.size, kind, request.stream, tags, view->apart ? 2 : 3);
       if (block == nullptr && config_.reuse == Reuse::any_stream) block = find_covered(request, kind);
       if (block == nullptr && mutated(config_, Mutant::one_tag_for_all)) {
         for (Tag tag = 2; tag < view->order_tag + 64 && block == nullptr; tag++) {
@@ -68,9 +83,7 @@ Block* Device::find(Request& request) {
         }
       }
     }
-    if (block == nullptr || !config_.verify || block->markers.empty() || proven_again(request, block)) return block;
-    stats_.verify_failures++;
-    request.pool->withhold(block);
+    if (block == nullptr || verified(request, block)) return block;
   }
 }
 
@@ -120,6 +133,7 @@ Block* Device::out_of(const Request& request, Block* first) {
 Device::May::May(Device& device, const Request& request, Which which) : request_(request) {
   StreamView* view = request.seen.view;
   if (view == nullptr) return;
+  settled_too_ = !view->apart;
   if (which != over) order_tag_ = view->order_tag;
   if (which != begun) proof_tag_ = view->proof_tag;
   if (which != begun) owners_ = device.owners(request);
@@ -132,9 +146,9 @@ bool Device::May::operator()(const Block& block) const {
   const Block* before = block.previous;
   if (unchecked_ && before != nullptr && (*this)(*before)) return true;
   if (one_tag_ && block.stream == request_.stream) return true;
-  if (block.stream == request_.stream && block.tag == settled) return true;
-  if (block.stream == nobody && block.tag == settled) return request_.seen.view != nullptr;
-  if (block.tag == settled) return false;
+  if (block.tag == settled) {
+    return settled_too_ && (block.stream == request_.stream || (block.stream == nobody && request_.seen.view != nullptr));
+  }
   if (block.stream == request_.stream) return block.tag == order_tag_ || block.tag == proof_tag_;
   return std::any_of(owners_.begin(), owners_.end(), [&](const Owner& owner) {
     return owner.stream == block.stream && (block.tag == owner.order_tag || block.tag == owner.proof_tag) &&
@@ -158,6 +172,14 @@ Block* Device::gather(const Request& request, Block* first, size_t size) {
   return request.pool->gather(first, size, request.stream, tag);
 }
 
+// When verifying: what is not proven again nobody gets before the captures end.
+bool Device::verified(const Request& request, Block* block) {
+  if (!config_.verify || block->markers.empty() || proven_again(request, block)) return true;
+  stats_.verify_failures++;
+  request.pool->withhold(block);
+  return false;
+}
+
 bool Device::proven_again(const Request& request, const Block* block) {
   stats_.verified++;
   bool full = block->tag % 2 == 1 || block->stream != request.stream;
@@ -179,7 +201,9 @@ bool Device::room_for(const Pool& pool, size_t bytes, std::string& reason) const
 }
 
 Block* Device::grow(Request& request, std::string& reason) {
-  if (config_.expandable) {
+  StreamView* view = request.seen.view;
+  bool apart = view != nullptr ? view->apart : request.seen.status == Observation::unknown;
+  if (config_.expandable && !apart) {
     bool no_range = false;  // addresses are not endless, and a plain segment is better than none
     Block* block = extend(*request.pool, request, reason, no_range);
     if (!no_range) return block;
@@ -199,40 +223,73 @@ Block* Device::grow(Request& request, std::string& reason) {
     stats_.reserved_bytes.add(static_cast<int64_t>(bytes));
     stats_.segments.add(1);
     history_.add(HistoryEntry::segment_alloc, address, bytes, request.stream);
-    return block;
+    // Who may have nothing that is settled has all of this, also what is left of it.
+    return apart && view != nullptr ? request.pool->bind(block, view->order_tag) : block;
   } catch (...) {
     driver_.memory_free(address);
     throw;
   }
 }
 
-// What is settled in a pool that is open at out-of-memory serves any stream: its own is waited for on the host. No
-// capture gets it: a graph is replayed, and what others use in between cannot be its memory.
+// What is settled in a pool that is open at out-of-memory serves any stream: what may still use it is waited for on the
+// host. No capture gets it: a graph is replayed, and what others use in between cannot be its memory.
 Block* Device::last_resort(Request& request) {
   if (request.seen.status != Observation::outside && !mutated(config_, Mutant::graphs_borrow)) return nullptr;
   for (Pool* pool : pool_list_) {
     if (!pool->use_on_oom || pool == request.pool) continue;
-    if (Block* block = pool->best(request.size, size_class::kind(request.size), request.stream, &settled, 1)) return block;
-    std::string unused;
-    bool no_range = false;
-    if (config_.expandable) {  // less may be missing behind what is free there
-      if (Block* block = extend(*pool, request, unused, no_range)) return block;
-    }
-    if (!quiet()) continue;
-    Block* block = pool->best_settled(request.size);
-    if (block == nullptr) continue;
-    // A capture that began without a scope is not known, and an event would become part of it.
-    std::vector<Ready> none;
-    if (lifetimes_.captures.observe(block->stream, none).status != Observation::outside) continue;
-    Event event = nullptr;
-    if (driver_.event_create(&event, event_without_timing) != result::success) continue;
-    RelaxedCapture relaxed(driver_);
-    bool passed = relaxed.ok && driver_.event_record(event, block->stream) == result::success &&
-                  driver_.event_synchronize(event) == result::success;
-    driver_.event_destroy(event);
-    if (passed) return block;
+    if (Block* block = borrow(*pool, request)) return block;
   }
   return nullptr;
+}
+
+Block* Device::borrow(Pool& pool, const Request& request) {
+  bool waited = false;
+  auto over = [&](const Segment& segment, Stream stream) {
+    if (segment.captured) return mutated(config_, Mutant::lent_beside_graphs) || wait(waited);
+    return stream == request.stream || wait(stream);
+  };
+  Block* own = pool.best(request.size, size_class::kind(request.size), request.stream, &settled, 1);
+  if (own != nullptr && over(*own->segment, own->stream)) return own;
+  if (config_.expandable) {  // less may be missing behind what is free there
+    std::string unused;
+    bool no_range = false;
+    Block* block = extend(pool, request, unused, no_range);
+    if (block != nullptr && over(*block->segment, request.stream)) return block;
+  }
+  if (!quiet()) return nullptr;
+  Block* block = pool.best_settled(request.size);
+  if (block != nullptr && over(*block->segment, block->stream)) return block;
+  // What captures have left in the range that they share. No graph of the pool may be launched before it is back.
+  if (mutated(config_, Mutant::holes_not_lent)) return nullptr;
+  auto free = [](const Block& part) { return part.state == BlockState::free && part.tag == settled; };
+  Pool::Run run = pool.best_shared(request.size, free);
+  if (run.first == nullptr || !over(*run.first->segment, nobody)) return nullptr;
+  return pool.gather(run.first, request.size, request.stream, settled);
+}
+
+bool Device::wait(bool& waited) {
+  if (waited) return true;
+  if (!quiet() || scopes_.for_captures()) return false;  // a capture would be broken
+  waited = driver_.context_synchronize() == result::success;
+  return waited;
+}
+
+bool Device::wait(const Segment& segment, bool& waited) {
+  if (waited || wait(waited)) return true;
+  return !segment.captured && segment.home != nobody && wait(segment.home);
+}
+
+bool Device::wait(Stream stream) {
+  // A capture that began without a scope is not known, and an event would become part of it.
+  std::vector<Ready> none;
+  if (lifetimes_.captures.observe(stream, none).status != Observation::outside) return false;
+  RelaxedCapture relaxed(driver_);
+  Event event = nullptr;
+  if (!relaxed.ok || driver_.event_create(&event, event_without_timing) != result::success) return false;
+  bool passed = driver_.event_record(event, stream) == result::success &&
+                driver_.event_synchronize(event) == result::success;
+  driver_.event_destroy(event);
+  return passed;
 }
 
 // Above the threshold, cached segments that were not used for longer than the average of them go.

@@ -1,6 +1,7 @@
 #include "core/lifetimes.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "core/relaxed_capture.h"
 
@@ -8,6 +9,7 @@ namespace mg {
 
 namespace {
 const std::vector<Node> no_markers;
+constexpr uint64_t most_pause = 4096;
 }
 
 Lifetimes::~Lifetimes() {
@@ -22,30 +24,40 @@ Observation Lifetimes::tend(Stream stream, bool watched, const std::vector<Pool*
   if (watched) {
     std::vector<Ready> ready;
     size_t before = captures.count();
-    seen = captures.observe(stream, ready);
+    seen = captures.observe(stream, ready, stream != nullptr);
     bool follows = before > 0 && captures.count() > before;
     if (config_.reuse == Reuse::graph_wide && seen.view != nullptr) captures.observe_all(*seen.view->capture, ready);
     release(ready);
+    if (seen.view != nullptr && !seen.view->capture->queued.empty() && !mutated(config_, Mutant::frees_elsewhere_lost)) {
+      std::vector<Block*> queued;
+      queued.swap(seen.view->capture->queued);
+      for (Block* block : queued) place(block, true);
+    }
     if (captures.count() > (seen.view != nullptr ? 1u : 0u)) {
       std::vector<Block*> left;
       captures.poll(left);
       for (Block* block : left) park(block);
       if (follows && captures.count() == 1 && seen.view != nullptr) {
         // All that was known has ended unnoticed, and this capture has freed nothing yet.
-        seen.view->capture->alone = true;
-        for (Pool* pool : pools) pool->settle();
+        seen.view->capture->alone = !captures.doubtful();
+        for (Pool* pool : pools) {
+          if (!captures.doubtful()) pool->settle();
+        }
       }
+      if (seen.view != nullptr) captures.look_before(*seen.view);  // what it may have been within has ended
     }
   }
-  if (captures.any() || seen.status == Observation::unknown) return seen;
+  if (captures.any() || captures.doubtful() || seen.status == Observation::unknown) return seen;
   for (Pool* pool : pools) pool->settle();
   if (!parked_.empty()) {
     std::vector<Block*> parked;
     parked.swap(parked_);
     for (Block* block : parked) {
-      if (captures.any() || !by_events(block)) parked_.push_back(block);
+      if (captures.any()) parked_.push_back(block);
+      else settle_or_park(block);
     }
   }
+  if (!unanswered_.empty()) ask_again();
   if (!pending_.empty()) query();
   return seen;
 }
@@ -56,24 +68,38 @@ void Lifetimes::dispose(Block* block, bool watched) {
   block->users.erase(std::remove(block->users.begin(), block->users.end(), block->stream), block->users.end());
   if (mutated(config_, Mutant::no_recorded_streams)) block->users.clear();
   if (!watched) {
-    if (!by_events(block)) park(block);
+    settle_or_park(block);
     return;
   }
+  place(block, false);
+}
+
+// `queued`: it was, until the thread that drives the capture came.
+void Lifetimes::place(Block* block, bool queued) {
   std::vector<Ready> ready;
   Observation own = captures.observe(block->stream, ready);
   bool in_capture = own.status != Observation::outside;
   bool told = own.status != Observation::unknown;
+  Capture* elsewhere = own.capture;
   for (Stream user : block->users) {
     Observation seen = captures.observe(user, ready);
     in_capture = in_capture || seen.status != Observation::outside;
     told = told && seen.status != Observation::unknown;
+    told = told && (elsewhere == nullptr || seen.capture == nullptr || seen.capture == elsewhere);
+    if (seen.capture != nullptr) elsewhere = seen.capture;
+  }
+  if (elsewhere != nullptr && told && !queued) {
+    release(ready);
+    elsewhere->queued.push_back(block);
+    return;
   }
   if (!in_capture) {
-    // What needs no event goes back beside captures of others, unless it comes out of a capture itself: that may have
-    // been a body of one that is under way.
-    bool waits = captures.any() && (!block->users.empty() || block->capture != 0);
+    // Beside captures of others it goes the ordinary way, unless it comes out of a capture itself: that may have been a
+    // body of one that is under way. Events are recorded at once, for later a stream may have been destroyed.
+    bool waits = captures.any() && block->capture != 0;
     release(ready);
-    if (waits || !by_events(block)) park(block);
+    if (waits) park(block);
+    else settle_or_park(block);
     return;
   }
   stats_.freed_in_captures++;
@@ -95,7 +121,7 @@ bool Lifetimes::prove(Block* block, StreamView* own, std::vector<Ready>& ready) 
     // so if that capture surrounds this one (a conditional body may run again), nor for what ran without a capture.
     // What other streams did with it may have been outside of captures too, and nothing tells when that is over.
     bool alone = capture.alone || mutated(config_, Mutant::surrounding_forgotten);
-    if (block->capture == 0 || !alone || captures.count() != 1) return false;
+    if (block->capture == 0 || !alone || captures.count() != 1 || own->apart) return false;
     if (!block->users.empty() && !mutated(config_, Mutant::old_users_forgotten)) return false;
     block->used_outside = !mutated(config_, Mutant::outside_forgotten);
     block->born = 0;
@@ -165,9 +191,16 @@ void Lifetimes::release(std::vector<Ready>& ready) {
 void Lifetimes::give(Block* block, Stream stream, Tag tag, uint64_t point, const std::vector<Node>& markers) {
   waiting_--;
   stats_.active_bytes.add(-static_cast<int64_t>(block->size));
+  if (block->stream == nobody) {  // it was lent, and all of that is over
+    block->used_outside = false;
+    point = 0;
+  }
   if (block->used_outside) point = never_covered;
   history_.add(HistoryEntry::free_completed, block->address, block->size, block->stream);
-  block->segment->pool->give(block, stream, tag, point, markers);
+  Pool& pool = *block->segment->pool;
+  if (block->borrowed) pool.lent -= block->size;
+  block->borrowed = false;
+  pool.give(block, stream, tag, point, markers);
 }
 
 void Lifetimes::park(Block* block) {
@@ -175,10 +208,22 @@ void Lifetimes::park(Block* block) {
   parked_.push_back(block);
 }
 
-// False: nothing has changed, and another time may be better.
-bool Lifetimes::by_events(Block* block) {
-  Stream home = block->segment->home_of(*block);
-  if (block->stream != home) {  // it moved inside a capture that is over, and goes back
+void Lifetimes::settle_or_park(Block* block) {
+  Events done = by_events(block);
+  if (done == Events::later) {
+    park(block);
+  } else if (done == Events::unanswered) {
+    unanswered_.push_back(block);
+    unanswered_bytes_ += block->size;
+  }
+}
+
+// Unless it is recorded nothing has changed, and another time may be better.
+Lifetimes::Events Lifetimes::by_events(Block* block) {
+  // What captures share and has served others goes back to nobody, when these are done with it.
+  bool returns = block->borrowed && block->segment->home == nobody;
+  Stream home = returns ? nobody : block->segment->home_of(*block);
+  if (block->stream != home) {  // it moved inside a capture that is over, or was lent, and goes back
     if (std::find(block->users.begin(), block->users.end(), block->stream) == block->users.end()) {
       block->users.push_back(block->stream);
     }
@@ -187,29 +232,62 @@ bool Lifetimes::by_events(Block* block) {
   }
   if (block->users.empty() || mutated(config_, Mutant::events_not_awaited)) {
     give(block, block->stream, settled, never_covered, no_markers);
-    return true;
+    return Events::recorded;
   }
   std::vector<Ready> none;
-  if (captures.observe(block->stream, none).status != Observation::outside) return false;
-  for (Stream user : block->users) {
-    if (captures.observe(user, none).status != Observation::outside) return false;
-  }
+  auto outside = [&](Stream stream) { return captures.observe(stream, none).status; };
+  Observation::Status seen = returns ? Observation::outside : outside(block->stream);
+  for (size_t i = 0; i < block->users.size() && seen == Observation::outside; i++) seen = outside(block->users[i]);
+  if (seen != Observation::outside) return seen == Observation::unknown ? Events::unanswered : Events::later;
+  std::optional<RelaxedCapture> relaxed;
+  if (captures.any()) relaxed.emplace(driver_);
   std::vector<Event> events;
   for (Stream user : block->users) {
     Event made = nullptr;
-    bool failed = !event(made);
+    bool failed = (relaxed && !relaxed->ok) || !event(made);
     if (!failed) events.push_back(made);
     if (failed || driver_.event_record(made, user) != result::success) {
       // An event that was recorded is as good as new: its next record replaces this one.
       spare_.insert(spare_.end(), events.begin(), events.end());
-      return false;
+      return Events::unanswered;
     }
   }
   for (size_t i = 0; i < events.size(); i++) {
     pending_[block->users[i]].push_back({events[i], block});
     block->events++;
   }
-  return true;
+  return Events::recorded;
+}
+
+// One of them, and more seldom each time; all when that one is answered.
+void Lifetimes::ask_again() {
+  if (++paused_ < pause_) return;
+  paused_ = 0;
+  pause_ = std::min(2 * pause_, most_pause);
+  Block* first = unanswered_.back();
+  Events done = by_events(first);
+  if (done == Events::unanswered) return;
+  unanswered_.pop_back();
+  if (done == Events::later) park(first);
+  std::vector<Block*> others;
+  others.swap(unanswered_);
+  unanswered_bytes_ = 0;
+  for (Block* block : others) settle_or_park(block);
+  if (unanswered_.empty()) pause_ = 1;
+}
+
+bool Lifetimes::all_is_over() {
+  if (mutated(config_, Mutant::silent_streams_lost)) return false;
+  std::vector<Block*> over;
+  over.swap(unanswered_);
+  unanswered_bytes_ = 0;
+  for (Block* block : over) {
+    bool returns = block->borrowed && block->segment->home == nobody;
+    block->stream = returns ? nobody : block->segment->home_of(*block);
+    give(block, block->stream, settled, never_covered, no_markers);
+  }
+  pause_ = 1;
+  return !over.empty();
 }
 
 bool Lifetimes::event(Event& out) {

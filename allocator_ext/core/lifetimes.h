@@ -35,8 +35,13 @@ class Lifetimes {
   // Outside of captures: waits for all events; true when a block came back.
   bool await();
 
+  // Blocks that a stream used of which the driver does not tell: it was destroyed, most likely. No event will say when
+  // that is over; all work of the device has been waited for, so it is. True when a block came back.
+  size_t unanswered() const { return unanswered_bytes_; }
+  bool all_is_over();
+
   bool quiet() const { return !captures.any(); }
-  bool idle() const { return parked_.empty() && pending_.empty() && !captures.any(); }
+  bool idle() const { return parked_.empty() && unanswered_.empty() && pending_.empty() && !captures.any() && !captures.doubtful(); }
   size_t waiting() const { return waiting_; }
 
  private:
@@ -44,11 +49,15 @@ class Lifetimes {
     Event event;
     Block* block;
   };
+  void place(Block* block, bool queued);
   void release(std::vector<Ready>& ready);
   void give(Block* block, Stream stream, Tag tag, uint64_t point, const std::vector<Node>& markers);
   void park(Block* block);
   bool prove(Block* block, StreamView* own, std::vector<Ready>& ready);
-  bool by_events(Block* block);
+  enum class Events { recorded, later, unanswered };
+  Events by_events(Block* block);
+  void settle_or_park(Block* block);
+  void ask_again();
   void query();
   void passed(Block* block);
   bool event(Event& out);
@@ -61,6 +70,9 @@ class Lifetimes {
   std::unordered_map<Stream, std::deque<Pending>> pending_;
   std::vector<Event> spare_;
   size_t waiting_ = 0;
+  std::vector<Block*> unanswered_;
+  size_t unanswered_bytes_ = 0;
+  uint64_t pause_ = 1, paused_ = 0;  // how many calls until one of them is tried again, and how many have been
 };
 
 }  // namespace mg

@@ -50,12 +50,13 @@ Block* Pool::best_covered(size_t size, Kind kind, Stream owner, Tag tag, uint64_
 }
 
 Block* Pool::best_settled(size_t size) const {
-  Kind kind = size_class::kind(size);
   Block* best = nullptr;
-  for (auto& [condition, list] : lists(kind)) {
-    if (condition.tag != settled) continue;
-    Block* found = this->best(size, kind, condition.stream, &condition.tag, 1);
-    if (found != nullptr && (best == nullptr || BySize()(found, best))) best = found;
+  for (Kind kind : {Kind::small, Kind::large}) {
+    for (auto& [condition, list] : lists(kind)) {
+      if (condition.tag != settled) continue;
+      Block* found = this->best(size, kind, condition.stream, &condition.tag, 1);
+      if (found != nullptr && (best == nullptr || BySize()(found, best))) best = found;
+    }
   }
   return best;
 }
@@ -310,11 +311,13 @@ Block* Pool::give(Block* block, Stream stream, Tag tag, uint64_t point, const st
   return join(block);
 }
 
-void Pool::withhold(Block* block) {
+Block* Pool::bind(Block* block, Tag tag) {
   unlist(block);
-  block->tag = withheld;
-  join(block);
+  block->tag = tag;
+  return join(block);
 }
+
+void Pool::withhold(Block* block) { bind(block, withheld); }
 
 // Lists a block that is in no list, as one with its free neighbours where they agree.
 Block* Pool::join(Block* block, bool settled_only) {

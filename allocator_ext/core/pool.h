@@ -47,6 +47,7 @@ class Pool {
   size_t limit = 0;         // bytes of segments; 0: none
   size_t reserved = 0;
   size_t tagged = 0;        // free blocks that are not settled
+  size_t lent = 0;          // bytes that serve others, until they are over
 
   using Kind = size_class::Kind;
 
@@ -56,7 +57,7 @@ class Pool {
   // The same for another stream's blocks, those freed at its point `cover` or before; looks at few and may miss one.
   Block* best_covered(size_t size, Kind kind, Stream owner, Tag tag, uint64_t cover) const;
 
-  // The smallest settled block of any stream, but none of captures.
+  // The smallest settled block of any stream and of whichever kind, but none of what captures share.
   Block* best_settled(size_t size) const;
 
   // A new segment, as one free block of `stream`.
@@ -211,6 +212,9 @@ class Pool {
 
   // Puts a block that was taken back under a condition; the block that it has become a part of.
   Block* give(Block* block, Stream stream, Tag tag, uint64_t point, const std::vector<Node>& markers);
+
+  // A free block, now under this condition of its stream.
+  Block* bind(Block* block, Tag tag);
 
   // A free block that must not be used before `settle`.
   void withhold(Block* block);

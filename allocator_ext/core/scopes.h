@@ -6,10 +6,10 @@
 // Invariant: what `match` answers for a list is valid while `current()` is that list.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "core/types.h"
@@ -18,11 +18,22 @@ namespace mg {
 
 using Filter = std::function<bool(Stream)>;
 
+// What is known of a scope when it begins: that it takes streams that capture nothing, that it takes one capture alone, as
+// torch's own do, or neither.
+enum class Takes : unsigned char { any, plain, one_capture };
+
 class Scopes {
  public:
   struct Scope {
     PoolId pool;
     Filter filter;
+    mutable std::atomic<bool> plain;  // it takes streams that capture nothing, so it is no capture's
+    const bool one_capture;           // and no other
+    const uint64_t number;            // in the order in which they begin, from 1
+
+    Scope(PoolId pool_, Filter filter_, Takes takes, uint64_t number_)
+        : pool(pool_), filter(std::move(filter_)), plain(takes == Takes::plain), one_capture(takes == Takes::one_capture),
+          number(number_) {}
   };
   using List = std::vector<std::shared_ptr<const Scope>>;
 
@@ -31,9 +42,31 @@ class Scopes {
   // The rest under the device's lock.
   std::shared_ptr<const List> current() const { return list_; }
 
-  void begin(PoolId pool, Filter filter) {
+  bool open(PoolId pool) const {
+    return std::any_of(list_->begin(), list_->end(), [&](const auto& scope) { return scope->pool == pool; });
+  }
+
+  // Of all captures only one can be under way: each has a scope of its own, and there is one.
+  bool single() const {
+    size_t captures = 0;
+    for (const auto& scope : *list_) {
+      if (scope->plain) continue;
+      if (!scope->one_capture || ++captures > 1) return false;
+    }
+    return captures == 1;
+  }
+
+  uint64_t newest() const { return newest_; }
+  uint64_t oldest_open() const { return list_->empty() ? UINT64_MAX : list_->front()->number; }
+
+  // Whether a capture may have begun that nothing has been heard of: torch begins its scope first.
+  bool for_captures() const {
+    return std::any_of(list_->begin(), list_->end(), [](const auto& scope) { return !scope->plain; });
+  }
+
+  void begin(PoolId pool, Filter filter, Takes takes) {
     auto list = std::make_shared<List>(*list_);
-    list->push_back(std::make_shared<const Scope>(Scope{pool, std::move(filter)}));
+    list->push_back(std::make_shared<const Scope>(pool, std::move(filter), takes, ++newest_));
     replace(std::move(list));
   }
 
@@ -50,11 +83,11 @@ class Scopes {
     return nullptr;
   }
 
-  static std::optional<PoolId> match(const List& list, Stream stream) {
+  static std::shared_ptr<const Scope> match(const List& list, Stream stream) {
     for (size_t i = list.size(); i-- > 0;) {
-      if (list[i]->filter(stream)) return list[i]->pool;
+      if (list[i]->filter(stream)) return list[i];
     }
-    return std::nullopt;
+    return nullptr;
   }
 
  private:
@@ -65,6 +98,7 @@ class Scopes {
 
   std::shared_ptr<const List> list_ = std::make_shared<const List>();
   std::atomic<bool> any_{false};
+  uint64_t newest_ = 0;
 };
 
 }  // namespace mg

@@ -141,21 +141,18 @@ bool Device::unmap(Pool& pool, Window& window) {
   return true;
 }
 
-// Windows without a block, before the memory behind them goes back; false: the device could not be waited for.
-bool Device::unmap_windows(Pool& pool, uint64_t not_used_since, bool& waited) {
+// Windows without a block, before the memory behind them goes back; where the device cannot be waited for they stay.
+void Device::unmap_windows(Pool& pool, uint64_t not_used_since, bool& waited) {
   std::vector<Window*> idle;
-  if (mutated(config_, Mutant::windows_outlive_pages)) return true;
+  if (mutated(config_, Mutant::windows_outlive_pages)) return;
   for (auto& [address, window] : pool.windows()) {
     bool old = std::all_of(window->pages.begin(), window->pages.end(), [&](Address at) {
       return std::prev(pool.segments().upper_bound(at))->second->last_use < not_used_since;
     });
     if (window->segment == nullptr && old) idle.push_back(window.get());
   }
-  if (idle.empty()) return true;
-  waited = waited || driver_.context_synchronize() == result::success;
-  if (!waited) return false;
+  if (idle.empty() || !wait(waited)) return;
   for (Window* window : idle) unmap(pool, *window);
-  return true;
 }
 
 // Each piece is freed at home as the block would be.

@@ -4,6 +4,7 @@
 //   block       a part of a segment: live (handed out) or free; neighbours of one segment are linked
 //   window      other addresses of pages that captures share, side by side
 //   lent        free memory of such pages that a window's block has
+//   borrowed    of a block: its pool, which is open at out-of-memory, serves somebody else with it
 //   pool        segments that share free lists; one default pool, and one for each id that torch begins
 //   scope       "allocations of these streams go to that pool", from begin to end
 //   capture     one capture of the driver, known by its id and graph, from when it is first seen
@@ -68,6 +69,15 @@ enum class Mutant : int {
   windows_end_with_blocks,  // a window is unmapped when its block is freed
   windows_outlive_pages,  // a page is taken for given back while a window maps it
   pieces_not_restored,    // of a window's block only the first piece is taken when a state comes back
+  scopes_stop_reclaim,    // an open scope is taken for a capture that is under way
+  holes_not_lent,         // of a pool that is open at out-of-memory only the lists are looked at
+  lent_beside_graphs,     // what graphs use is lent while one of them may be running
+  lent_uncounted,         // a pool that has lent memory says that it has not
+  frees_elsewhere_read,   // a free looks at a capture that another thread drives
+  frees_elsewhere_lost,   // what another thread has freed waits for the end of the capture
+  same_graph_forgotten,   // what an earlier capture left is over for one into the same graph
+  unseen_forgotten,       // a capture is taken for the only one though another has begun before it
+  silent_streams_lost,    // what a stream used that the driver no longer knows never comes back
 };
 
 struct Config {

@@ -1,6 +1,6 @@
 """Where the allocator's library lies, and what torch calls when it is imported.
 
-The library has no dependency; loading it touches no driver.  `autoload` is an entry point of the group
+The library itself has no dependency, and the package `multigraph` puts it in; loading it touches no driver.  `autoload` is an entry point of the group
 `torch.backends`: torch calls it at the end of `import torch`.  It does nothing unless MULTIGRAPH_ALLOCATOR is set.
 """
 
@@ -31,7 +31,11 @@ def autoload() -> None:
         if said != "1":
             warnings.warn(f"{VARIABLE} is 1 or 0, not {said!r}: torch's own allocator is used", stacklevel=2)
             return
-        from multigraph_backend.allocator import process
+        try:
+            from multigraph_backend.allocator import process
+        except ModuleNotFoundError as error:
+            remedy = "it needs the package multigraph (in a checkout: pip install .)"
+            raise ModuleNotFoundError(f"{error}; {remedy}", name=error.name) from None
 
         process.install_as_asked(os.environ)
     except Exception as error:

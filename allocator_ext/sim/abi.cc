@@ -38,6 +38,18 @@ MG_EXPORT int sim_begin_body(Simulator* sim, void* stream, void* on) noexcept {
 MG_EXPORT int sim_begin_capture(Simulator* sim, void* stream) noexcept {
   return sim->begin_capture(static_cast<mg::Stream>(stream)) ? 0 : 1;
 }
+// The same once more into the graph of an earlier capture, behind nothing.
+MG_EXPORT void* sim_graph(Simulator* sim, void* stream) noexcept {
+  auto* from = static_cast<mg::sim::SimStream*>(stream);
+  (void)sim;
+  return from->capture != nullptr ? from->capture->graph : nullptr;
+}
+MG_EXPORT int sim_begin_capture_to(Simulator* sim, void* stream, void* graph) noexcept {
+  return sim->begin_capture(static_cast<mg::Stream>(stream), static_cast<mg::sim::SimGraph*>(graph)) ? 0 : 1;
+}
+MG_EXPORT void sim_destroy_stream(Simulator* sim, void* stream) noexcept { sim->destroy(static_cast<mg::Stream>(stream)); }
+// Whether the allocator has called the driver wrongly, or broken a capture.
+MG_EXPORT int sim_faults(Simulator* sim) noexcept { return sim->fault || sim->broke_a_capture ? 1 : 0; }
 MG_EXPORT int sim_end_capture(Simulator* sim, void* stream) noexcept {
   return sim->end_capture(static_cast<mg::Stream>(stream)) ? 0 : 1;
 }
@@ -58,6 +70,11 @@ MG_EXPORT uint64_t sim_calls(Simulator* sim) noexcept { return sim->calls; }
 MG_EXPORT int sim_mapped_for(Simulator* sim, int device, uint64_t address) noexcept {
   return sim->mapped_for(device, address, 1) ? 1 : 0;
 }
+// What mapped memory is asked for as: a type of handle, and whether network cards reach it.
+MG_EXPORT int sim_handle_types(Simulator* sim) noexcept { return sim->asked.handle_types; }
+MG_EXPORT int sim_remote_access(Simulator* sim) noexcept { return sim->asked.direct_rdma; }
+MG_EXPORT void sim_cannot_share(Simulator* sim) noexcept { sim->shares = false; }
+MG_EXPORT void sim_granularity(Simulator* sim, size_t bytes) noexcept { sim->granularity = bytes; }
 MG_EXPORT void sim_cannot_map(Simulator* sim) noexcept { sim->maps = false; }
 MG_EXPORT size_t sim_used(Simulator* sim) noexcept { return sim->used; }
 

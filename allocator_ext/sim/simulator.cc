@@ -66,10 +66,10 @@ bool Simulator::in_use(Address address, size_t size) const {
   });
 }
 
-bool Simulator::begin_capture(Stream handle_, SimGraph* body) {
+bool Simulator::begin_capture(Stream handle_, SimGraph* body, const std::vector<SimNode*>& behind) {
   std::lock_guard lock(mutex_);
   SimStream& stream = *as_stream(handle_);
-  if (stream.capture != nullptr) return false;
+  if (stream.capture != nullptr || stream.destroyed) return false;
   if (body == nullptr) {
     graphs_.push_back(std::make_unique<SimGraph>());
     body = graphs_.back().get();
@@ -79,9 +79,15 @@ bool Simulator::begin_capture(Stream handle_, SimGraph* body) {
   stream.capture->id = ++last_capture_;
   stream.capture->graph = body;
   stream.before_capture = std::move(stream.terminals);
-  stream.terminals.clear();
-  stream.edges.clear();
+  stream.terminals = behind;
+  stream.edges.assign(behind.size(), EdgeData{});
+  stream.last = nullptr;
   return true;
+}
+
+void Simulator::destroy(Stream stream) {
+  std::lock_guard lock(mutex_);
+  as_stream(stream)->destroyed = true;
 }
 
 bool Simulator::end_capture(Stream handle_) {
@@ -264,8 +270,9 @@ struct Calls {
   }
   static Result device_attribute(int* out, int attribute, int) {
     In in;
-    if (in.refused || attribute != maps_memory) return invalid;
-    *out = in.sim->maps ? 1 : 0;
+    if (in.refused) return invalid;
+    if (attribute != maps_memory && attribute != shares_by_descriptor && attribute != remote_access_to_mapped) return invalid;
+    *out = (attribute == maps_memory ? in.sim->maps : in.sim->shares) ? 1 : 0;
     return result::success;
   }
   static Result can_access_peer(int* out, int device, int other) {
@@ -313,10 +320,16 @@ struct Calls {
     return result::success;
   }
 
+  // Whatever the thread's mode is, this is an error while anything captures, and ends the captures.
   static Result context_synchronize() {
     In in;
-    in.unsafe();
     if (in.refused) return invalid;
+    bool captures = false;
+    for (auto& stream : in.sim->streams) {
+      captures = captures || stream->capture != nullptr;
+      if (stream->capture != nullptr && stream->capture->announced) in.sim->broke_a_capture = true;
+    }
+    if (captures) return result::capture_unsupported;
     in.sim->run_all();
     return result::success;
   }
@@ -345,9 +358,19 @@ struct Calls {
     return result::success;
   }
 
-  static Result physical_create(Physical* out, size_t size, const PhysicalMemory*, unsigned long long) {
+  static Result granularity(size_t* out, const PhysicalMemory* memory, int) {
+    In in;
+    if (in.refused || memory->type != 1 || memory->location.type != 1) return invalid;
+    *out = in.sim->granularity;
+    return result::success;
+  }
+
+  static Result physical_create(Physical* out, size_t size, const PhysicalMemory* memory, unsigned long long) {
     In in;
     in.unsafe();
+    if (memory->type != 1 || memory->location.type != 1 || size % in.sim->granularity != 0) in.sim->fault = true;
+    if (!in.sim->shares && (memory->handle_types != 0 || memory->direct_rdma != 0)) return invalid;  // it has no such
+    in.sim->asked = *memory;
     if (in.refused || in.sim->used + size > in.sim->capacity) return result::out_of_memory;
     in.sim->used += size;
     in.sim->physical[*out = ++in.sim->last_physical_] = {size, in.sim->next_place_};
@@ -440,8 +463,8 @@ struct Calls {
 
   static Result event_record(Event event, Stream stream) {
     In in;
-    if (in.refused) return invalid;
     SimStream& from = *as_stream(stream);
+    if (in.refused || from.destroyed) return invalid;
     if (from.capture != nullptr) in.sim->fault = true;  // it would become part of the graph
     *reinterpret_cast<SimEvent*>(event) = {from.capture, from.terminals};
     return result::success;
@@ -474,7 +497,9 @@ struct Calls {
     *status = not_capturing;
     if (handle_ == nullptr) return result::success;
     SimStream& stream = *as_stream(handle_);
+    if (stream.destroyed) return invalid;
     if (stream.capture == nullptr) return result::success;
+    if (nodes != nullptr && in.sim->elsewhere) in.sim->fault = true;  // that is the other thread's
     *status = stream.capture->invalid ? capture_invalidated : capturing;
     *id = stream.capture->id;
     *graph = reinterpret_cast<Graph>(stream.capture->graph);
@@ -515,6 +540,20 @@ struct Calls {
       edges[i] = node.edges[i];
     }
     *count = given;
+    return result::success;
+  }
+
+  static Result graph_nodes(Graph graph, Node* nodes, size_t* count) {
+    In in;
+    if (in.refused) return invalid;
+    if (in.sim->elsewhere) in.sim->fault = true;
+    size_t all = 0, room = nodes != nullptr ? *count : 0;
+    for (auto& node : in.sim->nodes) {
+      if (node->graph != reinterpret_cast<SimGraph*>(graph)) continue;
+      if (all < room) nodes[all] = handle(node.get());
+      all++;
+    }
+    *count = nodes != nullptr ? std::min(all, room) : all;
     return result::success;
   }
 

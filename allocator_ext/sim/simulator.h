@@ -47,6 +47,7 @@ struct SimCapture {
   uint64_t id = 0;
   SimGraph* graph = nullptr;
   bool invalid = false;
+  bool announced = true;  // a scope told of it: what breaks it is the allocator's fault
 };
 
 struct SimStream {
@@ -56,6 +57,7 @@ struct SimStream {
   std::vector<EdgeData> edges;
   SimNode* last = nullptr;               // the kernel launched on it last: an early one is early relative to this
   std::vector<SimNode*> before_capture;  // terminals outside of it, while it captures
+  bool destroyed = false;
 };
 
 struct SimEvent {
@@ -77,7 +79,8 @@ class Simulator {
   // What a program does. False: the driver would refuse it, and nothing has changed.
   Stream stream();
   SimNode* kernel(Stream stream, int tag = -1, bool programmatic = false, Bytes uses = {0, 0});
-  bool begin_capture(Stream stream, SimGraph* body = nullptr);
+  // Into `graph`: the body of a conditional node, or one that was captured before, behind `behind`; null: a new one.
+  bool begin_capture(Stream stream, SimGraph* graph = nullptr, const std::vector<SimNode*>& behind = {});
   bool end_capture(Stream stream);
   void invalidate_capture(Stream stream);
   int record(Stream stream);             // a new event each time
@@ -86,6 +89,8 @@ class Simulator {
   bool set_terminals(Stream stream, const std::vector<SimNode*>& nodes);
   SimGraph* conditional(Stream stream);  // a conditional node; the graph of its body
   bool is_capturing(Stream stream) const;
+  // Its work goes on; every call on it is an error from now on, as a real driver may or may not tell.
+  void destroy(Stream stream);
 
   // Runs one node outside of captures that may run now, picked by `random`; false: none is left.
   bool run_one(uint64_t random);
@@ -126,8 +131,12 @@ class Simulator {
   size_t used = 0;
   size_t capacity;
   bool maps = true;             // whether the driver can map memory at all
+  bool shares = true;           // whether that has handles for other processes and network cards
+  size_t granularity = size_t{2} << 20;
+  PhysicalMemory asked{};       // what memory was last created as
   bool fault = false;           // the allocator called the driver wrongly
   bool broke_a_capture = false; // it made a call that is not for captures of others
+  bool elsewhere = false;       // the calling thread drives no capture, and may look at none
 
  private:
   friend struct Calls;

@@ -1,7 +1,7 @@
 // Every small program, from several beginnings: the overlap property by brute force.
 //
 // Programs over three streams and the alphabet allocate, use, record_stream, free, event record, wait, pool begin and
-// end; with --odd also programmatic launches and replaced dependencies. Each ends with an allocation, for only there can
+// end; with --odd also programmatic launches and replaced dependencies; with --elsewhere also frees by another thread. Each ends with an allocation, for only there can
 // the allocator go wrong; what lives then is used once more and the oracle looks at all pairs.
 // Left out, because another program says the same:
 //   - other names for streams that the beginning does not tell apart: the first to be named has the lowest number;
@@ -12,7 +12,7 @@
 // Both reductions keep the least of all programs that say the same, so together they lose none.
 //
 //   exhaustive [--operations N] [--reuse own|strict|graph|any] [--start NAME|all] [--odd] [--verify] [--empty-nodes]
-//              [--expandable] [--every-order]
+//              [--expandable] [--every-order] [--elsewhere]
 //              [--part I/N] [--from I] [--seconds N] [--stop-after BRANCHES] [--mutant N] [--print]
 // The tree of programs is cut below its first `cut` operations into numbered branches. `--part 0/2` takes every second
 // one; when `--seconds` are over, the branch that was begun is finished and the next one's number is told, for `--from`.
@@ -99,6 +99,15 @@ const std::vector<Start> starts = {
                                              {Op::release, 0, 1}, {Op::allocate, 0}, {Op::use_early, 0, 0}}, 2},
     // two captures beside each other in one pool: stream 1 is in another than stream 0
     {"two", {{Op::pool_begin}, {Op::begin, 0}, {Op::begin, 1}, {Op::allocate, 0}, {Op::use, 0, 0}}, 2},
+    // what the first capture into a graph has used is free, and another goes on in that graph, behind nothing of it
+    {"again", {{Op::pool_begin}, {Op::begin, 0}, {Op::allocate, 0}, {Op::allocate, 0}, {Op::use, 0, 0}, {Op::use, 0, 1},
+               {Op::release, 0, 0}, {Op::end, 0}, {Op::begin_again, 0, 0}}, 1},
+    // the same, but behind all that is there; stream 1 joins it
+    {"on", {{Op::pool_begin}, {Op::begin, 0}, {Op::allocate, 0}, {Op::use, 0, 0}, {Op::release, 0, 0}, {Op::end, 0},
+            {Op::begin_again, 0, 1}, {Op::record, 0}, {Op::wait, 1, 0}}, 2},
+    // block 0 is of an earlier capture; the body of a loop on stream 1 uses it, and nothing is known of what is around it
+    {"unseen", {{Op::pool_begin}, {Op::begin, 1}, {Op::allocate, 1}, {Op::use, 1, 0}, {Op::end, 1}, {Op::begin, 0},
+                {Op::begin_body, 1, 0}, {Op::use, 1, 0}}, 2},
     // pieces of two pages are free, one of each stream
     {"pieces", in_pieces, 2, pieces_bytes},
     // block 4 is made of them, and was used on both streams; an event behind stream 1's use waits to be waited for
@@ -117,6 +126,7 @@ struct Settings {
   Config config;
   std::string start = "all";
   bool odd = false;
+  bool elsewhere = false;
   bool print = false;
 } settings;
 
@@ -126,7 +136,7 @@ bool out_of_time = false;
 std::chrono::steady_clock::time_point began;
 std::string wrong;
 
-bool touches_stream(const Step& s) { return s.op != Op::release && s.op != Op::pool_begin && s.op != Op::pool_end; }
+bool touches_stream(const Step& s) { return s.op != Op::release && s.op != Op::release_elsewhere && s.op != Op::pool_begin && s.op != Op::pool_end; }
 
 // A step by names that do not change with its place among others: an event is called by its stream and its number there.
 struct Named {
@@ -147,7 +157,7 @@ bool independent(const Named& x, const Named& y) {
   if (s.op == Op::mark || t.op == Op::mark) {
     const Step &mark = s.op == Op::mark ? s : t, &other = s.op == Op::mark ? t : s;
     if (other.op == Op::allocate) return true;  // of another block: this one was there when the mark was chosen
-    return other.op != Op::release || other.b != mark.b;
+    return (other.op != Op::release && other.op != Op::release_elsewhere) || other.b != mark.b;
   }
   auto pool = [](const Step& step) { return step.op == Op::pool_begin || step.op == Op::pool_end; };
   auto silent = [](const Step& step) {
@@ -165,7 +175,8 @@ bool replay(Machine& machine, const Start& start, const std::vector<Step>& progr
   for (const Step& step : start.steps) {
     if (!machine.run(step)) return false;
   }
-  machine.check_completeness = settings.config.mutant == Mutant::none && settings.config.reuse != Reuse::strict &&
+  machine.check_completeness = (settings.config.mutant == Mutant::none || settings.config.mutant == Mutant::frees_elsewhere_lost) &&
+                               settings.config.reuse != Reuse::strict &&
                                settings.config.reuse != Reuse::graph_wide && !settings.config.empty_nodes && !settings.config.expandable;
   for (const Step& step : program) {
     if (!machine.run(step)) return false;
@@ -203,7 +214,10 @@ std::vector<Step> candidates(const Machine& machine, int left, int named) {
     return steps;
   }
   int blocks = static_cast<int>(machine.held.size()), events = static_cast<int>(machine.sim.events.size());
-  for (int b = 0; b < blocks; b++) steps.push_back({Op::release, 0, b});
+  for (int b = 0; b < blocks; b++) {
+    steps.push_back({Op::release, 0, b});
+    if (settings.elsewhere) steps.push_back({Op::release_elsewhere, 0, b});
+  }
   if (left == 2 && nothing_to_take) return steps;
   for (int s = 0; s <= last; s++) {
     steps.push_back({Op::allocate, s});
@@ -308,6 +322,7 @@ int main(int count, char** words) {
     if (word == "--operations") settings.operations = number(value());
     else if (word == "--start") settings.start = value();
     else if (word == "--odd") settings.odd = true;
+    else if (word == "--elsewhere") settings.elsewhere = true;
     else if (word == "--every-order") settings.every_order = true;
     else if (word == "--stop-after") settings.stop_after = static_cast<uint64_t>(number(value()));
     else if (word == "--seconds") settings.seconds = number(value());

@@ -26,7 +26,7 @@ constexpr size_t most_live = 24;
 constexpr int launches = 3;
 
 struct Totals {
-  uint64_t operations = 0, programs = 0, reused = 0, reused_crossed = 0, restored = 0, stitched = 0, failed_calls = 0, out_of_memory = 0;
+  uint64_t operations = 0, programs = 0, reused = 0, reused_crossed = 0, restored = 0, stitched = 0, lent = 0, again = 0, failed_calls = 0, out_of_memory = 0;
   std::string wrong;
 } totals;
 
@@ -71,7 +71,7 @@ Step propose(Machine& machine, std::mt19937_64& random, bool pieces, bool& runs)
   }
   if (kind < 50 && block >= 0) return {kind < 48 ? Op::use : Op::use_early, stream, block};
   if (kind < 58 && block >= 0) return {Op::mark, stream, block};
-  if (kind < 78 && block >= 0) return {Op::release, 0, block};
+  if (kind < 78 && block >= 0) return {any(8) != 0 ? Op::release : Op::release_elsewhere, 0, block};
   if (kind < 84) return {Op::record, stream};
   if (kind < 93 && !machine.sim.events.empty()) {
     size_t recent = std::min<size_t>(machine.sim.events.size(), 6);
@@ -82,11 +82,21 @@ Step propose(Machine& machine, std::mt19937_64& random, bool pieces, bool& runs)
   if (kind < 94) return {Op::begin, capturing && any(8) != 0 ? 0 : stream};
   if (kind < 95) return {Op::begin_body, stream, any(streams)};
   if (kind < 96 && any(2) == 0) return {Op::end, stream};
-  if (kind < 97) return {any(3) != 0 ? Op::pool_begin : Op::pool_end, any(4) % pools};
+  if (kind < 97) return {any(3) != 0 ? Op::pool_begin : Op::pool_end, any(5) % pools};
   if (kind < 98 && any(4) == 0) return {Op::replace, stream, any(2)};
   if (kind < 99) {
     if (machine.saved.empty() || any(2) == 0) return {Op::save, any(8) != 0 ? 0 : any(pools)};
     return {Op::restore, any(2) != 0 ? any(machine.saved.size()) : static_cast<int>(machine.saved.size()) - 1};
+  }
+  if (any(2) == 0) {
+    int graph = machine.graphs.empty() ? 0 : static_cast<int>(machine.graphs.size()) - 1 - any(std::min<size_t>(3, machine.graphs.size()));
+    switch (any(12)) {
+      case 0: case 1: case 2: case 3: return {Op::begin_again, stream, 2 * graph + any(2)};
+      case 4: case 5: case 6: case 7: case 8: return {Op::launch, stream, graph};
+      case 9: return {Op::hand_over};
+      case 10: return {Op::destroy, streams - 1 - any(2)};
+      default: break;
+    }
   }
   runs = true;
   return {Op::record, stream};
@@ -120,6 +130,8 @@ bool judge(Machine& machine, std::mt19937_64& random, const std::string& what) {
   totals.reused_crossed += machine.reused_crossed;
   totals.restored += machine.restored;
   totals.stitched += machine.device->stats().stitched;
+  totals.lent += machine.lent;
+  totals.again += machine.again;
   totals.failed_calls += machine.sim.failed;
   totals.out_of_memory += machine.out_of_memory;
   totals.programs++;
@@ -217,9 +229,9 @@ int main(int count, char** words) {
   while (totals.operations < operations && one(seed, length, mutant, each_call, prints)) seed++;
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   auto n = [](uint64_t value) { return static_cast<unsigned long long>(value); };
-  printf("{\"operations\": %llu, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"restored\": %llu, \"stitched\": %llu, \"failed_calls\": %llu, "
+  printf("{\"operations\": %llu, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"restored\": %llu, \"stitched\": %llu, \"lent\": %llu, \"again\": %llu, \"failed_calls\": %llu, "
          "\"out_of_memory\": %llu, \"seconds\": %.2f, \"wrong\": \"%s\"}\n",
-         n(totals.operations), n(totals.programs), n(totals.reused), n(totals.reused_crossed), n(totals.restored), n(totals.stitched), n(totals.failed_calls),
+         n(totals.operations), n(totals.programs), n(totals.reused), n(totals.reused_crossed), n(totals.restored), n(totals.stitched), n(totals.lent), n(totals.again), n(totals.failed_calls),
          n(totals.out_of_memory), seconds, totals.wrong.c_str());
   return totals.wrong.empty() ? 0 : 1;
 }

@@ -2,19 +2,23 @@
 
 #include <algorithm>
 
+#include "core/threads.h"
+
 namespace mg::stress {
 
-using sim::SimNode;
-
 namespace {
+constexpr int lending = 3;
 PoolId id_of(int pool) { return {0, static_cast<uint64_t>(7 + pool)}; }
-bool names_block(Op op) { return op == Op::use || op == Op::use_early || op == Op::mark || op == Op::release; }
-bool names_pool(Op op) { return op == Op::pool_begin || op == Op::pool_end || op == Op::save || op == Op::restore; }
+bool names_block(Op op) { return op == Op::use || op == Op::use_early || op == Op::mark || op == Op::release ||
+                                   op == Op::release_elsewhere; }
+bool names_pool(Op op) { return op == Op::pool_begin || op == Op::pool_end || op == Op::save || op == Op::restore ||
+                                  op == Op::hand_over; }
 }
 
 std::string printed(const Step& step) {
   const char* names[] = {"allocate", "use", "use_early", "record_stream", "free", "record", "wait",
-                         "pool_begin", "pool_end", "replace", "begin", "begin_body", "end", "save", "restore"};
+                         "pool_begin", "pool_end", "replace", "begin", "begin_body", "end", "save", "restore", "free_elsewhere",
+                         "hand_over", "begin_again", "launch", "destroy"};
   return std::string(names[static_cast<int>(step.op)]) + "(" + std::to_string(step.a) + "," + std::to_string(step.b) +
          ")";
 }
@@ -28,6 +32,7 @@ Machine::Machine(Config config, int count, size_t bytes, size_t capacity)
 
 Machine::~Machine() {
   sim::Simulator::enter(&sim);
+  if (second_thread_) this_thread() -= 2000;
   device.reset();
   sim::Simulator::enter(nullptr);
 }
@@ -70,6 +75,16 @@ bool Machine::valid_use(const Step& step) {
   auto last = std::find(stream.terminals.begin(), stream.terminals.end(), stream.last);
   bool early = step.op == Op::use_early;
   if (early && (here == nullptr || last == stream.terminals.end())) return false;
+  // A graph that goes on has used what lay there before: launched, it would write over what another allocated since.
+  bool came_back = block.life != static_cast<size_t>(step.b);
+  if (here != nullptr && (came_back || home == nullptr || sim::Oracle::top(home) != sim::Oracle::top(here))) {
+    for (size_t i = 0; again != 0 && i < static_cast<size_t>(step.b); i++) {
+      if (!allocations[i].overlaps(allocations[static_cast<size_t>(step.b)])) continue;
+      for (const sim::Use& use : allocations[i].uses) {
+        if (use.node->graph != nullptr && sim::Oracle::top(use.node->graph) == sim::Oracle::top(here)) return false;
+      }
+    }
+  }
   if (home == here) {
     // On the stream of its birth a kernel comes after what was launched there, early or not: it keeps its own order with
     // that. What was launched elsewhere and awaited there is over, also where dependencies have been replaced since.
@@ -105,6 +120,8 @@ bool Machine::valid_use(const Step& step) {
 bool Machine::valid(const Step& step) {
   bool names_stream = !names_pool(step.op);
   auto& stream = at(names_stream ? step.a : 0);
+  bool asks = step.op != Op::release && step.op != Op::release_elsewhere;
+  if (names_stream && asks && stream.destroyed) return false;
   // Where a call has failed, a restore may have brought fewer blocks back than when the program was made.
   if (names_block(step.op) && static_cast<size_t>(step.b) >= held.size()) return false;
   switch (step.op) {
@@ -117,7 +134,8 @@ bool Machine::valid(const Step& step) {
       const Held& block = held[static_cast<size_t>(step.b)];
       return block.live && allocations[static_cast<size_t>(step.b)].stream != step.a;
     }
-    case Op::release: {
+    case Op::release:
+    case Op::release_elsewhere: {
       const Held& block = held[static_cast<size_t>(step.b)];
       if (!block.live) return false;
       const auto& uses = allocations[static_cast<size_t>(step.b)].uses;
@@ -130,15 +148,36 @@ bool Machine::valid(const Step& step) {
     case Op::pool_begin:
       return std::find(scopes_.begin(), scopes_.end(), step.a) == scopes_.end();
     case Op::pool_end:
-      return std::find(scopes_.begin(), scopes_.end(), step.a) != scopes_.end();
+      // Nor does a scope end before a capture in it of which nothing is known but its bodies.
+      return std::find(scopes_.begin(), scopes_.end(), step.a) != scopes_.end() &&
+             std::none_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
+               return s->capture != nullptr && (again_.count(sim::Oracle::top(s->capture->graph)) != 0 || (seen_.count(s->capture->id) == 0 &&
+                                                                                     with_bodies_.count(s->capture->id) != 0));
+             });
     case Op::replace:
       // Of a capture that began without a scope the allocator may not know, so it cannot notice that either.
       return stream.capture != nullptr && !stream.terminals.empty() &&
-             (seen_.count(stream.capture->id) != 0 || began_in_scope_.count(stream.capture->id) != 0);
+             (seen_.count(stream.capture->id) != 0 || announced(stream.capture->id, false));
+    case Op::begin_again: {
+      size_t number = static_cast<size_t>(step.b / 2);
+      bool scope = std::any_of(scopes_.begin(), scopes_.end(), [](int pool) { return pool == 0 || pool == lending; });
+      return scope && stream.capture == nullptr && number < graphs.size() && over(graphs[number]);
+    }
+    case Op::launch: {
+      size_t number = static_cast<size_t>(step.b), lent = 0;
+      if (stream.capture != nullptr || number >= graphs.size() || !over(graphs[number])) return false;
+      // While its pool has lent nothing, so the program asks.
+      return device->pool_lent(id_of(lending), lent).status == Status::ok && lent == 0;
+    }
+    case Op::destroy:
+      return stream.capture == nullptr;
+    case Op::hand_over:
+      return true;
     case Op::begin:
       return stream.capture == nullptr;
     case Op::begin_body:
-      return stream.capture == nullptr && at(step.b).capture != nullptr && seen_.count(at(step.b).capture->id) != 0;
+      return stream.capture == nullptr && at(step.b).capture != nullptr &&
+             (seen_.count(at(step.b).capture->id) != 0 || announced(at(step.b).capture->id, true));
     case Op::save:
       return true;
     case Op::restore:
@@ -177,7 +216,7 @@ bool Machine::idle(const Step& step) {
 
 bool Machine::takes(int pool, Stream stream) const {
   bool odd = reinterpret_cast<sim::SimStream*>(stream)->number % 2 != 0, captures = sim.is_capturing(stream);
-  return pool == 0 ? captures : pool == 1 ? captures && odd : !captures && odd;
+  return pool == 0 || pool == lending ? captures : pool == 1 ? captures && odd : !captures && odd;
 }
 
 int Machine::pool_of(int stream) const {
@@ -214,11 +253,13 @@ bool Machine::allocate(int stream, size_t bytes) {
   bool expected = check_completeness && pool_of(stream) >= 0 && could_reuse(stream);
   size_t before = sim.used;
   Address address = 0;
+  pool_of_request_ = pool_of(stream);
   Outcome outcome = device->allocate(bytes, streams[static_cast<size_t>(stream)], address);
   if (outcome.status != Status::ok) {
     out_of_memory++;
     held.push_back({});  // so that later steps name the same blocks
     allocations.push_back({});
+    if (sim.failed == 0 && memory_left(bytes)) return fail("memory is out, and some lies idle");
     return sim.failed != 0 || sim.capacity < (size_t{1} << 40) ? true : fail("no memory: " + outcome.message);
   }
   if (expected && sim.used != before) return fail("a block that is proven free was not used again");
@@ -239,13 +280,21 @@ bool Machine::allocate(int stream, size_t bytes) {
   block.capture = on.capture != nullptr ? on.capture->id : 0;
   block.pool = pool_of(stream);
   block.replayed = made.graph != nullptr && block.pool >= 0;
-  if (!scopes_.empty() && began_in_scope_.count(block.capture) != 0) seen_.insert(block.capture);
+  if (block.capture != 0 && announced(block.capture, false)) seen_.insert(block.capture);
   bool again = false, crossed = false;
   for (size_t i = 0; i < held.size(); i++) {
     if (!allocations[i].overlaps(made)) continue;
     if (held[i].live) return fail("two live blocks lie over each other");
     if (block.capture == 0 && held[i].capture != 0 && held[i].pool >= 0) {
-      return fail("what a graph may be replayed in went to work outside of graphs");
+      if (held[i].pool != lending) return fail("what a graph may be replayed in went to work outside of graphs");
+      lent++;
+      if (under_way(allocations[i].graph)) return fail("memory of a capture under way was lent");
+      for (const Launch& each : launches_) {
+        if (each.graph == sim::Oracle::top(allocations[i].graph) && !each.node->done &&
+            !oracle.behind(each.node, on.terminals)) {
+          return fail("what a graph uses was lent while it runs");
+        }
+      }
     }
     if (held[i].capture == block.capture && block.capture != 0) {
       again = true;
@@ -269,7 +318,8 @@ bool Machine::allocate(int stream, size_t bytes) {
 }
 
 void Machine::use(int stream, int block, bool early) {
-  SimNode* node = sim.kernel(streams[static_cast<size_t>(stream)], block, early);
+  const sim::Allocation& of = allocations[static_cast<size_t>(block)];
+  SimNode* node = sim.kernel(streams[static_cast<size_t>(stream)], block, early, {of.address, of.size});
   allocations[static_cast<size_t>(block)].uses.push_back({node, stream});
 }
 
@@ -375,6 +425,125 @@ bool Machine::still_mapped(int pool) {
   return true;
 }
 
+bool Machine::begin(int stream, sim::SimGraph* graph, const std::vector<SimNode*>& behind) {
+  if (!sim.begin_capture(streams[static_cast<size_t>(stream)], graph, behind)) return false;
+  began_under_[at(stream).capture->id] = scope_numbers_;
+  announce();
+  return true;
+}
+
+// Whether a scope that was open when it began still is; `for_captures`: one that takes captures.
+bool Machine::announced(uint64_t capture, bool for_captures) const {
+  auto under = began_under_.find(capture);
+  if (under == began_under_.end()) return false;
+  for (size_t i = 0; i < scopes_.size(); i++) {
+    bool then = std::find(under->second.begin(), under->second.end(), scope_numbers_[i]) != under->second.end();
+    if (then && (!for_captures || scopes_[i] != 2)) return true;
+  }
+  return false;
+}
+
+void Machine::announce() {
+  for (auto& stream : sim.streams) {
+    if (stream->capture != nullptr) stream->capture->announced = announced(stream->capture->id, true);
+  }
+}
+
+// Nothing of it is being captured, nor of its bodies.
+bool Machine::over(const sim::SimGraph* graph) const {
+  return std::none_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
+    return s->capture != nullptr && sim::Oracle::top(s->capture->graph) == graph;
+  });
+}
+
+std::vector<SimNode*> Machine::leaves(const sim::SimGraph* graph) const {
+  std::set<SimNode*> found, before;
+  for (auto& node : sim.nodes) {
+    if (node->graph != graph) continue;
+    found.insert(node.get());
+    before.insert(node->dependencies.begin(), node->dependencies.end());
+  }
+  std::vector<SimNode*> last;
+  for (auto& node : sim.nodes) {
+    if (found.count(node.get()) != 0 && before.count(node.get()) == 0) last.push_back(node.get());
+  }
+  return last;
+}
+
+// Of a pool that has lent nothing: nobody outside of captures has memory of the graph, or had and is not over.
+bool Machine::launched(int stream, const sim::SimGraph* graph) {
+  for (size_t i = 0; i < held.size(); i++) {
+    const sim::Allocation& of = allocations[i];
+    if (of.graph == nullptr || sim::Oracle::top(of.graph) != graph || held[i].pool != lending || !held[i].replayed) continue;
+    for (size_t j = 0; j < held.size(); j++) {
+      if (allocations[j].graph != nullptr || !allocations[j].overlaps(of) || j < i) continue;
+      bool in_use = held[j].live || std::any_of(allocations[j].uses.begin(), allocations[j].uses.end(), [](auto& use) {
+        return use.node->graph == nullptr && !use.node->done;
+      });
+      if (in_use) return fail("a graph is launched while others have its memory");
+    }
+  }
+  // That what it uses stays where it is, is looked at in `still_mapped`.
+  launches_.push_back({sim.kernel(streams[static_cast<size_t>(stream)], -1, false, {1, 1}), graph});
+  return true;
+}
+
+// Whether a request outside of captures could have been served: nobody captures, so all that is over may go back to the
+// driver, but what pools that are held keep; and those that are open at out-of-memory serve it.
+bool Machine::memory_left(size_t bytes) {
+  bool captures = std::any_of(sim.streams.begin(), sim.streams.end(), [](auto& s) { return s->capture != nullptr; });
+  // Of a capture that was never seen the allocator does not know that it is over before the scopes are.
+  bool doubtful = !scopes_.empty() && std::any_of(began_under_.begin(), began_under_.end(), [&](auto& began) {
+    return seen_.count(began.first) == 0;
+  });
+  if (captures || doubtful || destroyed_) return false;
+  size_t rounded = size_class::rounded(bytes);
+  auto idle = [&](Address address, size_t size) {
+    return std::none_of(held.begin(), held.end(), [&](const Held& block) {
+      const sim::Allocation& of = allocations[static_cast<size_t>(&block - held.data())];
+      if (!block.live) return false;
+      return std::any_of(of.memory.begin(), of.memory.end(), [&](const sim::Bytes& part) {
+        auto here = sim.memory_of(address, size);
+        return std::any_of(here.begin(), here.end(), [&](const sim::Bytes& b) {
+          return part.place < b.place + b.size && b.place < part.place + part.size;
+        });
+      });
+    });
+  };
+  // What graphs use is given back or lent once the device has been waited for, which a capture that may have begun would
+  // not bear.
+  bool waits = std::all_of(scopes_.begin(), scopes_.end(), [](int pool) { return pool == 2; });
+  bool plain = device->stats().segments.current == static_cast<int64_t>(sim.memory.size());
+  bool captured = std::any_of(allocations.begin(), allocations.end(), [](auto& each) { return each.graph != nullptr; });
+  if (!waits && captured && !plain) return false;
+  // Whole pages and segments of the default pool that nobody has would have gone back, and been enough.
+  size_t left = sim.capacity - sim.used;
+  for (auto& run : device->segments(PoolId{})) {
+    if (sim.memory.count(run.address) != 0 && idle(run.address, run.size)) left += run.size;
+    for (auto chunk = sim.mappings.lower_bound(run.address); chunk != sim.mappings.end() && chunk->first < run.address + run.size; ++chunk) {
+      if (idle(chunk->first, chunk->second.size)) left += chunk->second.size;
+    }
+  }
+  if (left >= 2 * size_class::segment(rounded)) return true;
+  if (!waits) return false;
+  for (auto& run : device->segments(id_of(lending))) {
+    std::map<Address, Address> taken;  // addresses, and their ends
+    for (size_t i = 0; i < held.size(); i++) {
+      if (held[i].live) taken[allocations[i].address] = allocations[i].address + size_class::rounded(allocations[i].size);
+    }
+    Address at = run.address;
+    bool fits = false;
+    for (auto& [from, to] : taken) {
+      if (to <= at || from >= run.address + run.size) continue;
+      fits = fits || (from > at && from - at >= rounded + size_class::mib);
+      at = std::max(at, to);
+    }
+    fits = fits || run.address + run.size >= at + rounded + size_class::mib;
+    if (fits && pool_of_request_ != lending && device->stats().stitched == 0) return true;
+  }
+  return false;
+}
+
 bool Machine::run(const Step& step) {
   sim::Simulator::enter(&sim);
   bool names_stream = !names_pool(step.op);
@@ -394,18 +563,41 @@ bool Machine::run(const Step& step) {
       return device->record_stream(allocations[static_cast<size_t>(step.b)].address, stream).status == Status::ok ||
              fail("record_stream refused");
     }
-    case Op::release: {
+    case Op::release:
+    case Op::release_elsewhere: {
       Held& block = held[static_cast<size_t>(step.b)];
       block.live = false;
-      block.markers_known = true;
+      bool elsewhere = step.op == Op::release_elsewhere;
+      block.markers_known = !elsewhere || block.users.size() == 1;
       for (int user : block.users) {
         auto& on = at(user);
         if (on.capture == nullptr || on.capture->id != block.capture) block.markers_known = false;
         block.markers.insert(block.markers.end(), on.terminals.begin(), on.terminals.end());
       }
-      return device->release(allocations[static_cast<size_t>(step.b)].address).status == Status::ok ||
-             fail("free refused");
+      if (elsewhere) this_thread() += 1000;
+      sim.elsewhere = elsewhere;
+      Outcome done = device->release(allocations[static_cast<size_t>(step.b)].address);
+      sim.elsewhere = false;
+      if (elsewhere) this_thread() -= 1000;
+      return done.status == Status::ok || fail("free refused");
     }
+    case Op::hand_over:
+      this_thread() = second_thread_ ? this_thread() - 2000 : this_thread() + 2000;
+      second_thread_ = !second_thread_;
+      return true;
+    case Op::begin_again: {
+      sim::SimGraph* graph = graphs[static_cast<size_t>(step.b / 2)];
+      again++;
+      if (!begin(step.a, graph, step.b % 2 != 0 ? leaves(graph) : std::vector<SimNode*>{})) return fail("begin refused");
+      again_.insert(graph);
+      return true;
+    }
+    case Op::launch:
+      return launched(step.a, graphs[static_cast<size_t>(step.b)]);
+    case Op::destroy:
+      destroyed_ = true;
+      sim.destroy(stream);
+      return true;
     case Op::record:
       sim.record(stream);
       return true;
@@ -414,20 +606,25 @@ bool Machine::run(const Step& step) {
     case Op::pool_begin: {
       int pool = step.a;
       scopes_.push_back(pool);
+      scope_numbers_.push_back(++last_scope_);
       device->begin_pool(id_of(pool), [this, pool](Stream s) { return takes(pool, s); });
-      if (pool == 2) device->set_use_on_oom(id_of(pool), true);
+      if (pool == 2 || pool == lending) device->set_use_on_oom(id_of(pool), true);
       return true;
     }
     case Op::pool_end:
       if (!still_mapped(step.a)) return false;
-      // Nor are they launched where a state of before comes back.
-      for (Held& block : held) block.replayed = block.replayed && block.pool != step.a;
-      for (Saved& state : saved) {
-        for (Held& block : state.held) block.replayed = block.replayed && block.pool != step.a;
+      if (step.a != lending) {  // whose graphs hold it
+        // Nor are they launched where a state of before comes back.
+        for (Held& block : held) block.replayed = block.replayed && block.pool != step.a;
+        for (Saved& state : saved) {
+          for (Held& block : state.held) block.replayed = block.replayed && block.pool != step.a;
+        }
       }
+      scope_numbers_.erase(scope_numbers_.begin() + (std::find(scopes_.begin(), scopes_.end(), step.a) - scopes_.begin()));
       scopes_.erase(std::find(scopes_.begin(), scopes_.end(), step.a));
-      if (scopes_.empty()) began_in_scope_.clear();
-      if (device->end_pool(id_of(step.a)).status != Status::ok || device->release_pool(id_of(step.a)).status != Status::ok) {
+      announce();
+      if (device->end_pool(id_of(step.a)).status != Status::ok ||
+          (step.a == lending ? lending_held_++, false : device->release_pool(id_of(step.a)).status != Status::ok)) {
         return fail("the end of a pool was refused");
       }
       return true;
@@ -443,13 +640,12 @@ bool Machine::run(const Step& step) {
       return sim.set_terminals(stream, {node}) || fail("replace refused");
     }
     case Op::begin:
-      if (!sim.begin_capture(stream)) return fail("begin refused");
-      if (!scopes_.empty()) began_in_scope_.insert(at(step.a).capture->id);
+      if (!begin(step.a, nullptr, {})) return fail("begin refused");
+      graphs.push_back(at(step.a).capture->graph);
       return true;
     case Op::begin_body:
-      if (!sim.begin_capture(stream, sim.conditional(streams[static_cast<size_t>(step.b)]))) return fail("begin refused");
-      if (!scopes_.empty()) began_in_scope_.insert(at(step.a).capture->id);
-      return true;
+      with_bodies_.insert(at(step.b).capture->id);
+      return begin(step.a, sim.conditional(streams[static_cast<size_t>(step.b)]), {}) || fail("begin refused");
     case Op::end:
       return sim.end_capture(stream) || fail("end refused");
     case Op::save:
@@ -494,6 +690,8 @@ bool Machine::finish() {
   }
   while (!scopes_.empty()) run({Op::pool_end, scopes_.back()});
   sim.run_all();
+  device->set_use_on_oom(id_of(lending), false);
+  for (; lending_held_ > 0; lending_held_--) device->release_pool(id_of(lending));
   device->empty_cache();
   books = device->verify();
   if (!books.empty()) return fail(books + ", in the end");

@@ -6,6 +6,7 @@
 // what each rule leaves out.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -15,6 +16,8 @@
 #include "sim/oracle.h"
 
 namespace mg::stress {
+
+using sim::SimNode;
 
 enum class Op : unsigned char {
   allocate,   // a: stream, b: bytes, 0: the machine's
@@ -32,6 +35,11 @@ enum class Op : unsigned char {
   end,        // a: stream
   save,       // a: which of `pools`
   restore,    // a: the number of a save; refused while the pool is in use
+  release_elsewhere,  // b: block; by a thread that drives no capture
+  hand_over,          // another thread drives from now on
+  begin_again,        // a: stream, b: twice the number of a graph, one more where it goes on behind all that is there
+  launch,             // a: stream, b: the number of a graph
+  destroy,            // a: stream
 };
 
 struct Step {
@@ -46,9 +54,9 @@ struct Step {
 
 std::string printed(const Step& step);
 
-// What a scope's filter takes: all streams that capture, every other one of them, or a stream that does not and whose
-// memory is then open to all at out-of-memory.
-constexpr int pools = 3;
+// What a scope's filter takes: all streams that capture, every other one of them, every other one that does not, and again
+// all that capture. The memory of the last two is open to all at out-of-memory.
+constexpr int pools = 4;
 
 struct Held {  // an allocation of the program
   bool live = false;
@@ -90,12 +98,15 @@ class Machine {
   sim::Oracle oracle;
   std::unique_ptr<Device> device;
   std::vector<Stream> streams;
+  std::vector<sim::SimGraph*> graphs;  // that were begun by themselves
   bool check_completeness = false;
   bool give_all_back = true;
   size_t reused = 0;        // allocations over memory that another had in the same capture
   size_t reused_crossed = 0;
   size_t out_of_memory = 0;
   size_t restored = 0;
+  size_t lent = 0;          // allocations outside of captures over memory that graphs use
+  size_t again = 0;         // captures into the graph of an earlier one
 
  private:
   sim::SimStream& at(int stream) { return *sim.streams[static_cast<size_t>(stream)]; }
@@ -114,11 +125,30 @@ class Machine {
   bool known_over(const sim::Use& use, const std::vector<int>& users);
 
   size_t bytes_;
+  int pool_of_request_ = -1;
   int pool_of(int stream) const;
   bool takes(int pool, Stream stream) const;
+  bool begin(int stream, sim::SimGraph* graph, const std::vector<SimNode*>& behind);
+  bool announced(uint64_t capture, bool for_captures) const;
+  void announce();
+  bool over(const sim::SimGraph* graph) const;
+  std::vector<SimNode*> leaves(const sim::SimGraph* graph) const;
+  bool launched(int stream, const sim::SimGraph* graph);
+  bool memory_left(size_t bytes);
 
   std::vector<int> scopes_;            // pools, the innermost last
-  std::set<uint64_t> began_in_scope_;  // captures, while there has been a scope since
+  std::vector<uint64_t> scope_numbers_;                   // of these, in the order in which they began
+  uint64_t last_scope_ = 0;
+  std::map<uint64_t, std::vector<uint64_t>> began_under_;  // by capture: numbers of the scopes that were open then
+  std::set<uint64_t> with_bodies_;                         // captures
+  std::set<const sim::SimGraph*> again_;                   // graphs
+  struct Launch {
+    SimNode* node;
+    const sim::SimGraph* graph;
+  };
+  std::vector<Launch> launches_;
+  int lending_held_ = 0;
+  bool destroyed_ = false, second_thread_ = false;
   std::set<uint64_t> seen_;            // of these, the ones in which memory was allocated
   bool odd_ = false;  // replaced dependencies or programmatic edges occurred
 };

@@ -70,7 +70,20 @@ void capture(Device& device, sim::Simulator& sim, Stream stream, int operations)
       if (device.allocate(1 << 20, stream, block).status != Status::ok) failed = true;
       sim.kernel(stream);
     }
-    for (Address block : blocks) device.release(block);
+    // Half of them are freed by another thread, which this one does not wait for before it goes on.
+    std::thread other([&] {
+      sim::Simulator::enter(&sim);
+      for (size_t b = 0; b < blocks.size() / 2; b++) device.release(blocks[b]);
+    });
+    for (size_t b = blocks.size() / 2; b < blocks.size(); b++) {
+      device.release(blocks[b]);
+      sim.kernel(stream);
+      Address more = 0;
+      if (device.allocate(1 << 20, stream, more).status != Status::ok) failed = true;
+      sim.kernel(stream);
+      device.release(more);
+    }
+    other.join();
     sim.end_capture(stream);
     if (device.end_pool(pool).status != Status::ok || device.release_pool(pool).status != Status::ok) failed = true;
   }

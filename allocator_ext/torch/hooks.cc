@@ -244,7 +244,7 @@ MG_EXPORT void mg_torch_begin_pool(int index, torch_pool pool, torch_filter filt
     std::string reason;
     mg::Device* device = device_of(index, reason);
     if (device == nullptr) return mg::Outcome{mg::Status::driver_failed, reason};
-    device->begin_pool({pool.first, pool.second}, std::move(filter));
+    device->begin_pool({pool.first, pool.second}, std::move(filter), mg::Takes::one_capture);
     return mg::Outcome{};
   });
 }
@@ -265,7 +265,8 @@ MG_EXPORT int mg_torch_begin_pool_on_thread(int index, uint64_t first, uint64_t 
     mg::Device* device = device_of(index, reason);
     if (device == nullptr) return mg::Outcome{mg::Status::driver_failed, reason};
     auto thread = std::this_thread::get_id();
-    device->begin_pool({first, second}, [thread](mg::Stream) { return std::this_thread::get_id() == thread; });
+    device->begin_pool({first, second}, [thread](mg::Stream) { return std::this_thread::get_id() == thread; },
+                       mg::Takes::plain);
     return mg::Outcome{};
   });
 }

@@ -38,6 +38,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mg_end_pool": (ctypes.c_int, ctypes.c_void_p, *_POOL),
     "mg_release_pool": (ctypes.c_int, ctypes.c_void_p, *_POOL),
     "mg_use_on_oom": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_int),
+    "mg_pool_lent": (ctypes.c_int, ctypes.c_void_p, *_POOL, _OUT_SIZE),
     "mg_pool_limit": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.c_size_t),
     "mg_torch_pool_save": (ctypes.c_int, ctypes.c_void_p, *_POOL, ctypes.POINTER(ctypes.c_uint64)),
     "mg_torch_pool_restore": (ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64),

@@ -49,6 +49,7 @@ class _Kind(Protocol):
 
     def opened(self) -> contextlib.AbstractContextManager[None]: ...
     def reserved(self) -> tuple[int, int]: ...
+    def lent(self) -> int: ...
     def empty_cache(self) -> int: ...
     def close(self) -> None: ...
 
@@ -87,6 +88,15 @@ class Pool:
     def max_reserved_bytes(self) -> int:
         """The most that these have been."""
         return self._kind.reserved()[1]
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of it that serve others, with `use_on_oom`, or did and are still in use on the device.
+
+        While it is not 0, no graph that was captured into the pool may be replayed: it would write over them.  Known
+        where the extension is installed; 0 elsewhere, also where torch's own allocator has lent something.
+        """
+        return self._kind.lent()
 
     def __enter__(self) -> Pool:
         if not self._close.alive:
@@ -127,7 +137,8 @@ def pool(
 ) -> Pool:
     """A pool of the extension's memory, for `with`.  Works at any time; starts CUDA.
 
-    use_on_oom: when the device is out of memory, free blocks of this pool serve allocations outside of it.
+    use_on_oom: when the device is out of memory, free blocks of this pool serve allocations outside of it, also those
+    that graphs captured into it use: replay none of these while `Pool.lent_bytes` is not 0.
     limit: bytes of segments that it may hold; a pool of torch's without the extension has none.
     reuse_in_captures: switch on torch's own reuse inside captures (`graph_capture_record_stream_reuse`), for the whole
     process.  device: the current one.
@@ -193,6 +204,9 @@ class _Nothing:
     def reserved(self) -> tuple[int, int]:
         return 0, 0
 
+    def lent(self) -> int:
+        return 0
+
     def empty_cache(self) -> int:
         return 0
 
@@ -250,6 +264,9 @@ class _OfTorch:
         self._library.call("mg_segments_read", self._slot, *outs)
         return current.value, peak.value
 
+    def lent(self) -> int:
+        return 0
+
     def empty_cache(self) -> int:
         before = self.reserved()[0]
         torch.cuda.empty_cache()
@@ -302,6 +319,11 @@ class _OfTheExtension:
         now = sum(segment["total_size"] for segment in segments_of(self._library, self._device, self._id))
         self._peak = max(now, getattr(self, "_peak", 0))
         return now, self._peak
+
+    def lent(self) -> int:
+        lent = ctypes.c_size_t()
+        self._library.call("mg_pool_lent", self._device, *self._id, ctypes.byref(lent))
+        return lent.value
 
     def empty_cache(self) -> int:
         given = ctypes.c_size_t()

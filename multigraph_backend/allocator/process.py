@@ -11,6 +11,7 @@ import ctypes
 import inspect
 import json
 import os
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ OPTIONS_VARIABLE = "MULTIGRAPH_ALLOCATOR_OPTIONS"
 
 NOT_ASKED = "nobody asked for it: call multigraph_backend.allocator.install() or set MULTIGRAPH_ALLOCATOR=1"
 
-# torch releases in which the way to a torch.OutOfMemoryError was seen to be the same: from the first, before the second
-_KNOWN_ERRORS = ((2, 11), (2, 16))
+# torch releases whose setters, and whose way to a torch.OutOfMemoryError, were seen to be the same: from the first, before
+# the second. A setter takes an address, so one that has come to mean another function would be called as what it was.
+_KNOWN_TORCH = ((2, 11), (2, 16))
 
 # what torch calls of its current allocator and a pluggable one refuses
 LOST = (
@@ -214,7 +216,7 @@ def _install(reuse: Rule, options: Options, snapshot_at_oom: str | None) -> Inst
         return f"{found.reason}; {SUGGESTION}"
     if torch.version.cuda is not None and torch.cuda.is_initialized():
         return f"too late: CUDA has started in this process, install it first; {SUGGESTION}"
-    reason = unusable(found.library)
+    reason = unusable(found.library) or _unchecked()
     if reason is not None:
         return reason
     try:
@@ -245,11 +247,21 @@ def keep_history(installed: Installed, entries: int) -> None:
             installed.library.call("mg_record_history", device, entries)
 
 
+def _unchecked() -> str | None:
+    """Why this torch's functions for an allocator cannot be relied on, or None."""
+    said = torch.version.__version__
+    version = tuple(int(part) for part in re.findall(r"\d+", said)[:2])
+    if _KNOWN_TORCH[0] <= version < _KNOWN_TORCH[1]:
+        return None
+    known = f"{'.'.join(map(str, _KNOWN_TORCH[0]))} to before {'.'.join(map(str, _KNOWN_TORCH[1]))}"
+    return (
+        f"torch {said} was not checked: its functions for an allocator are known from {known}; "
+        f"use such a torch or a newer multigraph, and allocator.pool() meanwhile; {SUGGESTION}"
+    )
+
+
 def _torch_errors(loaded: Library) -> str:
     """The type of error that out-of-memory is from now on."""
-    version = tuple(int(part) for part in torch.version.__version__.split(".")[:2])
-    if not _KNOWN_ERRORS[0] <= version < _KNOWN_ERRORS[1]:
-        return f"RuntimeError (torch {torch.version.__version__} is not one that was seen)"
     try:
         loaded.call("mg_torch_errors")
     except Refused as error:

@@ -156,6 +156,33 @@ class Allocator:
     def end_capture(self, stream: int) -> None:
         assert self._sim_call("sim_end_capture", ctypes.c_void_p(stream)) == 0
 
+    def graph(self, stream: int) -> int:
+        """The graph that `stream` captures into."""
+        self._library.sim_graph.restype = ctypes.c_void_p
+        return int(self._sim_call("sim_graph", ctypes.c_void_p(stream)))
+
+    def begin_capture_to(self, stream: int, graph: int) -> None:
+        """Into the graph of an earlier capture, behind nothing of it."""
+        assert self._sim_call("sim_begin_capture_to", ctypes.c_void_p(stream), ctypes.c_void_p(graph)) == 0
+
+    def destroy_stream(self, stream: int) -> None:
+        self._sim_call("sim_destroy_stream", ctypes.c_void_p(stream))
+
+    def as_the_driver_was_asked(self) -> tuple[int, int]:
+        """For the last memory to map: the type of its handle, and whether network cards are to reach it."""
+        return self._sim_call("sim_handle_types"), self._sim_call("sim_remote_access")
+
+    def cannot_share(self) -> None:
+        """The driver has no such handles, and no such cards."""
+        self._sim_call("sim_cannot_share")
+
+    def granularity(self, nbytes: int) -> None:
+        self._sim_call("sim_granularity", ctypes.c_size_t(nbytes))
+
+    def faults(self) -> bool:
+        """Whether the allocator has called the driver wrongly, or broken a capture."""
+        return bool(self._sim_call("sim_faults"))
+
     def invalidate_capture(self, stream: int) -> None:
         self._sim_call("sim_invalidate_capture", ctypes.c_void_p(stream))
 
@@ -256,6 +283,11 @@ class Allocator:
 
     def use_on_oom(self, pool: int, on: bool = True) -> None:
         self._pool_call("mg_use_on_oom", pool, int(on))
+
+    def lent(self, pool: int) -> int:
+        nbytes = ctypes.c_size_t()
+        self._pool_call("mg_pool_lent", pool, ctypes.byref(nbytes))
+        return nbytes.value
 
     def pool_limit(self, pool: int, nbytes: int) -> None:
         self._pool_call("mg_pool_limit", pool, ctypes.c_size_t(nbytes))

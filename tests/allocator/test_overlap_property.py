@@ -40,9 +40,18 @@ MUTANTS = {
     22: "a window is unmapped when its block is freed",
     23: "a page is taken for given back while a window maps it",
     24: "of a window's block only the first piece is taken when a state comes back",
+    25: "an open scope is taken for a capture that is under way",
+    27: "what graphs use is lent while one of them may be running",
+    28: "a pool that has lent memory says that it has not",
+    29: "a free looks at a capture that another thread drives",
+    30: "what another thread has freed waits for the end of the capture",
+    31: "what an earlier capture left is over for one into the same graph",
+    32: "a capture is taken for the only one though another has begun before it",
+    33: "what a stream used that the driver no longer knows never comes back",
 }
 ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
-RANDOM = {14, 16, 17, 18, 21, 24}  # these need little memory, states of pools, or blocks of several sizes
+ELSEWHERE = {29, 30}  # these need frees by another thread
+RANDOM = {14, 16, 17, 18, 21, 24, 25, 27, 28, 33}  # these need little memory, states of pools, blocks of several sizes, or streams that go
 STITCHED = {19, 20, 22, 23}  # these need blocks that are made of pieces of pages
 
 
@@ -73,20 +82,32 @@ def test_every_program_with_early_kernels_and_replaced_dependencies(simulated: P
     assert found["reused_crossed"] > 0
 
 
+@pytest.mark.parametrize("rule", ["own", "any"])
+def test_every_program_with_frees_by_another_thread(simulated: Path, rule: str) -> None:
+    found = stress(simulated / "exhaustive", "--operations", "4", "--elsewhere", "--reuse", rule)
+    assert found["wrong"] == ""
+    assert found["programs"] > 30_000
+    assert found["reused_crossed"] > 4_000
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=MUTANTS.__getitem__)
 def test_a_broken_rule_is_found(simulated: Path, mutant: int) -> None:
     if mutant in RANDOM:
         found = stress(simulated / "fuzz", "--operations", "1000000", "--mutant", str(mutant))
     else:
         more = ["--odd"] if mutant in ODD else ["--expandable", "--start", "stitched"] if mutant in STITCHED else []
-        found = stress(simulated / "exhaustive", "--operations", "5", "--reuse", "any", "--mutant", str(mutant), *more)
+        rule = "own" if mutant in ELSEWHERE else "any"
+        operations = "4" if mutant in ELSEWHERE else "5"
+        more += ["--elsewhere"] if mutant in ELSEWHERE else []
+        arguments = ("--operations", operations, "--reuse", rule, "--mutant", str(mutant), *more)
+        found = stress(simulated / "exhaustive", *arguments)
     assert found["wrong"] != ""
 
 
 def test_left_out_orders_find_nothing_more(simulated: Path) -> None:
     # of programs that differ in the order of steps alone one is run: it finds what all of them find
     found = set()
-    for mutant in MUTANTS.keys() - RANDOM:
+    for mutant in MUTANTS.keys() - RANDOM - ELSEWHERE:
         start = ("--expandable", "--start", "stitched") if mutant in STITCHED else ()
         arguments = ("--operations", "4", "--odd", "--reuse", "any", "--mutant", str(mutant), *start)
         one = stress(simulated / "exhaustive", *arguments)
@@ -118,6 +139,8 @@ def test_long_random_programs(simulated: Path) -> None:
     assert found["restored"] > 1_000
     assert found["stitched"] > 1_000
     assert found["out_of_memory"] > 1_000
+    assert found["lent"] > 5
+    assert found["again"] > 200
 
 
 def test_each_call_of_the_driver_fails_once(simulated: Path) -> None:

@@ -236,3 +236,27 @@ def test_nothing_is_recorded_in_another_pluggable_allocator_or_without_torch_s_p
     assert runtime.unavailable() is None
     lacking["recordings in the extension on CUDA"] = ("no such symbol",)
     assert runtime.unavailable() == "the allocator extension is installed, and this torch differs: no such symbol"
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "2.16.0.dev20270101+cu130", "3.0"])
+def test_a_torch_whose_setters_were_not_checked_is_left_alone(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    called: list[str] = []
+
+    class Loaded:
+        def call(self, name: str, *arguments: Any) -> None:
+            called.append(name)
+
+    monkeypatch.setattr(library, "_found", library.Found(library=Loaded(), path=Path("here.so"), abi=1))  # type: ignore[arg-type]
+    monkeypatch.setattr(process, "unusable", lambda loaded: None)
+    monkeypatch.setattr(torch.version, "__version__", version)
+    status = allocator.install()
+    assert not status
+    assert status.reason is not None
+    assert status.reason.startswith(f"torch {version} was not checked: its functions for an allocator are known from 2.11")
+    assert "allocator.pool()" in status.reason
+    assert called == []
+
+
+def test_this_torch_was_checked() -> None:
+    assert process._unchecked() is None
