@@ -71,9 +71,7 @@ def test_small_requests_are_lent_parts_of_large_blocks(make: Make) -> None:
 
 @pytest.mark.parametrize("filter_", [lambda _: True, lambda _: False, None], ids=["all", "none", "capturing"])
 @pytest.mark.parametrize("expandable", [False, True], ids=["plain", "expandable"])
-def test_an_open_scope_stops_no_reclaim(
-    make: Make, filter_: Callable[[int], bool] | None, expandable: bool
-) -> None:
+def test_an_open_scope_stops_no_reclaim(make: Make, filter_: Callable[[int], bool] | None, expandable: bool) -> None:
     allocator = make(capacity=100 * MIB, reuse=ANY_STREAM, expandable=expandable)
     one, two, three = (allocator.stream() for _ in range(3))
     allocator.begin_pool(1, filter_ or allocator.is_capturing)

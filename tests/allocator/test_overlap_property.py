@@ -51,7 +51,8 @@ MUTANTS = {
 }
 ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
 ELSEWHERE = {29, 30}  # these need frees by another thread
-RANDOM = {14, 16, 17, 18, 21, 24, 25, 27, 28, 33}  # these need little memory, states of pools, blocks of several sizes, or streams that go
+# these need little memory, states of pools, blocks of several sizes, or streams that go
+RANDOM = {14, 16, 17, 18, 21, 24, 25, 27, 28, 33}
 STITCHED = {19, 20, 22, 23}  # these need blocks that are made of pieces of pages
 
 

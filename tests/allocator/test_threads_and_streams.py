@@ -1,4 +1,4 @@
-"""Frees by threads that drive no capture; captures that go on in a graph; streams that are gone; how memory is mapped."""
+"""Frees by threads that drive no capture; captures that go on in a graph; streams that are gone; mapped memory."""
 
 from __future__ import annotations
 

@@ -247,13 +247,14 @@ def test_a_torch_whose_setters_were_not_checked_is_left_alone(monkeypatch: pytes
         def call(self, name: str, *arguments: Any) -> None:
             called.append(name)
 
-    monkeypatch.setattr(library, "_found", library.Found(library=Loaded(), path=Path("here.so"), abi=1))  # type: ignore[arg-type]
+    found = library.Found(library=Loaded(), abi=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(library, "_found", found)
     monkeypatch.setattr(process, "unusable", lambda loaded: None)
     monkeypatch.setattr(torch.version, "__version__", version)
     status = allocator.install()
     assert not status
     assert status.reason is not None
-    assert status.reason.startswith(f"torch {version} was not checked: its functions for an allocator are known from 2.11")
+    assert status.reason.startswith(f"torch {version} was not checked: its functions for an allocator are known from")
     assert "allocator.pool()" in status.reason
     assert called == []
 
