@@ -1,8 +1,8 @@
 """Where the allocator's library lies, and what torch calls when it is imported.
 
-The library itself has no dependency, and the package `multigraph` puts it in; loading it touches no
-driver.  `autoload` is an entry point of the group
-`torch.backends`: torch calls it at the end of `import torch`.  It does nothing unless MULTIGRAPH_ALLOCATOR is set.
+The library itself has no dependency, and the package `multigraph` puts it in; loading it touches no driver.  `autoload`
+is an entry point of the group `torch.backends`: torch calls it at the end of `import torch`.  It does nothing unless
+MULTIGRAPH_ALLOCATOR is set.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import importlib
+import queue
 import sys
 import threading
 from pathlib import Path
@@ -467,6 +469,108 @@ def a_pool_serves_at_out_of_memory() -> None:
             else:
                 out_of_memory(lambda: torch.empty(GIB // 2, dtype=torch.uint8, device="cuda"))
         pool.close()
+
+
+@check("installed")
+def a_pool_lends_what_a_capture_has_left() -> None:
+    pool = allocator.pool(use_on_oom=True)
+    assert pool.id is not None
+    x = torch.ones(GIB // 4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool.id):
+        total = (x * 2).sum()  # a GiB that is dead between replays
+    graph.replay()
+    with room_for(64 * MIB):
+        served = torch.full((GIB // 2,), 5, dtype=torch.uint8, device="cuda")
+        expect(pool.lent_bytes >= GIB // 2, pool.lent_bytes)
+        expect(float(total) == 2 * x.numel(), "lent while the graph ran", float(total))
+        expect(bool((served == 5).all()))
+        del served
+        torch.cuda.synchronize()
+        expect(pool.lent_bytes == 0, pool.lent_bytes)
+    x.fill_(3)
+    graph.replay()
+    expect(float(total) == 6 * x.numel(), float(total))
+    del graph, total
+    pool.close()
+    verified()
+
+
+@check("installed")
+def mapped_memory_is_what_torch_asks_for() -> None:
+    class Properties(ctypes.Structure):  # CUmemAllocationProp
+        _fields_ = (
+            ("type", ctypes.c_int), ("handles", ctypes.c_int), ("where", ctypes.c_int), ("device", ctypes.c_int),
+            ("metadata", ctypes.c_void_p), ("compression", ctypes.c_ubyte), ("remote", ctypes.c_ubyte),
+            ("usage", ctypes.c_ushort), ("reserved", ctypes.c_ubyte * 4),
+        )  # fmt: skip
+
+    cuda_driver = ctypes.CDLL("libcuda.so.1")
+    tensor = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    handle, found = ctypes.c_uint64(), Properties()
+    address = ctypes.c_void_p(tensor.data_ptr())
+    expect(cuda_driver.cuMemRetainAllocationHandle(ctypes.byref(handle), address) == 0)
+    expect(cuda_driver.cuMemGetAllocationPropertiesFromHandle(ctypes.byref(found), handle) == 0)
+    expect(cuda_driver.cuMemRelease(handle) == 0)
+    asked = []
+    for attribute in (103, 110):  # handles by file descriptor; network cards reach mapped memory
+        value = ctypes.c_int()
+        expect(cuda_driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0) == 0)
+        asked.append(value.value)
+    expect([found.handles, found.remote] == asked, found.handles, found.remote, asked)
+
+
+@check("installed")
+def a_stream_may_go_once_what_it_used_is_freed() -> None:
+    cuda_driver = ctypes.CDLL("libcuda.so.1")
+    for _ in range(20):
+        handle = ctypes.c_void_p()
+        expect(cuda_driver.cuStreamCreate(ctypes.byref(handle), 1) == 0)
+        assert handle.value is not None
+        side = torch.cuda.ExternalStream(handle.value)
+        tensor = torch.ones(MIB, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            tensor.add_(1)
+        tensor.record_stream(side)
+        del tensor
+        expect(cuda_driver.cuStreamDestroy_v2(handle) == 0)
+        torch.ones(MIB, device="cuda").sum().item()
+    torch.cuda.synchronize()
+    allocator.empty_cache()
+    verified()
+
+
+@check("installed")
+def another_thread_frees_while_a_stream_is_captured() -> None:
+    x = cuda(MIB)
+    graph = torch.cuda.CUDAGraph()
+    handed: queue.SimpleQueue[list[torch.Tensor] | None] = queue.SimpleQueue()
+
+    def drops() -> None:
+        while (tensors := handed.get()) is not None:
+            tensors.clear()
+
+    thread = threading.Thread(target=drops)
+    thread.start()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = x
+        for _ in range(200):
+            kept = [y * 2, y + 1]
+            y = kept[0] - kept[1]
+            handed.put(kept)
+            del kept
+        handed.put(None)
+        thread.join()
+    for _ in range(2):
+        x.copy_(torch.rand_like(x))
+        graph.replay()
+        expected = x
+        for _ in range(200):
+            expected = expected * 2 - (expected + 1)
+        torch.testing.assert_close(y, expected)
+    verified()
 
 
 @check("installed")
