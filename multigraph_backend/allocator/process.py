@@ -34,7 +34,7 @@ OPTIONS_VARIABLE = "MULTIGRAPH_ALLOCATOR_OPTIONS"
 NOT_ASKED = "nobody asked for it: call multigraph_backend.allocator.install() or set MULTIGRAPH_ALLOCATOR=1"
 
 # torch releases whose setters, and whose way to a torch.OutOfMemoryError, were seen to be the same: from the first,
-# before the second. A setter takes an address: one that has come to mean another function would still call it as the old one.
+# before the second. A setter takes an address: one that has come to mean another function would call it wrongly.
 _KNOWN_TORCH = ((2, 11), (2, 16))
 
 # what torch calls of its current allocator and a pluggable one refuses
