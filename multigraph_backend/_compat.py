@@ -197,6 +197,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            feature="saved tensors"),
         _S("disable_hooks", "torch._C._autograd", "_saved_tensors_hooks_disable", feature="saved tensors"),
         _S("enable_hooks", "torch._C._autograd", "_saved_tensors_hooks_enable", feature="saved tensors"),
+        # backward code that runs again
+        _S("keeps_graph", "torch._C._autograd", "_get_current_graph_task_keep_graph", feature="retained graphs"),
         _S("lookup_backend", "torch._dynamo.backends.registry", "lookup_backend"),
         _S("InvalidCxxCompiler", "torch._inductor.exc", "InvalidCxxCompiler", feature="messages"),
         _S("list_mode_options", "torch._inductor", "list_mode_options", feature="modes"),

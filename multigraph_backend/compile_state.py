@@ -91,7 +91,7 @@ class CompileState:
         with contextlib.ExitStack() as own:
             patches = own if _compat.config_is_per_context() else process_wide
             for name, values in self.configs:
-                patches.enter_context(_patch_back(getattr(_compat, name), values))
+                patches.enter_context(patch_back(getattr(_compat, name), values))
             patches.enter_context(_compat.functorch_config.patch(**functorch))
             patches.enter_context(_compat.compiler_config.patch(**tag))
             process_wide.enter_context(_compat.compile_session())
@@ -118,7 +118,7 @@ class CompileState:
             yield
 
 
-def _patch_back(config: Any, values: dict[str, Any]) -> Any:
+def patch_back(config: Any, values: dict[str, Any]) -> Any:
     """A patch that gives every knob its value of then; only knobs that differ are touched."""
     current = config.get_config_copy()
     changed = {name: value for name, value in values.items() if name in current and current[name] != value}

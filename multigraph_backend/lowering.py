@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, capture, changed_inputs, fresh_inputs, trace
+from multigraph_backend import _compat, capture, changed_inputs, fresh_inputs, retained, trace
 from multigraph_backend.aliasing import sharing
 from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import CapturedGraph, copy_structure
@@ -104,6 +104,14 @@ def lower(
     what = _compiled(graph, args, options, cache_tag, state.grad) if groups.live() else ""
     packs = options.packing
     shared = bool(sharing(graph, args))
+    bundled = recorded or packs or graph.communicates or state.grad
+
+    def later(compile: retained.Compile) -> Any:
+        def compile_here(process_wide: contextlib.ExitStack) -> Any:
+            with state.restored(process_wide, cache_tag, autograd_cache=False, bundled=bundled):
+                return compile(process_wide)
+
+        return compile_within(options.compile_timeout, compile_here, state.context())
 
     def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float], options: Options) -> Lowered:
         started = time.perf_counter()
@@ -111,7 +119,7 @@ def lower(
         autograd_cache = not shared and len(floats) == len(graph.floats)
         process_wide.enter_context(compiling.once_a_host(what, compiling.patience(options.compile_timeout)))
         with (
-            state.restored(process_wide, cache_tag, autograd_cache, bundled=recorded or packs or graph.communicates),
+            state.restored(process_wide, cache_tag, autograd_cache, bundled),
             _compat.own_float_specializations(),
             saved_account.collecting() as saved,
         ):
@@ -119,7 +127,9 @@ def lower(
             context = _compat.TracingContext(fresh.fake_mode)
             with _compat.tracing(context):
                 label = f"{graph.code}, {name}" if recorded or graph.communicates else None
-                run, direct, codes = _compile(fresh, options, label, "recorded" if recorded else "unrecorded", context)
+                how: How = "recorded" if recorded else "unrecorded"
+                again = None if graph.communicates else later  # other ranks would wait for its collectives
+                run, direct, codes = _compile(fresh, options, label, how, context, again)
             condition = added_condition(graph, fresh, context, args, {**pinned, **floats})
         if hooked and any(said.packed for said in saved):
             run = without_hooks(run)
@@ -307,13 +317,17 @@ def compile_module(
     label: str | None = None,
     how: How = "recorded",
     ignore_shape_env: bool = False,
+    later: retained.Later | None = None,
 ) -> CompiledFunction:
     """The chosen compiler's code for `module`; with a `label` for messages, `how` says what becomes of it.
 
+    `later`: see `retained`.
     Raises what the compiler raises, and `CannotLower` for what it gets wrong.
     """
     if options.compiler != "inductor":
         other: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
+        if options.compiler in retained.EAGER_COMPILERS:
+            retained.nothing_donated(getattr(_compat.TracingContext.try_get(), "fw_metadata", None))
         return other
     knobs, inner = dict(options.inductor), None
     if label is not None:
@@ -332,6 +346,8 @@ def compile_module(
 
         around = functools.partial(PackingPartitioner, rules=options.saved_tensors, budget=options.saved_tensors_budget)
         inner = packing_code.inner_compile(inner, runs=how != "traced")
+    if how != "traced" and not _compat.missing("retained graphs"):
+        inner = retained.inner_compile(inner, later)
     run: CompiledFunction = _compat.compile_fx(
         module, inputs, ignore_shape_env=ignore_shape_env, **changed_inputs.compile_fx_settings(knobs, inner, around)
     )
@@ -345,15 +361,22 @@ def _lacks_for_packing() -> str | None:
 
 
 def _compile(
-    fresh: FreshInputs, options: Options, label: str | None, how: How, context: Any
+    fresh: FreshInputs,
+    options: Options,
+    label: str | None,
+    how: How,
+    context: Any,
+    later: retained.Later | None,
 ) -> tuple[CompiledFunction, DirectCall | None, Sequence[RecordedCode]]:
     inputs = fresh.inputs
     if label is None or options.compiler != "inductor":
-        return _bare(compile_module(fresh.module, inputs, options, ignore_shape_env=True), fresh), None, ()
+        run = compile_module(fresh.module, inputs, options, ignore_shape_env=True, later=later)
+        return _bare(run, fresh), None, ()
     from multigraph_backend.cudagraphs import direct_call, output_code
 
     with output_code.attached() as codes:
-        run = _bare(compile_module(fresh.module, inputs, options, label, how, ignore_shape_env=True), fresh)
+        compiled = compile_module(fresh.module, inputs, options, label, how, ignore_shape_env=True, later=later)
+        run = _bare(compiled, fresh)
     direct = None if fresh.divided else direct_call.find(run, codes, context.fw_metadata)
     return (run, None, codes) if direct is None else (direct.first, direct, codes)
 

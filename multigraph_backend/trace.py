@@ -31,6 +31,7 @@ Event = Literal[
     "unrecorded_pieces", "moved_outputs", "resized_outputs",
     "refused_collectives", "waited_for_ranks", "late_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries",
+    "retained_backwards", "copied_backwards",
 ]  # fmt: skip
 
 _CALLS: tuple[CallKind, ...] = ("generic_calls", "variant_calls")
@@ -133,7 +134,9 @@ def stats() -> dict[str, int]:
     rules for them; `refused_collectives`: variants refused because they would issue other collectives than generic;
     `waited_for_ranks`: compiles that waited for another process of the host that compiled the same;
     `late_collectives`: warnings that this rank waits in a collective for others;
-    `unpacked_retries`: compiles that failed with packs and were done again without.
+    `unpacked_retries`: compiles that failed with packs and were done again without;
+    `retained_backwards`: backwards compiled once more, for calls after which the graph stays; `copied_backwards`: such
+    calls that ran on copies, because there was no such code.
     """
     with _lock:
         return {**_events, **{kind: _calls(kind) - _start[kind] for kind in _CALLS}}

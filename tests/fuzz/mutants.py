@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from multigraph_backend import capture, conditions, declared, fresh_inputs, lowering
+from multigraph_backend import capture, conditions, declared, fresh_inputs, lowering, retained
 from multigraph_backend.conditions import AddedCondition
 
 
@@ -182,6 +182,13 @@ def everything_is_pure() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def refused_again() -> Iterator[None]:
+    """What torch donates to a backward keeps it from running a second time."""
+    with mock.patch.object(retained, "nothing_donated"):
+        yield
+
+
 # with the profile that draws what each concerns
 MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     dropped_guard: "twins",
@@ -194,4 +201,5 @@ MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     weights_share_with_nobody: "windows",
     infinity_has_no_name: "python_values",
     everything_is_pure: "raising",
+    refused_again: "training",
 }

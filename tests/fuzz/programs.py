@@ -118,6 +118,7 @@ class Program:
     calls: tuple[Call, ...] = field(repr=False)
     trainable: bool
     late_backward: bool  # all forwards first, then all backwards, in reverse
+    backwards: int = 1  # over each forward: all but the last retain its graph
     weights_as_attributes: bool = False  # Dynamo leaves them in the graph module, instead of making them inputs
     values: tuple[PythonValue, ...] = ()
 
@@ -187,6 +188,8 @@ def generate(seed: int, profile_name: str = "default", hidden: tuple[int, ...] =
         calls=(),
         trainable=trainable,
         late_backward=trainable and rng.random() < 0.35,
+        # drawn apart, so that a seed is otherwise the program that it was; stock refuses more than one
+        backwards=1 if profile_name.startswith("stock") else random.Random(f"backwards:{seed}").choice((1, 1, 2, 3)),
     )
     return _with_python_values(profile, _with_calls(rng, profile, program))
 
@@ -507,7 +510,7 @@ if __name__ == "__main__":
         if not {late_backward} or index == len(CALLS) - 1:
             while late:
                 tensors, losses = late.pop(), late.pop()
-                for loss in losses:
+                for loss in losses * {backwards}:
                     loss.backward(retain_graph=True)
                 for b, a in zip(*tensors):
                     same(getattr(b, "grad", None), getattr(a, "grad", None))
@@ -548,6 +551,7 @@ def script(program: Program, compiler: str, backend: str = "multigraph") -> str:
         trainable=program.trainable,
         late_backward=program.late_backward,
         raising=_MAIN_RAISING if "raising" in program.body.features else "",
+        backwards=program.backwards,
         tolerance=2e-3 if compiler == "inductor" else 1e-9,
     )
     head = f"# seed {program.seed}, profile {program.profile}\n"

@@ -113,4 +113,5 @@ SEEDS = {
     "weights_share_with_nobody": range(5),
     "infinity_has_no_name": range(1, 8),
     "everything_is_pure": range(5),
+    "refused_again": range(3, 8),
 }

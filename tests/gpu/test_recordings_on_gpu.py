@@ -296,16 +296,15 @@ def test_several_forwards_before_their_backwards_and_a_backward_twice() -> None:
     model = Net().to(CUDA)
     reference = copy.deepcopy(model)
     run = compiled(model, inductor={"joint_graph_constant_folding": True})
-    with torch._functorch.config.patch(donated_buffer=False):
-        for step in range(6):
-            xs = [torch.randn(8, 64, device=CUDA) for _ in range(3)]
-            for callee, net in ((run, model), (reference, reference)):
-                net.zero_grad()
-                losses = [callee(x).square().sum() for x in xs]
-                if step % 2:
-                    losses[1].backward(retain_graph=True)
-                sum(losses).backward()
-            close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+    for step in range(6):
+        xs = [torch.randn(8, 64, device=CUDA) for _ in range(3)]
+        for callee, net in ((run, model), (reference, reference)):
+            net.zero_grad()
+            losses = [callee(x).square().sum() for x in xs]
+            if step % 2:
+                losses[1].backward(retain_graph=True)
+            sum(losses).backward()
+        close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
 
 
 def test_checkpointing_inside_and_around() -> None:

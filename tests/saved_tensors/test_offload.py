@@ -309,17 +309,16 @@ def test_two_steps_at_once_backward_twice_and_one_that_is_never_made(late: Trans
     run, plain = compiled(model, rules(Offload())), compiled(model, [])
     for _ in range(3):
         xs = [torch.randn(8, 16) for _ in range(3)]
-        with functorch_config.patch(donated_buffer=False):
-            outs, wanted = [run(x) for x in xs], [plain(x) for x in xs]
-            del outs[2], wanted[2]
-            for out, other in zip(outs, wanted, strict=True):
-                for again in (True, False):
-                    pairs = []
-                    for value in (out, other):
-                        model.zero_grad()
-                        value.backward(torch.ones_like(value), retain_graph=again)
-                        pairs.append([p.grad.clone() for p in model.parameters()])
-                    assert all(torch.equal(one, two) for one, two in zip(*pairs, strict=True))
+        outs, wanted = [run(x) for x in xs], [plain(x) for x in xs]
+        del outs[2], wanted[2]
+        for out, other in zip(outs, wanted, strict=True):
+            for again in (True, False):
+                pairs = []
+                for value in (out, other):
+                    model.zero_grad()
+                    value.backward(torch.ones_like(value), retain_graph=again)
+                    pairs.append([p.grad.clone() for p in model.parameters()])
+                assert all(torch.equal(one, two) for one, two in zip(*pairs, strict=True))
     assert accounts()[0].packed == 3
 
 

@@ -173,17 +173,14 @@ def test_together_with_inputs_that_the_graph_changes() -> None:
 
 
 def test_backward_twice_over_one_graph() -> None:
-    import torch._functorch.config as functorch_config
-
     model = Mlp()
     run = compiled(model, rules(Scaled("int8")))
-    with functorch_config.patch(donated_buffer=False):  # torch refuses `retain_graph` otherwise, packed or not
-        out = run(torch.randn(8, 16))
-        cotangent = torch.randn_like(out)
-        out.backward(cotangent, retain_graph=True)
-        first = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        out.backward(cotangent)
+    out = run(torch.randn(8, 16))
+    cotangent = torch.randn_like(out)
+    out.backward(cotangent, retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    out.backward(cotangent)
     for gradient, again in zip(first, [p.grad for p in model.parameters()], strict=True):
         torch.testing.assert_close(again, gradient, rtol=0, atol=0)
     assert accounts()[0].packed == 3
