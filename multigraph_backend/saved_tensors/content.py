@@ -5,8 +5,10 @@ name does not say that, and neither does a promise; the code, what it closes ove
 
 In: a function, a graph module, or any value that one refers to.  Out: a hexadecimal digest, or `CannotHash`.
 
-Invariant: what cannot be told apart by its content raises; nothing is left out because it is unknown.  Modules of the
-standard library, torch and numpy count by name and version.
+Invariant: what cannot be told apart by its content raises; nothing is left out because it is unknown.  An object is
+its class, all of that, and what a copy of it would be made of; one that has a say in its own copies raises.  Modules of
+the standard library, torch and numpy count by name and version, and so do operators of torch, which code calls by name.
+Not content are annotations of functions, and what Python notes about a class for itself.
 """
 
 from __future__ import annotations
@@ -23,11 +25,20 @@ import torch
 
 from multigraph_backend import _compat
 
-_PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size,
-    torch.layout, torch.memory_format, range, slice,
-)  # fmt: skip
+_PLAIN = frozenset({
+    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), torch.dtype, torch.device,
+    torch.Size, torch.layout, torch.memory_format, range, slice,
+})  # fmt: skip
 _STABLE = frozenset({"torch", "numpy", "math", *sys.stdlib_module_names}) - {"__main__"}
+#: of a class: its own dict, where it stands in a file, and what annotations said
+_NOTES = frozenset({
+    "__dict__", "__weakref__", "__module__", "__firstlineno__", "__static_attributes__", "__annotations__",
+    "__annotations_cache__", "__annotate_func__", "__annotate__",
+})  # fmt: skip
+_COPIED_BY = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
+_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 class CannotHash(TypeError):
@@ -55,8 +66,9 @@ class _Reader:
             self._update(f"{len(text)}:".encode() + text)
 
     def read(self, value: Any) -> None:
-        if isinstance(value, _PLAIN):
-            self._say(type(value).__name__, repr(value))
+        kind = type(value)
+        if kind in _PLAIN:
+            self._say(kind.__name__, repr(value))
             return
         if id(value) in self._seen:
             self._say("seen", self._seen[id(value)])
@@ -65,21 +77,23 @@ class _Reader:
         self._alive.append(value)
         if isinstance(value, torch.Tensor):
             self._tensor(value)
-        elif isinstance(value, tuple | list):
-            self._say(_name(type(value)), len(value))
+        elif kind is tuple or kind is list:
+            self._say(kind.__name__, len(value))
             self._all(value)
-        elif isinstance(value, dict):
+        elif kind is dict or kind is types.MappingProxyType:
             self._say("dict", len(value))
             self._all(part for pair in value.items() for part in pair)
-        elif isinstance(value, set | frozenset):
-            self._say("set", *sorted(digest(entry) for entry in value))
+        elif kind is set or kind is frozenset:
+            self._say(kind.__name__, *sorted(digest(entry) for entry in value))
         elif isinstance(value, types.ModuleType):
-            self._say("module", value.__name__, getattr(value, "__version__", ""))
+            if not _stable(value):
+                raise CannotHash(f"the module {value.__name__} is used in a way that does not tell what of it")
+            self._module(value, ())
         elif isinstance(value, torch.fx.GraphModule):
             self._graph(value)
-        elif isinstance(value, functools.partial):
-            self._say("partial")
-            self._all((value.func, value.args, value.keywords))
+        elif _bound(value):
+            self._say("bound", value.__name__)
+            self.read(value.__self__)
         elif isinstance(value, types.MethodType):
             self._say("method")
             self._all((value.__func__, value.__self__))
@@ -90,19 +104,22 @@ class _Reader:
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, type):
-            self._say("class", _name(value))
-            self._all(part for pair in vars(value).items() if not pair[0].startswith("__") or pair[0] == "__init__"
-                      for part in pair)  # fmt: skip
-            self._all(value.__bases__)
+            self._class(value)
+        elif isinstance(value, _SLOTS):
+            self._say("slot", value.__name__)
         elif isinstance(value, staticmethod | classmethod):
+            self._say(kind.__name__)
             self.read(value.__func__)
-        elif isinstance(value, property):
-            self._all((value.fget, value.fset))
-        elif hasattr(value, "__dict__") and not hasattr(type(value), "__slots__"):
-            self._say("object")
-            self._all((type(value), vars(value)))
+        elif kind is property:
+            self._say("property", value.__doc__)
+            self._all((value.fget, value.fset, value.fdel))
+        elif kind.__module__ in ("typing", "types"):  # list[int], Optional[str]
+            self._say("annotation", repr(value))
+        elif _remembers(value):
+            self._say("cached", sorted(value.cache_parameters().items()))
+            self._all((value.__wrapped__, vars(value)))
         else:
-            raise CannotHash(f"a {_name(type(value))} has no content that can be read")
+            self._object(value)
 
     def _all(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -114,36 +131,59 @@ class _Reader:
         if isinstance(value, _compat.FakeTensor):
             raise CannotHash("a tensor without memory has no content")
         plain = value.detach().cpu().contiguous()
-        self._say("tensor", value.dtype, tuple(value.shape), value.stride(), value.device)
+        self._say("tensor", type(value).__name__, value.dtype, tuple(value.shape), value.stride(), value.device)
+        self._say(value.requires_grad, value.is_conj(), value.is_neg())
         self._update(ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b"")
+        if vars(value):
+            self.read(vars(value))
 
     def _function(self, value: types.FunctionType) -> None:
-        self._say("function")
-        self._all((value.__code__, value.__defaults__, value.__kwdefaults__))
+        self._say("function", value.__doc__)
+        self._all((value.__code__, value.__defaults__, value.__kwdefaults__, vars(value)))
+        names = _names(value.__code__)
         for cell in value.__closure__ or ():
             try:
                 content = cell.cell_contents
             except ValueError:
                 self._say("empty cell")
                 continue
-            self.read(content)
-        for name in sorted(_names(value.__code__)):
+            self._found(content, names)
+        for name in sorted(names):
             if name in value.__globals__:
                 self._say("global", name)
-                found = value.__globals__[name]
-                self.read(found)
-                if isinstance(found, types.ModuleType) and not _stable(found):
-                    self._attributes(found, _names(value.__code__))
+                self._found(value.__globals__[name], names)
 
-    def _attributes(self, module: types.ModuleType, names: Iterable[str]) -> None:
-        """What a function may use of a module of the user's."""
+    def _found(self, value: Any, names: set[str]) -> None:
+        """What a function refers to; of a module of the user's, what it may use of that."""
+        if isinstance(value, types.ModuleType) and not _stable(value):
+            self._module(value, names)
+        else:
+            self.read(value)
+
+    def _module(self, module: types.ModuleType, names: Iterable[str], within: tuple[str, ...] = ()) -> None:
+        self._say("module", module.__name__, getattr(module, "__version__", ""))
         for name in sorted(names):
-            if name in vars(module) and not isinstance(vars(module)[name], types.ModuleType):
-                self._say("attribute", name)
-                self.read(vars(module)[name])
+            if name not in vars(module):
+                continue
+            self._say("attribute", name)
+            found = vars(module)[name]
+            if not isinstance(found, types.ModuleType) or _stable(found):
+                self.read(found)
+            elif found.__name__ not in within:
+                self._module(found, names, (*within, module.__name__, found.__name__))
+
+    def _class(self, value: type) -> None:
+        self._say("class", _name(value))
+        for name, entry in vars(value).items():
+            if name not in _NOTES:
+                self._say(name)
+                self.read(entry)
+        self._all((value.__bases__, type(value)))
 
     def _code(self, code: types.CodeType) -> None:
-        self._say("code", code.co_code.hex(), code.co_names, code.co_freevars, code.co_varnames, code.co_flags)
+        self._say("code", code.co_code.hex(), code.co_names, code.co_freevars, code.co_cellvars, code.co_varnames)
+        self._say(code.co_flags, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+        self._say(code.co_exceptiontable.hex())
         self._all(code.co_consts)
 
     def _graph(self, module: torch.fx.GraphModule) -> None:
@@ -156,6 +196,23 @@ class _Reader:
             elif node.op == "call_module":
                 raise CannotHash("a graph that calls a module")
 
+    def _object(self, value: Any) -> None:
+        """Its class, and what a copy of it is made of."""
+        kind = type(value)
+        for name in _COPIED_BY:
+            owner = next((entry for entry in kind.__mro__ if name in vars(entry)), object)
+            if not _stable(owner) and not _stable(vars(owner)[name]):  # a namedtuple's is of the standard library
+                raise CannotHash(f"a {_name(kind)} says itself what its copies are made of")
+        try:
+            made = value.__reduce_ex__(2)
+        except Exception as error:
+            raise CannotHash(f"a {_name(kind)} has no content that can be read: {error}") from error
+        if not isinstance(made, tuple):
+            raise CannotHash(f"a {_name(kind)} has no content that can be read")
+        self._say("object")
+        self.read(kind)
+        self._all((*made[:3], *(list(part) for part in made[3:5] if part is not None)))
+
 
 def _names(code: types.CodeType) -> set[str]:
     inner = [entry for entry in code.co_consts if isinstance(entry, types.CodeType)]
@@ -163,17 +220,37 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _stable(value: Any) -> bool:
-    """Whether a function, class or module is part of Python, torch or numpy."""
-    if (
-        not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.ModuleType)
-        and not hasattr(value, "overloads")
-        and not hasattr(value, "overloadpacket")
-    ):
-        return isinstance(value, types.MethodDescriptorType | types.WrapperDescriptorType)
-    module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    if isinstance(value, types.BuiltinFunctionType) or hasattr(value, "overloadpacket") or hasattr(value, "overloads"):
+    """Whether a function, class or module is part of Python, torch or numpy; operators of torch are called by name."""
+    if isinstance(value, _compat.OpOverload | _compat.OpOverloadPacket):
         return True
+    if isinstance(value, _DESCRIPTORS):
+        return _stable(value.__objclass__)
+    module: str | None = None
+    if isinstance(value, types.ModuleType):
+        module = value.__name__
+    elif isinstance(value, types.FunctionType):  # `functools.wraps` copies the name of the module, and not this one
+        module = value.__globals__.get("__name__")
+    elif isinstance(value, types.BuiltinFunctionType):
+        module = value.__module__ or getattr(value.__self__, "__name__", None)
+    elif isinstance(value, type):
+        module = value.__module__
     return str(module).split(".")[0] in _STABLE
+
+
+def _bound(value: Any) -> bool:
+    """Whether it is a method of a builtin type with the object that it is of; a function of a module names that."""
+    if not isinstance(value, _BOUND) or getattr(value, "__module__", None) is not None:
+        return False
+    return not isinstance(value.__self__, types.ModuleType | None)
+
+
+def _remembers(value: Any) -> bool:
+    """Whether it is a function behind `functools.lru_cache`."""
+    return type(value) is type(_remembered)
+
+
+@functools.lru_cache
+def _remembered() -> None: ...
 
 
 def _name(value: Any) -> str:

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import random
 import threading
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from multigraph_backend import Match, Rule, saved_hook
+from multigraph_backend.saved_tensors import content
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from tests.saved_tensors.partitioned import Partitioned, gradients, partition
 
@@ -196,6 +202,226 @@ def test_graph_modules_are_their_code_and_constants() -> None:
 
     assert SavedHook(traced(2.0), traced(0.5)) == SavedHook(traced(2.0), traced(0.5))
     assert SavedHook(traced(2.0), traced(0.5)) != SavedHook(traced(4.0), traced(0.5))
+
+
+class Caller:
+    """Does what it is told; `mode` says by which of its methods."""
+
+    by = 2.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+    def __getitem__(self, index: int) -> float:
+        return self.by * index
+
+    @property
+    def twice(self) -> float:
+        return 2 * self.by
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+class Table(dict[str, float]):
+    """A container of a user's own, with state beside what it contains."""
+
+    by = 1.0
+
+    def __missing__(self, key: str) -> float:
+        return self.by
+
+
+class Number(float):
+    by = 1.0
+
+
+def other(self: Any, *args: Any) -> Any:
+    return 7.0
+
+
+def table(by: float) -> Table:
+    made = Table(a=1.0)
+    made.by = by
+    return made
+
+
+def number(by: float) -> Number:
+    made = Number(2.0)
+    made.by = by
+    return made
+
+
+def with_attribute(by: float) -> Callable[..., Any]:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * function.by  # type: ignore[attr-defined]
+
+    function.by = by  # type: ignore[attr-defined]
+    return function
+
+
+def wrapping(by: float) -> Callable[..., Any]:
+    """What `functools.wraps` makes look like a function of torch."""
+
+    @functools.wraps(torch.nn.functional.relu)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * by
+
+    return function
+
+
+def remembering(by: float) -> Callable[..., Any]:
+    @functools.lru_cache
+    def function(size: int) -> float:
+        return size * by
+
+    return function
+
+
+def submodule(by: float) -> Callable[..., Any]:
+    """Of a module of the user's inside of another one."""
+    outer, inner = types.ModuleType("outer"), types.ModuleType("outer.inner")
+    inner.by, outer.inner = by, inner  # type: ignore[attr-defined]
+    return lambda x: x * outer.inner.by
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    by: float
+    also: tuple[float, ...] = dataclasses.field(default=(1.0,), hash=False)
+
+
+def keyword_only(yes: bool) -> Callable[..., Any]:
+    if yes:
+        return lambda x, y=1, *, z=2: x * z
+    return lambda x, y=1, z=2: x * z
+
+
+#: values of each kind, made of a number: content differs where the number does, and nowhere else
+OF_A_NUMBER: dict[str, Callable[[float], Any]] = {
+    "a bound method of a dict": lambda by: {"a": by}.get,
+    "a bound method of a list": lambda by: [by].__getitem__,
+    "a bound method of a number": lambda by: by.__mul__,
+    "the state of a subclass of dict": table,
+    "the state of a subclass of float": number,
+    "slots": Slotted,
+    "an attribute of a function": with_attribute,
+    "a function that looks like torch's": wrapping,
+    "a function that remembers": remembering,
+    "a module inside of a module": submodule,
+    "a dataclass": Scale,
+    "a field of a namedtuple": lambda by: Named(by, torch.float32),
+    "a default dict": lambda by: collections.defaultdict(lambda: by),
+    "a deque": lambda by: collections.deque([by]),
+    "a partial function": lambda by: functools.partial(max, by),
+    "an array": lambda by: numpy.array([by]),
+    "a tensor's attribute": lambda by: _tensor_with(by),
+    "a deep one": lambda by: [{"a": (Slotted(by), [table(by)])}],
+}
+
+
+def _tensor_with(by: float) -> torch.Tensor:
+    made = torch.ones(2)
+    made.by = by  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize("what", OF_A_NUMBER)
+def test_nothing_is_left_out(what: str) -> None:
+    make = OF_A_NUMBER[what]
+    assert content.digest(make(2.0)) == content.digest(make(2.0))
+    assert content.digest(make(2.0)) != content.digest(make(3.0))
+
+
+@pytest.mark.parametrize("method", ["__call__", "__getitem__", "__enter__", "__add__", "twice"])
+def test_any_method_of_a_class_is_part_of_it(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = saved_hook(Caller(), lambda x: x)
+    key = hook.key
+    assert key == saved_hook(Caller(), lambda x: x).key
+    monkeypatch.setattr(Caller, method, other, raising=False)
+    assert not key.startswith("unreadable")
+    assert hook.key != key
+
+
+def test_how_a_function_is_called_is_part_of_it() -> None:
+    assert content.digest(keyword_only(True)) != content.digest(keyword_only(False))
+
+
+class CopiesItself:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [CopiesItself(1.0), types.ModuleType("mine"), (entry for entry in ()), threading.Lock(), weakref.ref(Caller)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_read_is_refused(value: Any) -> None:
+    with pytest.raises(content.CannotHash):
+        content.digest([value])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_values_at_random_differ_by_content_alone(seed: int) -> None:
+    """Kinds inside of kinds: made anew they are the same, and one number that differs anywhere is seen."""
+
+    def make(numbers: list[float]) -> Any:
+        rng = random.Random(seed)
+
+        def draw(depth: int) -> Any:
+            kind = rng.choice([*OF_A_NUMBER, "list", "dict", "object", "closure"] if depth else [*OF_A_NUMBER])
+            if kind == "list":
+                return [draw(depth - 1) for _ in range(rng.randint(1, 3))]
+            if kind == "dict":
+                return {rng.random(): draw(depth - 1) for _ in range(rng.randint(1, 3))}
+            if kind == "object":
+                made = Caller()
+                made.held = draw(depth - 1)  # type: ignore[attr-defined]
+                return made
+            if kind == "closure":
+                held = draw(depth - 1)
+                return lambda x: (x, held)
+            numbers.append(0.0)
+            return OF_A_NUMBER[kind](changes.get(len(numbers), 2.0))
+
+        return draw(3)
+
+    numbers: list[float] = []
+    changes: dict[int, float] = {}
+    first = content.digest(make(numbers))
+    assert content.digest(make([])) == first
+    changes = {random.Random(seed + 1000).randint(1, len(numbers)): 3.0}
+    assert content.digest(make([])) != first
+
+
+@pytest.mark.parametrize("mutant", ["dunder methods", "bound objects", "states of containers"])
+def test_it_would_be_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the defects that there were, put back."""
+    if mutant == "dunder methods":
+        monkeypatch.setattr(content, "_NOTES", {*content._NOTES, "__call__"})
+        with pytest.raises(AssertionError):
+            test_any_method_of_a_class_is_part_of_it("__call__", monkeypatch)
+        return
+    if mutant == "bound objects":
+        monkeypatch.setattr(content, "_bound", lambda value: False)
+        monkeypatch.setattr(content, "_stable", lambda value: isinstance(value, types.BuiltinFunctionType))
+        what = "a bound method of a dict"
+    else:
+        monkeypatch.setattr(content._Reader, "_object", lambda self, value: self.read(dict(value)))
+        what = "the state of a subclass of dict"
+    with pytest.raises(AssertionError):
+        test_nothing_is_left_out(what)
 
 
 def test_a_hook_whose_content_cannot_be_read_equals_itself_alone() -> None:
