@@ -38,6 +38,10 @@ COLUMNS = (
 FORMS: dict[str, list[Rule]] = {
     "unpacked": [],
     "fp8": [Rule(Match(), Cast("float8_e4m3fn"))],
+    "fp8, statistics too": [
+        Rule(Match(role="statistic"), Cast("float8_e4m3fn")),
+        Rule(Match(), Cast("float8_e4m3fn")),
+    ],
     "fp8, scaled": [Rule(Match(), Scaled("float8_e4m3fn"))],
     "fp8, attention kept": [Rule(Match(module="*.attention"), Keep()), Rule(Match(), Cast("float8_e4m3fn"))],
     "int8": [Rule(Match(), Scaled("int8", per=64))],

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from multigraph_backend.saved_tensors import graphs, pointwise
+from multigraph_backend.saved_tensors import graphs, pointwise, statistics
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.rules import (
     Bits,
@@ -87,6 +87,9 @@ def choose(
     for node in saved_tensors(forward, outputs):
         families.setdefault(graphs.root(node), []).append(node)
     roles = _roles(forward, outputs, static)
+    for node in statistics.of(forward.graph):
+        if graphs.root(node) in families:
+            roles.setdefault(graphs.root(node), "statistic")
     odd = {
         **dict.fromkeys(
             _sharing_in_other_ways(forward), "it shares memory with another value in a way no view explains"

@@ -7,7 +7,8 @@ In:  `Rule` objects, or the same as JSON for `MULTIGRAPH_OPTIONS`:
 Out: frozen rules, equal by value, and for each saved tensor the rule that decides, or why none does.
 
 Invariant: what nobody named is left alone.  Integers and bools need a rule that names their dtype, tensors under
-`SMALL_BYTES` one that gives `min_bytes`, graph inputs, parameters and outputs one that gives their `role`.
+`SMALL_BYTES` one that gives `min_bytes`; statistics (see `statistics`), graph inputs, parameters and outputs one that
+gives their `role`.  To leave alone, a rule need not name statistics.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from multigraph_backend.saved_tensors.hooks import SavedHook
 
 SMALL_BYTES = 64 * 1024
 
-Role = Literal["intermediate", "input", "parameter", "output"]
+Role = Literal["intermediate", "statistic", "input", "parameter", "output"]
 ROLES: tuple[str, ...] = get_args(Role)
 
 _SHORT = {
@@ -216,6 +217,15 @@ class Described:
     pointwise: bool = False
 
 
+_ROLE_NOT_NAMED: Mapping[Role, str] = {
+    "intermediate": "no rule matches it",
+    "statistic": "it is a statistic of a norm, a softmax or an attention, which no rule names",
+    "input": "it is an input of the graph, which no rule names",
+    "parameter": "it is a parameter of the graph, which no rule names",
+    "output": "it is an output of the graph, which no rule names",
+}
+
+
 def decide(rules: Sequence[Rule], tensor: Described) -> Rule | str:
     """The rule that decides about `tensor`, or why it is kept although nothing forbids packing it."""
     kept = "no rule matches it"
@@ -231,8 +241,9 @@ def decide(rules: Sequence[Rule], tensor: Described) -> Rule | str:
             continue
         if match.min_bytes is not None and tensor.bytes < match.min_bytes:
             continue
-        if (match.role or "intermediate") != tensor.role:
-            kept = f"it is {'an' if tensor.role[0] in 'io' else 'a'} {tensor.role} of the graph, which no rule names"
+        keeps = match.role is None and tensor.role == "statistic" and isinstance(rule.pack, Keep)
+        if (match.role or "intermediate") != tensor.role and not keeps:
+            kept = _ROLE_NOT_NAMED[tensor.role]
         elif match.dtype is None and not tensor.number:
             kept = f"it is {tensor.dtype}, which no rule names"
         elif match.min_bytes is None and tensor.bytes < SMALL_BYTES:
@@ -249,11 +260,11 @@ def hook_rules(hook: SavedHook) -> tuple[Rule, ...]:
     """
     filtering = str(_compat.functorch_config.saved_tensors_hooks_filtering_mode)
     roles: dict[str, tuple[Role, ...]] = {
-        "donated": ("intermediate",),
-        "no_static": ("intermediate", "input", "output"),
-        "all": ("intermediate", "input", "output", "parameter"),
+        "no_static": ("input", "output"),
+        "all": ("input", "output", "parameter"),
     }
-    return tuple(Rule(Match(min_bytes=0, role=role), hook) for role in roles.get(filtering, ("intermediate",)))
+    always: tuple[Role, ...] = ("intermediate", "statistic")  # a hook is given all that is saved
+    return tuple(Rule(Match(min_bytes=0, role=role), hook) for role in (*always, *roles.get(filtering, ())))
 
 
 # ---------------------------------------------------------------- JSON

@@ -38,7 +38,10 @@ class Tracer:
             return recompute.trace(unit, self._backward, taken)
         if isinstance(unit.pack, Offload) and self._computes_bytes:
             raise CannotPack("the backward computes bytes on the CPU, which may come to lie in its copy")
-        in_memory = self._into_attention(unit)
+        attentions = self._into_attention(unit)
+        if unit.described.role == "statistic" and any("cudnn" in name for name in attentions):
+            raise CannotPack("cuDNN's attention takes it only where its own forward has put it")
+        in_memory = bool(attentions)
         form = tracing.form(unit, in_memory)
         if form not in self._known:
             try:
@@ -58,20 +61,21 @@ class Tracer:
             if not self._placeholders[member.name].users:
                 raise CannotPack("the backward graph does not read it")
 
-    def _into_attention(self, unit: Unit) -> bool:
-        """Whether the backward of an attention reads it.
+    def _into_attention(self, unit: Unit) -> set[str]:
+        """The backwards of attentions that read it.
 
         Inductor gives these operators tensors that lie otherwise than in its graph.  cuDNN's is then wrong: torch 2.11
         keeps its plans by how query, key and value lie, and not by how the output does that they were made for.
         """
         reached = [self._placeholders[member.name] for member in unit.members]
+        found: set[str] = set()
         for node in reached:
             for user in node.users:
                 if "attention" in str(user.target) and user.op == "call_function":
-                    return True
+                    found.add(str(user.target))
                 if graphs.viewed(user) is node:
                     reached.append(user)
-        return False
+        return found
 
     def _first(self, unit: Unit, in_memory: bool) -> Traced:
         value = graphs.tensor(unit.source)

@@ -21,10 +21,11 @@ from multigraph_backend.saved_tensors import budget, choosing, costs, graphs, re
 from multigraph_backend.saved_tensors.budget import Budget, Move
 from multigraph_backend.saved_tensors.choosing import Choice, Kept, Unit
 from multigraph_backend.saved_tensors.estimate import Estimate
-from multigraph_backend.saved_tensors.rules import Bits, Keep, Match, Offload, Recompute, Rule
+from multigraph_backend.saved_tensors.rules import Bits, Keep, Match, Offload, Recompute, Role, Rule
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
 from multigraph_backend.saved_tensors.units import Tracer
 
+SAVED_ALONE: tuple[Role, ...] = ("intermediate", "statistic")  # for the backward, and for nobody else
 HIDDEN = 0.1  # what a second of copying costs while there is enough to compute beside it
 
 
@@ -46,7 +47,7 @@ def choose(
     wanted: Budget,
 ) -> Chosen:
     """Which units are packed, and how, so that what is saved fits `wanted`."""
-    everything = choosing.choose(forward, outputs, static, [Rule(Match(min_bytes=0), Recompute())])
+    everything = choosing.choose(forward, outputs, static, _again(0))
     saved = _saved_bytes(everything)
     goal = wanted.goal(saved)
     plan = _Plan(Tracer(backward), Estimate(forward, backward, outputs, static))
@@ -131,20 +132,25 @@ def _candidates(forward: GraphModule, outputs: int, static: Sequence[int], rules
             keeps.append(rule)
         else:
             found += _intermediates(choosing.choose(forward, outputs, static, [*keeps, rule]))
-    return found + _intermediates(choosing.choose(forward, outputs, static, [*keeps, Rule(Match(), Recompute())]))
+    return found + _intermediates(choosing.choose(forward, outputs, static, [*keeps, *_again(None)]))
+
+
+def _again(min_bytes: int | None) -> list[Rule]:
+    """Computing again rounds nothing: statistics too."""
+    return [Rule(Match(min_bytes=min_bytes, role=role), Recompute()) for role in SAVED_ALONE]
 
 
 def _intermediates(choice: Choice) -> list[Unit]:
-    return [unit for unit in choice.units if unit.described.role == "intermediate"]
+    return [unit for unit in choice.units if unit.described.role in SAVED_ALONE]
 
 
 def _saved_bytes(choice: Choice) -> int:
     """Of what is saved for the backward alone."""
-    total = sum(unit.described.bytes for unit in choice.units if unit.described.role == "intermediate")
+    total = sum(unit.described.bytes for unit in choice.units if unit.described.role in SAVED_ALONE)
     memories: dict[Node, int] = {}
     for entry in choice.kept:
         value = graphs.tensor(entry.node)
-        if entry.described.role == "intermediate" and value is not None:
+        if entry.described.role in SAVED_ALONE and value is not None:
             memories[graphs.root(entry.node)] = graphs.tensor_bytes(value)
     return total + sum(memories.values())
 
