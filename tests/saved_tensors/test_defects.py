@@ -274,7 +274,7 @@ def test_a_hook_that_does_not_restore_strides_has_them_restored() -> None:
     expected = step(model, model, x)
     assert largest_error(step(model, compiled(model, rules(saved_hook(other_layout, back))), x), expected) < 1e-5
     (said,) = accounts()
-    assert said.packed >= 7
+    assert said.packed == 6  # statistics are kept
     assert not [entry.reason for entry in said.tensors if "strides" in str(entry.reason)]
 
 
