@@ -42,7 +42,8 @@ class SavedTensors:
     """All saved tensors of one graph, and the estimated peaks (bytes above what the caller holds).
 
     `order`: in forward and in backward "placed", "placed, repeated" or "stock"; `failed`: why nothing was packed
-    although something was to be; `budget`: what was asked for, and what became of it.
+    although something was to be; `budget`: what was asked for, and what became of it; `unmatched`: rules that decide
+    about no tensor of this graph, because none is as they say or others come before.
     """
 
     tensors: tuple[SavedTensor, ...]
@@ -55,6 +56,7 @@ class SavedTensors:
     unpacked_backward_peak: int = 0
     failed: str | None = None
     budget: str | None = None
+    unmatched: tuple[str, ...] = ()
 
     @property
     def packed(self) -> int:
@@ -85,6 +87,7 @@ class SavedTensors:
             lines.append(f"  {self.budget}")
         if self.failed:
             lines.append(f"  nothing is packed: {self.failed}")
+        lines += [f"  decides about nothing here: rule {rule}" for rule in self.unmatched]
         for entry in self.tensors:
             line = f"  {entry.name} {entry.dtype}{entry.shape} by {entry.op}"
             line += f" in {entry.module}" if entry.module else ""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from multigraph_backend.saved_tensors import graphs, pointwise, statistics
+from multigraph_backend.saved_tensors import graphs, pointwise, regions, statistics
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.rules import (
     Bits,
@@ -62,8 +62,11 @@ class Kept:
 
 @dataclass
 class Choice:
+    """`deciding`: the rules that decide about a saved tensor of this graph."""
+
     units: list[Unit] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
+    deciding: list[Rule] = field(default_factory=list)
 
 
 def saved_tensors(forward: GraphModule, outputs: int) -> list[Node]:
@@ -87,13 +90,14 @@ def choose(
     for node in saved_tensors(forward, outputs):
         families.setdefault(graphs.root(node), []).append(node)
     roles = _roles(forward, outputs, static)
-    for node in statistics.of(forward.graph):
+    for node in (*statistics.of(forward.graph), *_statistics_of_regions(forward, families)):
         if graphs.root(node) in families:
             roles.setdefault(graphs.root(node), "statistic")
     odd = {
         **dict.fromkeys(
             _sharing_in_other_ways(forward), "it shares memory with another value in a way no view explains"
         ),
+        **dict.fromkeys(_saved_twice(forward, families), "it shares memory with what else is saved of its region"),
         **dict.fromkeys(changed(forward), "the graph changes it in place"),
     }
     follows: set[Node] = set()
@@ -110,7 +114,7 @@ def choose(
             choice.kept += [Kept(node, describe(node, node, role), odd[root]) for node in members]
             continue
         for source, views in _sources(root, members):
-            described = replace(describe(source, views[0], role), pointwise=root in follows)
+            described = replace(describe(source, views[0], role, forward), pointwise=root in follows)
             _decide(choice, source, views, described, rules)
     return choice
 
@@ -125,6 +129,7 @@ def _decide(choice: Choice, source: Node, members: Sequence[Node], described: De
     rule = decide(rules, described)
     reason = rule if isinstance(rule, str) else ""
     if isinstance(rule, Rule):
+        choice.deciding.append(rule)
         value = graphs.tensor(source)
         if isinstance(rule.pack, Keep):
             reason = f"rule: {rule}"
@@ -156,7 +161,41 @@ def _roles(forward: GraphModule, outputs: int, static: Sequence[int]) -> dict[No
     for value in graphs.results(forward.graph)[:outputs]:
         if isinstance(value, Node):
             roles.setdefault(graphs.root(value), "output")
+    by_memory = {regions.memory(forward, node): role for node, role in reversed(roles.items())}
+    for node in map(graphs.root, saved_tensors(forward, outputs)):
+        if regions.result(forward, node) is not None and (role := by_memory.get(regions.memory(forward, node))):
+            roles.setdefault(node, role)
     return roles
+
+
+def _statistics_of_regions(forward: GraphModule, families: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """Roots that are statistics in the region that they come from."""
+    known: dict[GraphModule, set[Node]] = {}
+    found = []
+    for node in families:
+        of_region = regions.result(forward, node)
+        if of_region is None or of_region.operand is not None:
+            continue
+        inside = of_region.inside
+        if inside not in known:
+            known[inside] = {graphs.root(entry) for entry in statistics.of(inside.graph)}
+        if of_region.made in known[inside]:
+            found.append(node)
+    return found
+
+
+def _saved_twice(forward: GraphModule, families: Mapping[Node, Sequence[Node]]) -> set[Node]:
+    """Roots that are results of regions and lie in the memory of another one, which is saved too, or is changed."""
+    by_memory: dict[tuple[Node, Node | None], list[Node]] = {}
+    for node in families:
+        by_memory.setdefault(regions.memory(forward, node), []).append(node)
+    written = {regions.memory(forward, node) for node in changed(forward)}
+    return {
+        node
+        for memory, nodes in by_memory.items()
+        for node in nodes
+        if (len(nodes) > 1 or memory in written) and regions.result(forward, node) is not None
+    }
 
 
 def changed(forward: GraphModule) -> set[Node]:
@@ -178,16 +217,28 @@ def _sharing_in_other_ways(forward: GraphModule) -> set[Node]:
         value = graphs.tensor(node)
         if value is None or value.layout is not torch.strided:
             continue
+        if regions.result(forward, graphs.root(node)) is not None:  # its fake values are those of other calls
+            continue
         first = by_storage.setdefault(value.untyped_storage()._cdata, graphs.root(node))
         if first is not graphs.root(node):
             odd |= {first, graphs.root(node)}
     return odd
 
 
-def describe(source: Node, shown: Node, role: Role) -> Described:
-    """What rules may ask of `source`; the module is where it, or else the saved view of it, was made."""
+def describe(source: Node, shown: Node, role: Role, forward: GraphModule | None = None) -> Described:
+    """What rules may ask of `source`; the module is where it, or else the saved view of it, was made.
+
+    With the graph `forward` that it is in, a result of a region is what made it there.
+    """
     value = graphs.tensor(source)
     assert value is not None
+    of_region = regions.result(forward, source) if forward is not None else None
+    made = None
+    if of_region is not None:
+        made = of_region.made if of_region.operand is None else graphs.root(of_region.operand)
+    if made is not None and graphs.tensor(made) is not None:
+        inside = describe(made, made, role, forward)
+        return replace(inside, bytes=graphs.tensor_bytes(value), module=inside.module or module_path(source.meta))
     names = [_operator(source.target), _operator(source.meta.get("original_aten"))]
     if source.target.__class__.__name__ == "builtin_function_or_method" and isinstance(source.args[0], Node):
         names[0] = _operator(source.args[0].target)  # getitem: the operator that made the tuple

@@ -44,6 +44,11 @@ class SavedHook:
         self.__doc__ = getattr(pack, "__doc__", None)
 
     @property
+    def stock(self) -> bool:
+        """Whether it is torch's own `saved_tensors_hooks`."""
+        return self._stock
+
+    @property
     def name(self) -> str:
         return "saved_tensors_hooks" if self._stock else getattr(self._pack, "__qualname__", type(self._pack).__name__)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,14 +93,20 @@ def _scaled(pack: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunc
 
 
 def _bits(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+    """Eight elements a byte: of the whole mask where its size is known, else of each row, filled up with zeros."""
     if value.dtype != torch.bool:
         return f"{_name(value.dtype)} cannot be packed as bits"
-    row: Any = value.shape[-1] if value.dim() else 1
-    if not isinstance(row, int) or row % 8 != 0:
-        return f"its rows are of {row} elements, no multiple of 8"
+    sizes: list[Any] = list(value.shape)
+    whole = all(isinstance(size, int) for size in sizes) and (not sizes or sizes[-1] % 8 != 0)
+    row: Any = math.prod(sizes) if whole else sizes[-1]
+    if not isinstance(row, int):
+        return f"its rows are of {row} elements, which differ from call to call"
+    filled = -row % 8
 
     def gather(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        eights = x.unflatten(-1, (row // 8, 8)).to(torch.uint8)
+        x = x.reshape(row) if whole else x
+        eights = torch.nn.functional.pad(x.to(torch.uint8), (0, filled)) if filled else x.to(torch.uint8)
+        eights = eights.unflatten(-1, ((row + filled) // 8, 8))
         packed = eights[..., 0]
         for place in range(1, 8):
             packed = packed + eights[..., place] * 2**place
@@ -107,9 +114,22 @@ def _bits(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
 
     def spread(packed: Sequence[torch.Tensor]) -> torch.Tensor:
         eights = packed[0].unsqueeze(-1) >> torch.arange(8, device=packed[0].device, dtype=torch.uint8)
-        return (eights & 1).to(torch.bool).flatten(-2)
+        bits = (eights & 1).to(torch.bool).flatten(-2)
+        bits = bits.narrow(-1, 0, row) if filled else bits
+        return bits.reshape(sizes) if whole else bits
 
     return gather, spread
+
+
+def said(pack: Cast | Scaled | Bits | Offload, value: torch.Tensor) -> str:
+    """What becomes of tensors like `value`, for reports: where it is not what was asked for, with the reason."""
+    if not isinstance(pack, Scaled) or pack.per == "row" or block_of(pack, value) is not None:
+        return str(pack)
+    row: Any = value.shape[-1] if value.dim() else 1
+    why = f"of {row} elements, no multiple of {pack.per}" if isinstance(row, int) else "differ from call to call"
+    if row == pack.per:
+        return str(pack)
+    return f"{replace(pack, per='row')}, for its rows are {why}".replace("are differ", "differ")
 
 
 def _offload(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:

@@ -30,6 +30,7 @@ from multigraph_backend.saved_tensors import (
     account,
     choosing,
     graphs,
+    packs,
     placement,
     recompute,
     surgery,
@@ -39,8 +40,9 @@ from multigraph_backend.saved_tensors import (
 )
 from multigraph_backend.saved_tensors.account import SavedTensor, SavedTensors
 from multigraph_backend.saved_tensors.budget import Budget
-from multigraph_backend.saved_tensors.choosing import Kept
+from multigraph_backend.saved_tensors.choosing import Kept, Unit
 from multigraph_backend.saved_tensors.estimate import Estimate
+from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.rules import Recompute, Rule, rule_to_json
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
 from multigraph_backend.saved_tensors.units import Tracer
@@ -100,6 +102,7 @@ def pack_saved_tensors(
         lent: list[str] = []
         if budget is not None or any(isinstance(rule.pack, Recompute) for rule in rules):
             lent = recompute.lend_parameters(forward, backward, outputs, static)
+        idle = _deciding_nothing(forward, outputs, static, rules, budget is not None)
         if budget is None:
             traced, kept = _by_rules(forward, backward, outputs, static, rules, gathered)
             said = None
@@ -109,12 +112,12 @@ def pack_saved_tensors(
         if not traced:
             recompute.take_back(forward, backward, outputs, lent)
             kept = [entry for entry in kept if entry.node.name not in lent]
-            account.add(SavedTensors(tuple(map(_kept, kept)), budget=said))
+            account.add(SavedTensors(tuple(map(_kept, kept)), budget=said, unmatched=idle))
             return forward, backward
         placed = _carry_out(forward, backward, outputs, static, traced, reordered)
         used = recompute.take_back(forward, backward, outputs, lent)
         kept = [entry for entry in kept if entry.node.name not in lent or entry.node.name in used]
-        account.add(replace(_account(traced, kept, placed), budget=said))
+        account.add(replace(_account(traced, kept, placed), budget=said, unmatched=idle))
     except Exception as error:
         reason_text = f"{type(error).__name__}: {error}"
         trace.warn_once(f"packing failed: {reason_text}", "saved tensors stay as they are: %s", reason_text)
@@ -175,6 +178,20 @@ def _by_rules(
     return traced, kept
 
 
+def _deciding_nothing(
+    forward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule], apart: bool
+) -> tuple[str, ...]:
+    """The user's rules that decide about no saved tensor; `apart`: each says what may be done, whatever precedes it."""
+    lists = [[rule] for rule in rules] if apart else [list(rules)]
+    deciding = {id(rule) for tried in lists for rule in choosing.choose(forward, outputs, static, tried).deciding}
+    return tuple(str(rule) for rule in rules if id(rule) not in deciding and not _of_torch(rule))
+
+
+def _of_torch(rule: Rule) -> bool:
+    """Whether it stands for torch's own hooks, and not in the options."""
+    return isinstance(rule.pack, SavedHook) and rule.pack.stock
+
+
 @functools.cache
 def source_hash() -> str:
     """The text of this package: other code is another key."""
@@ -218,7 +235,7 @@ def _account(traced: Sequence[Traced], kept: Sequence[Kept], placed: placement.P
                     unit.described.ops[-1],
                     unit.described.module,
                     bytes_saved=share,
-                    packed=str(unit.pack),
+                    packed=_said(unit),
                     with_=unit.source.name if member is not unit.source else None,
                     pack_before=placed.pack_before[unit.name],
                     unpack_before=tuple(copy.before for copy in placed.unpackings[unit.name]),
@@ -234,6 +251,15 @@ def _account(traced: Sequence[Traced], kept: Sequence[Kept], placed: placement.P
         unpacked_forward_peak=placed.unpacked_forward_peak,
         unpacked_backward_peak=placed.unpacked_backward_peak,
     )
+
+
+def _said(unit: Unit) -> str:
+    value = graphs.tensor(unit.source)
+    assert value is not None
+    if isinstance(unit.pack, Recompute | SavedHook):
+        return str(unit.pack)
+    order = graphs.memory_order(value)
+    return packs.said(unit.pack, value if order is None else value.permute(order.dims))
 
 
 def _shares(entry: Traced) -> list[int]:

@@ -77,7 +77,7 @@ class Scaled:
     """Save as "int8", "float8_e4m3fn" or "float8_e5m2" with a float32 scale per row or per block.
 
     `per`: "row", the last dimension in memory, or the number of elements that lie side by side and share a scale.  A
-    last dimension that is no multiple of the block, or that is dynamic, is scaled per row.
+    last dimension that is no multiple of the block, or that is dynamic, is scaled per row, and `explain()` says so.
     """
 
     dtype: str
@@ -97,7 +97,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Bits:
-    """Save each element of a mask as one bit, exactly; for bool alone, in rows of a multiple of 8 elements."""
+    """Save each element of a mask as one bit, exactly; for bool alone, and where the last dimension is not dynamic."""
 
     def __str__(self) -> str:
         return "bits"

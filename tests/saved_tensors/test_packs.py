@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from multigraph_backend.saved_tensors.packs import block_of, functions
+from multigraph_backend.saved_tensors.packs import block_of, functions, said
 from multigraph_backend.saved_tensors.rules import Bits, Cast, Match, Rule, Scaled, rule_from_json, rule_to_json
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -145,6 +145,35 @@ def test_a_mask_comes_back_from_its_bits(compiler: str) -> None:
     assert rule_from_json(rule_to_json(rule)) == rule
 
 
+@pytest.mark.parametrize("shape", [(6, 5, 7), (3, 12), (9,), (1, 1, 9), (5, 8), (64, 1), (0, 3)], ids=str)
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_mask_of_any_size_comes_back_from_its_bits(shape: tuple[int, ...], compiler: str) -> None:
+    x = torch.rand(shape) > 0.5
+    found = functions(Bits(), x)
+    assert not isinstance(found, str)
+    torch._dynamo.reset()
+    pack, unpack = (torch.compile(function, backend=compiler, fullgraph=True) for function in found)
+    (packed,) = pack(x)
+    assert packed.nbytes == -(-x.numel() // 8)
+    back = unpack((packed,))
+    assert (back.dtype, back.shape) == (x.dtype, x.shape)
+    assert torch.equal(back, x)
+
+
+@pytest.mark.parametrize(
+    ("pack", "shape", "text"),
+    [
+        (Scaled("int8", per=64), (3, 128), "int8, scaled per block of 64"),
+        (Scaled("int8", per=64), (3, 64), "int8, scaled per block of 64"),
+        (Scaled("int8", per=64), (3, 100), "int8, scaled per row, for its rows are of 100 elements, no multiple of 64"),
+        (Scaled("int8"), (3, 100), "int8, scaled per row"),
+        (Cast("bf16"), (3, 100), "cast to bfloat16"),
+    ],
+)
+def test_what_becomes_of_it_is_said(pack: Cast | Scaled, shape: tuple[int, ...], text: str) -> None:
+    assert said(pack, torch.empty(shape)) == text
+
+
 def test_blocks_are_used_where_a_row_is_a_multiple_of_them() -> None:
     assert block_of(Scaled("int8", per=16), torch.empty(3, 64)) == 16
     assert block_of(Scaled("int8", per=16), torch.empty(3, 40)) is None
@@ -159,8 +188,6 @@ def test_blocks_are_used_where_a_row_is_a_multiple_of_them() -> None:
         (Cast("bf16"), torch.zeros(4, dtype=torch.int64), "int64 cannot be packed"),
         (Scaled("int8"), torch.zeros(4, dtype=torch.complex64), "complex64 cannot be packed"),
         (Bits(), torch.zeros(8, dtype=torch.uint8), "uint8 cannot be packed as bits"),
-        (Bits(), torch.zeros(8, 12, dtype=torch.bool), "rows are of 12 elements, no multiple of 8"),
-        (Bits(), torch.zeros((), dtype=torch.bool), "rows are of 1 elements"),
         (Scaled("int8"), torch.zeros(()), "no dimension"),
         (Scaled("int8"), torch.zeros(4, 1), "would not become smaller"),
         (Scaled("int8", per=2), torch.zeros(4, 8, dtype=torch.bfloat16), "would not become smaller"),
