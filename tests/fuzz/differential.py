@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+import torch._functorch.config as functorch_config
 
 from .programs import DYNAMIC, Call, Program, definition, dtype_for
 
@@ -93,7 +94,7 @@ def run_case(program: Program, compiler: str, backend: str | Compile = "multigra
 
                 unmarked = {**space, "MARKS": dict.fromkeys(space["MARKS"], None)}
                 # alone it refuses to run a backward again, unless it is told beforehand
-                with torch._functorch.config.patch(donated_buffer=program.backwards == 1):
+                with functorch_config.patch(donated_buffer=program.backwards == 1):
                     alone = _compare(program, unmarked, plain, dict, expected, dtype)
                 if isinstance(alone, tuple):
                     return verdict(means, detail=f"{control} alone: {outcome}: {detail}", call=call)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 
 from multigraph_backend import Bits, Cast, Match, Rule, Scaled
@@ -76,7 +77,7 @@ def test_regions_at_random(seed: int) -> None:
 def test_without_a_look_inside_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect that there was, put back, is seen."""
     monkeypatch.setattr(regions, "result", lambda forward, node: None)
-    code_of_now = torch._functorch.config.patch(enable_autograd_cache=False)
+    code_of_now = functorch_config.patch(enable_autograd_cache=False)
     with code_of_now, pytest.raises(AssertionError):
         test_regions_are_packed_and_their_parameters_are_not()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 
 import multigraph_backend
 from multigraph_backend import Cast, Match, Range, Rule, retained
@@ -20,7 +21,7 @@ Function = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _no_code_of_earlier_processes() -> Iterator[None]:
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
@@ -163,7 +164,7 @@ def test_copies_serve_where_nothing_may_be_compiled() -> None:
 
 
 def test_the_switch_of_torch_is_needed_neither_at_the_compile_nor_at_the_call() -> None:
-    with torch._functorch.config.patch(donated_buffer=False):
+    with functorch_config.patch(donated_buffer=False):
         run = compiled(writes)
         inputs = given()
         torch.autograd.grad(run(*inputs).sum(), inputs)
