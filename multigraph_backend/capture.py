@@ -686,7 +686,7 @@ def may_change_inputs(gm: torch.fx.GraphModule) -> bool:
     """Whether a graph of a trace in progress may write to its inputs; yes, where this torch does not let it be told."""
     try:
         told = all("example_value" in node.meta for node in gm.graph.find_nodes(op="placeholder"))
-        return not told or _mutates_inputs(gm)
+        return not told or bool(_written(gm))
     except Exception:  # a symbol is missing
         return True
 
