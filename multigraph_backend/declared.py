@@ -40,6 +40,7 @@ class Condition:
     check_size: NamedSize | None = None
     opaque_because: str | None = None
     never: str | None = None
+    elsewhere: bool = False  # it never applies here as Dynamo traces such calls as graphs of their own
 
     @property
     def decided(self) -> bool:
@@ -102,6 +103,7 @@ def _add_term(graph: CapturedGraph, condition: Condition, name: str, size: Named
             condition.never = f"no size of {name} satisfies it together with the rest"
         elif condition.facts[symbol].intersect(bounds(graph, symbol)).empty:
             condition.never = f"no call of this graph satisfies it: {bounds(graph, symbol).describe(str(symbol))}"
+            condition.elsewhere = True
 
 
 def _decide(condition: Condition, name: str, value: int, facts: Facts) -> None:

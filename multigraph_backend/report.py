@@ -206,7 +206,7 @@ def _named(region: regions.Region, code: str) -> str:
 def _linked_reason(variant: Variant, linked: Sequence[regions.Region]) -> str | None:
     """Where a variant is served by a graph that was traced for it: torch traces size 1 apart."""
     condition = variant.condition
-    if condition is None or condition.never is not None:
+    if condition is None or (condition.never is not None and not condition.elsewhere):
         return None
     if condition.decided:
         return "this graph was traced for it"
@@ -228,7 +228,7 @@ def _variant_report(region: regions.Region, variant: Variant, linked: Sequence[r
         state=variant.state,
         calls=variant.calls,
         compile_seconds=round(variant.compile_seconds, 4),
-        reason=variant.reason or _linked_reason(variant, linked),
+        reason=variant.reason if variant.failures else _linked_reason(variant, linked) or variant.reason,
         forms=tuple(_named(region, form.lowered.condition.code) for form in variant.forms),
         opaque=opaque,
         gain=None if variant.gain.factor is None else round(variant.gain.factor, 3),

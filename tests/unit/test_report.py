@@ -41,7 +41,7 @@ def test_the_text_names_sizes_variants_calls_and_reasons() -> None:
         """\
 graph N: f (test_report.py)
   sizes: x[0] = s77, x[1] = s27, n = s86
-  x[0] == 1             declared         0 calls  (where torch traced it as a graph of its own, that graph serves it (graph N))
+  x[0] == 1             inactive         0 calls  (where torch traced it as a graph of its own, that graph serves it (graph N))
   x[0] == 8 and n == 3  ready            1 calls  compiled in T s
   x[0] % 4 == 0         ready            1 calls  compiled in T s
   x[0] == 16            inactive         0 calls  (unreachable: x[0] % 4 == 0 is declared earlier and covers it)
