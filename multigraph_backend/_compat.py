@@ -331,6 +331,8 @@ OFF = {
     "watchdog": "nothing says in which collective a rank waits",
     "stacks of allocations": "allocations have no stacks",
     "allocator": "the allocator extension is off",
+    "allocator on CUDA": "the allocator extension is off",
+    "recordings in the extension on CUDA": "nothing is recorded where the allocator extension is installed",
 }
 
 
