@@ -66,7 +66,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, self_test: bool = True
     findings += [*compiler, *gpus]
     findings += _contained("allocator", lambda: allocator(allocator_facts(environ)))
     findings += _contained("caches", lambda: caches(environ, cache_switches(), user_name()))
-    findings += _contained("environment", lambda: environment(environ, torch.compiler.list_backends(())))
+    findings += _contained("environment", lambda: environment(environ))
     if not self_test:
         return Diagnosis((*findings, Finding("self-test", "ok", "not run, as asked")))
     # without a C++ compiler Inductor makes no CPU code, which is told already: the rest is tested without it

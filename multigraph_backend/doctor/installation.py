@@ -103,7 +103,10 @@ def entry_point(entries: Sequence[importlib.metadata.EntryPoint], expected: obje
 # feature of a private symbol -> how bad it is without, and what is lost
 LOST: dict[str, tuple[Level, str]] = {
     "variants": ("error", "no graph gets variants: each is compiled at once, as any backend would"),
-    "changed inputs": ("error", "gradients may be wrong where a graph changes its inputs in place"),
+    "changed inputs": (
+        "warning",
+        "graphs that change their inputs run eagerly, and tensors that are saved for backward are not packed",
+    ),
     "saved tensors": ("warning", "tensors that are saved for backward are not packed, whatever rules say"),
     "watchdog": ("warning", "a rank that waits for others says so by a timeout of its own, not its group's"),
     "one compile": ("warning", "each rank of a host compiles on its own"),
@@ -120,10 +123,11 @@ LOST: dict[str, tuple[Level, str]] = {
         "nothing is recorded while the allocator extension is installed",
     ),
     "stances": ("warning", "late compiles do not heed torch.compiler.set_stance"),
-    "modes": ("warning", "the option 'mode' cannot be used"),
-    "marks": ("warning", "multigraph_backend.mark cannot be used"),
+    "modes": ("warning", "the option 'mode' is ignored"),
+    "marks": ("warning", "multigraph_backend.mark marks nothing"),
     "instruments": ("warning", "torch's counters, structured trace and profiler do not show variants"),
     "messages": ("warning", "some errors are told in torch's words"),
+    "simulation": ("warning", "recordings cannot be simulated on the CPU"),
 }
 
 

@@ -87,7 +87,7 @@ def self_test_here(device: str, compiler: str) -> None:
         lines = [line for line in str(error).splitlines() if "difference" in line]
         problem = f"the numbers are not eager's: {lines[0] if lines else one_line(error)}"
     except Exception as error:
-        problem = one_line(error)
+        problem = one_line(getattr(error, "inner_exception", error))  # Dynamo wraps what a backend raises
     facts = {"device": device, "compiler": compiler, "problem": problem, "seconds": time.perf_counter() - started}
     print(f"\n{_MARK}{json.dumps(facts)}", flush=True)
 

@@ -8,13 +8,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from multigraph_backend.doctor.findings import Finding, Level
 from multigraph_backend.options import DISABLE_VARIABLE, VARIABLE, Options, OptionsError, disabled_pieces
-from multigraph_backend.predicates import did_you_mean
 
 # ---------------------------------------------------------------- caches
 
@@ -163,12 +162,9 @@ _LOST_WITHOUT = {
 }
 
 
-def environment(environ: Mapping[str, str], backends: Sequence[str]) -> Iterator[Finding]:
-    """multigraph's own variables, read as a compile would read them, and torch's that stand in its way.
-
-    backends: names that the option `compiler` may have
-    """
-    yield from _declared_options(environ, backends)
+def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """multigraph's own variables, read as a compile would read them, and torch's that stand in its way."""
+    yield from _declared_options(environ)
     try:
         pieces = sorted(disabled_pieces(environ))
     except OptionsError as error:
@@ -186,7 +182,7 @@ def environment(environ: Mapping[str, str], backends: Sequence[str]) -> Iterator
         yield Finding("environment", "ok", "no variable of torch's stands in the way")
 
 
-def _declared_options(environ: Mapping[str, str], backends: Sequence[str]) -> Iterator[Finding]:
+def _declared_options(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Each entry of MULTIGRAPH_OPTIONS, merged with the others as for a model of that very name."""
     if not environ.get(VARIABLE, "").strip():
         yield Finding("environment", "ok", f"{VARIABLE} is not set")
@@ -205,11 +201,6 @@ def _declared_options(environ: Mapping[str, str], backends: Sequence[str]) -> It
         except OptionsError as error:
             problems.append(str(error))
             continue
-        if isinstance(built.compiler, str) and built.compiler not in backends:
-            hint = did_you_mean(built.compiler, backends)
-            problems.append(
-                f"option 'compiler': torch has no backend {built.compiler!r}{hint} (in {VARIABLE}[{name!r}])"
-            )
         shown.append(f"{name!r} ({len(built.specialize)} variants)")
     for problem in dict.fromkeys(problems):
         yield Finding("environment", "error", problem, remedy)
