@@ -19,7 +19,7 @@ import torch
 from multigraph_backend import _compat
 from multigraph_backend.allocator import process, statistics
 from multigraph_backend.allocator.recording_pool import ExtensionPool
-from multigraph_backend.cudagraphs import poison, staging
+from multigraph_backend.cudagraphs import bracket, poison, staging
 from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, DeviceFailed, Graph, Layout, PoolState
 from multigraph_backend.memory_pool import MemoryPool, State, TorchPool, capture_anchor, generator_set_free
 
@@ -126,8 +126,10 @@ class CudaDevice:
         assert isinstance(state, State)
         try:
             return self._pool.restore(state, blocks, owned)
-        except Exception as error:
+        except BaseException as error:
             self.new_pool()
+            if bracket.from_outside(error):
+                raise
             raise DeviceFailed(_first_line(error)) from error
 
     def pool_bytes(self) -> int:
@@ -151,11 +153,19 @@ class CudaDevice:
     ) -> Captured:
         try:
             return self._capture(function, outputs, random, generators)
-        except CaptureFailed:
-            raise
-        except Exception as error:  # a call of the driver around the capture failed: what it has done is not known
-            self.new_pool()
+        except CaptureFailed as error:
+            cause = error.__cause__
+            if cause is None or not bracket.from_outside(cause):
+                raise
+        except BaseException as error:  # a call of the driver around the capture failed, or was interrupted: what it
+            self.new_pool()  # has done is not known
+            if bracket.from_outside(error):
+                raise
             raise CaptureFailed(_first_line(error)) from error
+        try:
+            raise cause
+        finally:
+            del cause  # it holds this frame
 
     def _capture(
         self,
@@ -167,37 +177,30 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        problem: BaseException | None = None
-        broken = False
-        result: Any = None
         with _undisturbed(self.index), contextlib.ExitStack() as stack:
             current, uses = torch.cuda.current_stream(self.index), self._pool.uses()
             self._capture_stream.wait_stream(current)
+
+            def begin() -> None:
+                free = None if random else stack.enter_context(generator_set_free(self.index, current))
+                graph.capture_begin(pool=cast(Any, self._pool.id), capture_error_mode="thread_local")
+                if free is not None:
+                    free()
+
             with torch.cuda.stream(self._capture_stream):
-                try:
-                    free = None if random else stack.enter_context(generator_set_free(self.index, current))
-                    graph.capture_begin(pool=cast(Any, self._pool.id), capture_error_mode="thread_local")
-                    if free is not None:
-                        free()
-                    result = function()
-                except Exception as error:
-                    problem = error
-                try:
-                    graph.capture_end()
-                except Exception as error:
-                    problem, broken = problem or error, True
-                    if self.capturing():  # a stream that goes on capturing would spoil all that follows
-                        with contextlib.suppress(Exception):
-                            graph.capture_end()
+                outcome = bracket.captured(begin, function, graph.capture_end, self.capturing)
+                if outcome.broken:
                     graph.reset()  # lets go of the pool as far as it has it
                     self._pool.stop(uses)
                     self._broken.append(graph)  # the allocator of pinned memory may go on asking it what it captures
             current.wait_stream(self._capture_stream)
+        problem, broken, result = outcome.problem, outcome.broken, outcome.result
+        del outcome
         kept: dict[int, torch.UntypedStorage] = {}
         if problem is None:
             try:
                 kept = {storage.data_ptr(): storage for storage in (out.untyped_storage() for out in outputs(result))}
-            except Exception as error:
+            except BaseException as error:
                 problem = error
         freed = self._pool.freed()
         if problem is None:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from multigraph_backend import trace
-from multigraph_backend.cudagraphs import planning, recording, replay
+from multigraph_backend.cudagraphs import bracket, planning, recording, replay
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
@@ -109,6 +109,9 @@ class Node:
     def build(self) -> None:
         """Generate what runs; again when a slot has moved or is to be copied.  Nothing over its slots may be alive."""
         assert self.recording is not None
+        for slot in self.slots:
+            if self.tree.device.storage_address(slot.storage) != slot.address:  # Ctrl-C arrived right behind its move
+                slot.put(self.tree.device.storage_at(slot.address, slot.nbytes))
         self.run = _not_built  # drops what the old one held over the slots, before counts are taken
         self.run = replay.build_run(self.tree.device, self.recording, self)
         if self.trial is not None:
@@ -240,6 +243,8 @@ class Tree:
                     self.mark = mark
                 node = self._node_for(function, inputs)
             except (NotRecorded, DeviceFailed, RuntimeError) as error:
+                if type(error) is not NotRecorded and bracket.from_outside(error):
+                    raise
                 reason = str(error) if isinstance(error, NotRecorded) else f"the driver failed: {error}"
                 if isinstance(error, NotRecorded) and error.always:
                     function.refused = reason
@@ -324,19 +329,14 @@ class Tree:
         alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
         if not all(slot.movable for _, slot in alive) or (alive and not self._settled()):
             return
-        for (
-            node,
-            slot,
-        ) in alive:  # any of the device's calls may fail: then those before are moved, and the path goes on
+        for node, slot in alive:  # any of these calls may fail: then those before are moved, and the path goes on
             storage = self.device.storage_at(slot.address, slot.nbytes)
-            moved = self.device.move_out(slot.storage)
-            assert moved, "memory of a recording could not be moved out"
             node.unbuild()
+            if self.device.storage_address(slot.storage) == slot.address:  # else Ctrl-C arrived right behind a move
+                moved = self.device.move_out(slot.storage)
+                assert moved, "memory of a recording could not be moved out"
             slot.put(storage)
             del storage
-            slot.settle(use_count)
-            slot.movable = False
-            slot.copied = slot.visible
             assert node.function is not None
             node.function.piece.moved += 1
             self.counts["clones"] += 1
@@ -387,7 +387,7 @@ class Tree:
             for slot in node.slots
             if not slot.alive(use_count) and id(slot) not in surely_dead
         ]
-        again = function in parent.children
+        again = bool(parent.children.get(function))
         try:
             made = self._captured(function.piece, inputs, plan, state, alive)
         except NotRecorded as why:
@@ -399,7 +399,7 @@ class Tree:
             function.failures += 1
             why.always = why.always or function.failures >= self.limits.failures
             raise
-        except Exception:
+        except BaseException:  # also Ctrl-C
             self._pool_used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
         function.piece.warms_up = function.piece.each_warms_up
@@ -425,9 +425,9 @@ class Tree:
             for other in [other for other in siblings if other.reads_in_place(function.copied)]:
                 self._unlink(other)
             siblings = parent.children.setdefault(function, [])
-        siblings.append(node)
-        self.size += 1
         self._pool_used = True
+        self.size += 1
+        siblings.append(node)
         self.counts["recordings"] += 1
         trace.count("recordings")
         if function.piece.groups:

@@ -46,6 +46,10 @@ class Wrong(AssertionError):
     """The runtime did what the plain program does not."""
 
 
+class Alarm(BaseException):
+    """What a program is interrupted by, as by Ctrl-C."""
+
+
 # ---------------------------------------------------------------- pieces
 
 
@@ -370,7 +374,7 @@ class Program:
                     self._call(self._choose())
                     self.check()
                 self._end()
-        except Exception as error:
+        except (Exception, Alarm) as error:
             steps = "\n  ".join(self.steps)
             raise Wrong(f"{type(error).__name__}: {error}\n{self.limits}\n  {steps}") from error
         finally:
@@ -406,8 +410,9 @@ class Program:
             yield rng.choice([functools.partial(self._replace, at), self._forget, self._collect])
         if rng.random() < self.trouble:
             call, after = rng.choice(CALLS), rng.choice([0, 0, 0, 1, 2, 5])
-            self.note(f"{call} is to fail after {after}")
-            self.device.fail_at(call, after)
+            alarm = rng.random() < 0.3
+            self.note(f"{call} is to {'be interrupted' if alarm else 'fail'} after {after}")
+            self.device.fail_at(call, after, Alarm("injected") if alarm else None)
         if rng.random() < self.meddling:
             self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect"])]
 
@@ -467,7 +472,7 @@ class Program:
     def _unless_injected(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except (DeviceFailed, torch.OutOfMemoryError) as error:
+        except (DeviceFailed, torch.OutOfMemoryError, Alarm) as error:
             if "injected" not in str(error):
                 raise
 
@@ -631,11 +636,14 @@ class Program:
         before, self.thread = self.thread, 9 if backward_thread else self.thread
         try:
             outputs = self._on_device(functools.partial(self.pieces[at], args))
-        except (DeviceFailed, torch.OutOfMemoryError) as error:
+        except (DeviceFailed, torch.OutOfMemoryError, Alarm) as error:
             fired = {call for call in pending if call not in self.device._failures}
-            if not fired & RAISING:
+            if not (isinstance(error, Alarm) or fired & RAISING):
                 raise
             self.counts["calls that raised"] += 1
+            self.counts["calls that were interrupted"] += isinstance(error, Alarm)
+            if self.device._stream_captures:
+                raise Wrong("the stream goes on capturing") from error
             self.note(f"raised {error}")
             error.__traceback__ = None
             self._as_it_is(shape, args, plain_args)

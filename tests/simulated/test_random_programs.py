@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from multigraph_backend.cudagraphs import planning, recording, replay
+from multigraph_backend.cudagraphs import bracket, planning, recording, replay
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import Slot
 from multigraph_backend.cudagraphs.simulated import CALLS, SimulatedDevice
@@ -58,6 +59,7 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "calls in a capture of the caller": 20,
         "interruptions": 50,
         "calls that raised": 10,
+        "calls that were interrupted": 10,
         "changed: an output": 20,
         "changed: a parameter or buffer": 50,
         "changed: the user's, again": 10,
@@ -153,6 +155,23 @@ def _given_up_recordings_get_children(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tree, "_linked", lambda tree, node: True)
 
 
+def _only_errors_end_a_capture(patch: pytest.MonkeyPatch) -> None:
+    def captured(
+        begin: Callable[[], object], function: Callable[[], object], end: Callable[[], object], _: Callable[[], bool]
+    ) -> bracket.Outcome:
+        outcome = bracket.Outcome()
+        try:
+            begin()
+            outcome.result = function()
+        except Exception as error:
+            outcome.problem = error
+        with contextlib.suppress(Exception):
+            end()
+        return outcome
+
+    patch.setattr(bracket, "captured", captured)
+
+
 MUTANTS = [
     _nothing_moves_out,
     _storages_alone_are_not_seen,
@@ -166,6 +185,7 @@ MUTANTS = [
     _given_up_pools_stay,
     _failures_are_not_contained,
     _given_up_recordings_get_children,
+    _only_errors_end_a_capture,
 ]
 
 
