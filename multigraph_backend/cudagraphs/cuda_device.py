@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, garbage
 from multigraph_backend.allocator import process, statistics
 from multigraph_backend.allocator.recording_pool import ExtensionPool
 from multigraph_backend.cudagraphs import bracket, poison, staging
@@ -95,7 +95,7 @@ class CudaDevice:
     # ---------------------------------------------------------------- the pool
 
     def new_pool(self) -> None:
-        with torch.cuda.device(self.index):
+        with garbage.paused(), torch.cuda.device(self.index):
             # the capture of its anchor also sets right what a failed one leaves behind in the random number generators
             pool = self._make_pool(torch.cuda.CUDAGraph())
         if self.generation >= 0:
@@ -294,19 +294,13 @@ def _beside_captures() -> Iterator[None]:
 def _undisturbed(index: int) -> Iterator[None]:
     """Around a capture: no garbage collection (it may free what must not be freed then), and cuBLAS workspaces inside
     the recording and nowhere else."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.device(index):
-            torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
+    with garbage.paused(), torch.cuda.device(index):
+        torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
+        _compat.clear_cublas_workspaces()
+        try:
+            yield
+        finally:
             _compat.clear_cublas_workspaces()
-            try:
-                yield
-            finally:
-                _compat.clear_cublas_workspaces()
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, garbage
 from multigraph_backend.cudagraphs import bracket
 from multigraph_backend.cudagraphs.arena import ArenaState
 from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, Device, DeviceFailed, Layout, PoolState
@@ -300,7 +300,8 @@ class SimulatedDevice:
 
         self._recording_in = threading.get_ident()
         try:
-            outcome = bracket.captured(begin, run, end, lambda: self._stream_captures)
+            with garbage.paused():
+                outcome = bracket.captured(begin, run, end, lambda: self._stream_captures)
         finally:
             self._recording_in = None
         problem, result = outcome.problem, outcome.result

@@ -17,6 +17,7 @@ Values are whole numbers below 251 in floating point: exact in every order of ad
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import queue
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first kernel without memory would import it, in the midst of a program
 
+from multigraph_backend import frames
 from multigraph_backend.cudagraphs.device import DeviceFailed
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.simulated import CALLS, SimulatedDevice
@@ -40,6 +42,8 @@ from tests.simulated.pieces import boxed
 MODULUS = 251
 #: driver calls whose failure a caller gets to see: the recording was made, and its launch fails
 RAISING = frozenset({"replay", "copy", "fresh_storage", "wait_for"})
+#: those that happen between a capture's begin and its end
+IN_CAPTURES = frozenset({"allocate", "launch", "capture_end"})
 
 
 class Wrong(AssertionError):
@@ -321,6 +325,8 @@ class Program:
         self.rare = rng.choice([0.0, 0.03, 0.1])
         self.thread = self.at = 0
         self._interruption: list[Any] = []
+        self._looking: contextlib.AbstractContextManager[None] | None = None
+        self._collects = gc.isenabled()
         self._driver = self.device._driver
         self.device._driver = self._interrupted  # type: ignore[method-assign]
 
@@ -379,6 +385,11 @@ class Program:
             raise Wrong(f"{type(error).__name__}: {error}\n{self.limits}\n  {steps}") from error
         finally:
             self.threads.close()
+            if self._looking is not None:
+                self._look()
+        if gc.isenabled() != self._collects:
+            gc.enable()
+            raise Wrong("the garbage collector is not as it was")
         return self.counts
 
     def _choose(self) -> int:
@@ -414,7 +425,7 @@ class Program:
             self.note(f"{call} is to {'be interrupted' if alarm else 'fail'} after {after}")
             self.device.fail_at(call, after, Alarm("injected") if alarm else None)
         if rng.random() < self.meddling:
-            self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect"])]
+            self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect", "frames"])]
 
     def _drop(self, name: int) -> None:
         self.note(f"drop {name}")
@@ -500,6 +511,8 @@ class Program:
                 other = threading.Thread(target=self._meanwhile, args=(what,))
                 other.start()
                 other.join()
+        if call in IN_CAPTURES and gc.isenabled():
+            raise Wrong("garbage may be collected inside of a capture")
         self._driver(call, detail)
 
     def _meanwhile(self, what: str) -> None:
@@ -509,9 +522,20 @@ class Program:
             self.marks -= 1
         elif what == "collect":
             gc.collect()
+        elif what == "frames":
+            self._look()
         else:
             for name in list(self.plain.values)[::2]:
                 self._drop(name)
+
+    def _look(self) -> None:
+        """Another thread begins to look at frames, or ends."""
+        if self._looking is None:
+            self._looking = frames.without_collections()
+            self._looking.__enter__()
+        else:
+            self._looking.__exit__(None, None, None)
+            self._looking = None
 
     # ---------------------------------------------------------------- a call
 

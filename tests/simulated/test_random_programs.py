@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from multigraph_backend import garbage
 from multigraph_backend.cudagraphs import bracket, planning, recording, replay
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import Slot
@@ -172,6 +173,20 @@ def _only_errors_end_a_capture(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(bracket, "captured", captured)
 
 
+def _each_has_a_switch_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def paused() -> Iterator[None]:
+        on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if on:
+                gc.enable()
+
+    patch.setattr(garbage, "paused", paused)
+
+
 MUTANTS = [
     _nothing_moves_out,
     _storages_alone_are_not_seen,
@@ -186,6 +201,7 @@ MUTANTS = [
     _failures_are_not_contained,
     _given_up_recordings_get_children,
     _only_errors_end_a_capture,
+    _each_has_a_switch_of_its_own,
 ]
 
 
