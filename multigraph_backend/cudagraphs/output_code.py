@@ -28,6 +28,7 @@ from multigraph_backend.cudagraphs.piece import MOST, Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.tree import Tree
+from multigraph_backend.cudagraphs.turns import Awaited, Call
 from multigraph_backend.distributed import watchdog
 from multigraph_backend.options import Options
 
@@ -162,11 +163,18 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                 for number, part in enumerate(spec.pieces)
             ]
             self.inner.recursively_apply_fns(wrappers)
-            inner, lock = self.inner, tree.lock
+            inner, awaited, required = self.inner, Awaited(), self.wanted.required
 
             def run(inputs: list[Any]) -> Any:
-                with lock:  # calls of other threads between the pieces of one call would be paths of their own
-                    return inner(inputs)
+                call = Call(tree)
+                try:
+                    if call.begin(awaited, tree.patience(required)):
+                        return inner(inputs)
+                    return tree.as_it_is(inner, inputs)
+                finally:
+                    call.end()
+                    if tree.forgets:
+                        tree.forget()
 
             self.run = run
         self.pieces = tuple(pieces)

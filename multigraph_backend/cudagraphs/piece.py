@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from multigraph_backend.cudagraphs.turns import Awaited, Call
+
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.recording import Boxed
     from multigraph_backend.cudagraphs.tree import Node, Tree
@@ -103,38 +105,64 @@ class Piece:
         #: whether a function is called unrecorded first: until one was recorded, and always once that went wrong
         self.warms_up = True
         self.each_warms_up = False
+        self.awaited = Awaited()
         self._numbers: tuple[int, ...] | None = None
         tree.pieces.add(self)
         self._only: Function | None = None  # where no numbers are among the inputs
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         tree = self.tree
+        if tree.capturing():  # a recording of the caller's own: this becomes part of it
+            return self.function(inputs)
+        turns = tree.turns
         with tree.lock:
-            if tree.capturing():  # a recording of the caller's own: this becomes part of it
-                return self.function(inputs)
-            function = self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
-            path, use_count = tree.path, tree.use_count
-            while path:
-                for slot in path[-1].watched:  # `Slot.alive`, without the call
-                    if use_count(slot.handle) > slot.base or getrefcount(slot.storage) > slot.refs:
-                        break
-                else:
-                    path.pop()
-                    continue
-                break
-            if (
-                tree.marks() == tree.mark
-                and tree.device_stream() == tree.stream
-                and (self.is_backward or get_ident() == tree.thread)
-            ) or tree.undisturbed(self):
-                nodes = (path[-1] if path else tree.root).children.get(function, _NONE)
-                for node in nodes:
-                    if node.ready and node.holds(inputs):
-                        if node is not nodes[0]:  # the next call is likely to be answered by the same one
-                            nodes.remove(node)
-                            nodes.insert(0, node)
-                        return node.run(inputs)
-            return tree.choose(function, inputs)
+            mine = not turns.aside if turns.owner is None else turns.owner == get_ident()
+            if mine:
+                function = self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
+                path, use_count = tree.path, tree.use_count
+                while path:
+                    for slot in path[-1].watched:  # `Slot.alive`, without the call
+                        if use_count(slot.handle) > slot.base or getrefcount(slot.storage) > slot.refs:
+                            break
+                    else:
+                        path.pop()
+                        continue
+                    break
+                if (
+                    tree.marks() == tree.mark
+                    and tree.device_stream() == tree.stream
+                    and (self.is_backward or get_ident() == tree.thread)
+                ) or tree.undisturbed(self):
+                    nodes = (path[-1] if path else tree.root).children.get(function, _NONE)
+                    for node in nodes:
+                        if node.ready and node.holds(inputs):
+                            if node is not nodes[0]:  # the next call is likely to be answered by the same one
+                                nodes.remove(node)
+                                nodes.insert(0, node)
+                            return node.run(inputs)
+                chosen = tree.choose(function, inputs)
+                if chosen is not None:
+                    return chosen.run(inputs)
+        if not mine:
+            return self._out_of_turn(inputs)
+        outputs: Sequence[Any] = tree.as_it_is(self.function, inputs)
+        return outputs
+
+    def _out_of_turn(self, inputs: list[Any]) -> Sequence[Any]:
+        """Another thread is in the midst of a call, or this one runs aside already."""
+        tree, call = self.tree, Call(self.tree)
+        try:
+            if call.begin(self.awaited, tree.patience(self.required)):
+                return self(inputs)
+            tree.count_aside(self, inputs)
+            outputs: Sequence[Any] = tree.as_it_is(self.function, inputs)
+            return outputs
+        finally:
+            call.end()
+
+    def function_for(self, inputs: Sequence[Any]) -> Function:
+        """The one that these inputs ask for, made now if need be.  Under the tree's lock."""
+        return self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
 
     def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if self._numbers is None:

@@ -190,9 +190,10 @@ def record(
             args[index] = device.maker(layout)(owners[address])
         owners.clear()
         nonlocal seconds
-        started = time.perf_counter()
-        result = list(piece.function(args))
-        seconds = time.perf_counter() - started
+        with piece.tree.unlocked():
+            started = time.perf_counter()
+            result = list(piece.function(args))
+            seconds = time.perf_counter() - started
         return result
 
     described: list[Output] = []

@@ -13,7 +13,8 @@ Invariants:
 - What is alive and in the way of a new step is moved out first, to memory of its own, under the tensors that the user
   holds.  What cannot be moved is never in the way: then the path goes on, or the call runs unrecorded.
 
-One lock guards all of it; a call holds it from the choice of a node to the launch.
+One lock guards all of it; a call holds it from the choice of a node to the launch, and never while code of the user
+runs; see `turns`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,12 +37,14 @@ from multigraph_backend.cudagraphs import bracket, planning, recording, replay
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
+from multigraph_backend.cudagraphs.turns import OUT_OF_TURN, Call, Turns
 from multigraph_backend.distributed import endings, groups
 from multigraph_backend.distributed.watchdog import Launched
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 5.0  # seconds that the device is waited for before outputs are moved
+_NO_STREAM = -1  # so that the next call looks which streams it has to wait for
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Limits:
     pool_bytes: bytes of the pool from which on recordings are given up for new ones; None: no limit
     failures: failed recordings of one function before it is not tried again
     copied_bytes: bytes of inputs from which on their copies count; fewer take no longer than a launch or two
+    patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it
     """
 
     depth: int = 64
@@ -59,6 +64,7 @@ class Limits:
     pool_bytes: int | None = None
     failures: int = 2
     copied_bytes: int = 16 << 20
+    patience: float = 1.0
 
 
 def _not_built(inputs: list[object]) -> tuple[object, ...]:
@@ -180,7 +186,11 @@ class Tree:
         self._seen = device.generation  # pools up to here are in _old, or were left
         self._old: set[int] = set()
         self._pool_used = False
-        self.stream = device.stream()
+        self.turns = Turns(self.lock)
+        self.stream = self._last_stream = device.stream()
+        self._streams: set[int] = set()  # others on which code has run since, as it is
+        self._running = 0  # calls of code as it is
+        self.forgets = False  # before anything else is recorded
         self.mark = marks()
         self.thread: int | None = None
         self._caller: threading.Thread | None = None
@@ -198,8 +208,13 @@ class Tree:
         """Let the caller's stream wait for what ran on the last one."""
         stream = self.device_stream()
         if stream != self.stream:
-            self.device.wait_for(self.stream)
-            self.stream = stream
+            self._wait_for_others(stream)
+            self._streams.clear()
+            self.stream = self._last_stream = stream
+
+    def _wait_for_others(self, stream: int) -> None:
+        for other in sorted({self._last_stream, *self._streams} - {stream}):
+            self.device.wait_for(other)
 
     def _attend(self, piece: Piece) -> None:
         """Take note of the stream and the thread that call."""
@@ -230,11 +245,19 @@ class Tree:
 
     # ---------------------------------------------------------------- calls that no child of the path answers at once
 
-    def choose(self, function: Function, inputs: list[object]) -> Sequence[object]:
-        """Answer a call off the recorded paths: begin a new step, record, or run unrecorded."""
-        self._busy = True
+    def choose(self, function: Function, inputs: list[object]) -> Node | None:
+        """What answers a call off the recorded paths, beginning a new step or recording; None: the code, as it is."""
+        if function.unprofitable and function.refused is not None:  # at each call: no more than needs to be done
+            self._count_unrecorded(function, function.refused)
+            return None
+        call = Call(self)
         try:
+            taken = call.begin(function.piece.awaited, 0.0)
+            assert taken, "a call that is out of turn chose"
+            self._busy = True
             try:
+                if self.forgets:
+                    self._forget()
                 mark = self.marks()  # once: another thread may say meanwhile that a step begins
                 self._sweep()
                 self._attend(function.piece)
@@ -257,7 +280,59 @@ class Tree:
                 node = None
         finally:
             self._busy = False
-        return function.piece.function(inputs) if node is None else node.run(inputs)
+            call.end()
+        return node
+
+    def as_it_is(self, code: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Run code unrecorded, without the lock.
+
+        Another thread may record and replay meanwhile.  What `code` reads of the pool stays alive until it has
+        launched all that reads it; and the next call on another stream waits for that.
+        """
+        began = False
+        held: list[torch.Tensor] = []
+        try:
+            with self.lock:
+                stream = self.device_stream()
+                if stream != self.stream:
+                    self._wait_for_others(stream)
+                if self.path:
+                    handles = {slot.handle for node in self.path for slot in node.slots}
+                    held += [
+                        value
+                        for value in inputs
+                        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in handles
+                    ]
+                self._running, began = self._running + 1, True
+            return code(inputs)
+        finally:
+            if began:
+                with self.lock:
+                    self._running -= 1  # first: Ctrl-C may arrive here too
+                    if stream != self.stream:
+                        self._streams.add(stream)
+                        self.stream = _NO_STREAM
+            del held
+
+    @contextlib.contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Inside, the user's code runs in a capture: it is this thread's turn, and the lock is free."""
+        try:
+            self.lock.release()
+            yield
+        finally:
+            self.lock.acquire()
+
+    def patience(self, required: bool) -> float:
+        """Seconds that a call waits for its turn."""
+        return max(_PATIENCE, self.limits.patience) if required else self.limits.patience
+
+    def count_aside(self, piece: Piece, inputs: Sequence[object]) -> None:
+        """Take note of a call that did not get its turn.  Raises `NotAllRecorded` where that is an error."""
+        with self.lock:
+            self._count_unrecorded(piece.function_for(inputs), OUT_OF_TURN)
+        if piece.required:
+            raise NotAllRecorded(f"{piece.label}: cudagraphs='require', but this call runs unrecorded: {OUT_OF_TURN}")
 
     def _node_for(self, function: Function, inputs: list[object]) -> Node:
         """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
@@ -324,10 +399,10 @@ class Tree:
         return self._child(self.root, function, inputs) is not None
 
     def _restart(self) -> None:
-        """Begin a new step: move out what is alive, if all of it can be moved."""
+        """Begin a new step: move out what is alive, if all of it can be moved, and nobody is about to read it."""
         use_count = self.device.use_count
         alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
-        if not all(slot.movable for _, slot in alive) or (alive and not self._settled()):
+        if not all(slot.movable for _, slot in alive) or (alive and (self._running or not self._settled())):
             return
         for node, slot in alive:  # any of these calls may fail: then those before are moved, and the path goes on
             storage = self.device.storage_at(slot.address, slot.nbytes)
@@ -489,9 +564,12 @@ class Tree:
     def release_collectives(self, why: str, patience: float) -> int:
         """See `endings.Recordings`.  Their outputs stay as they are."""
         self.ending = why
+        until = time.monotonic() + patience
         if not self.lock.acquire(timeout=patience):
             return 0
         try:
+            if self._busy and not self.turns.wait_until_free(until - time.monotonic()):
+                return 0
             destroyed = 0
             for node in list(self.communicating):
                 if node.recording is None or node.destroyed:
@@ -518,7 +596,7 @@ class Tree:
             for node in self.communicating:
                 if node.function is not None and node.calls:
                     calls[node.function.piece.label] += node.calls
-            return Launched(calls, self.device.mark(self.stream) if calls else None)
+            return Launched(calls, self.device.mark(self._last_stream) if calls else None)
         finally:
             self.lock.release()
 
@@ -568,18 +646,26 @@ class Tree:
         return True
 
     def forget(self) -> None:
-        """Give up all recordings.  What is alive stays valid."""
+        """Give up all recordings.  What is alive stays valid.  While another thread is in the midst of a call, or a
+        recording is made, this is left to the end of that call, or to the next one that is not replayed."""
         with self.lock:
-            self._follow_stream()
-            self._restart()
-            for nodes in list(self.root.children.values()):
-                for node in list(nodes):
-                    self._unlink(node)
-            self.lasting.clear()
-            self.shared, self.thread, self._caller = False, None, None
-            self._not_before = 0.0
-            self._shorten()
-            self._leave_pools()
+            if self._busy or self.turns.owner not in (None, threading.get_ident()):
+                self.forgets = True
+                return
+            self._forget()
+
+    def _forget(self) -> None:
+        self._follow_stream()
+        self._restart()
+        for nodes in list(self.root.children.values()):
+            for node in list(nodes):
+                self._unlink(node)
+        self.lasting.clear()
+        self.shared, self.thread, self._caller = False, None, None
+        self._not_before = 0.0
+        self._shorten()
+        self._leave_pools()
+        self.forgets = False
 
     def _shorten(self) -> None:
         """Take off the path what is dead at its end."""

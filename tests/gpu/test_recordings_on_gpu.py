@@ -385,6 +385,43 @@ def test_eight_threads_share_one_set_of_recordings() -> None:
     assert seen.recordings <= 3
 
 
+@pytest.mark.parametrize("safe", [False, True], ids=["between recordings", "inside of a recording"])
+def test_an_operator_waits_for_a_thread_that_calls_compiled_code(safe: bool) -> None:
+    name = f"multigraph_test::waits_{'inside' if safe else 'between'}"
+    waits = [True]
+
+    @torch.library.custom_op(name, mutates_args=())
+    def waiting(x: torch.Tensor) -> torch.Tensor:
+        def work() -> None:
+            with torch.no_grad():
+                y = torch.randn(8, device=CUDA)
+                close(other(y), y.cos() + 1)
+
+        if waits[0]:
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive(), "it never returns"
+        return x * 3
+
+    waiting.register_fake(lambda x: torch.empty_like(x))
+    other = compiled(lambda y: y.cos() + 1)
+    run = compiled(lambda x: waiting(x.sin()) - 1, safe=[name] if safe else [])
+    seen = Recorded()
+    with torch.no_grad():
+        for _ in range(2):
+            other(torch.randn(8, device=CUDA))
+        for _ in range(4):
+            x = torch.randn(8, device=CUDA)
+            close(run(x), x.sin() * 3 - 1)
+        waits[0] = False
+        for _ in range(2):
+            x = torch.randn(8, device=CUDA)
+            close(run(x), x.sin() * 3 - 1)
+            close(other(x), x.cos() + 1)
+    assert seen.recordings >= 2
+
+
 def test_a_copy_from_unpinned_memory_leaves_the_process_healthy() -> None:
     @torch.library.custom_op("multigraph_test::table", mutates_args=())
     def table(x: torch.Tensor) -> torch.Tensor:

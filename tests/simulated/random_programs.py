@@ -42,6 +42,10 @@ from tests.simulated.pieces import boxed
 MODULUS = 251
 #: driver calls whose failure a caller gets to see: the recording was made, and its launch fails
 RAISING = frozenset({"replay", "copy", "fresh_storage", "wait_for"})
+#: seconds after which a call is taken for one that never returns; and the thread that waits within a call takes longer
+LONG = 10.0
+#: threads of autograd, and of calls that other calls wait for
+AUTOGRAD, WITHIN = 9, 20
 #: those that happen between a capture's begin and its end
 IN_CAPTURES = frozenset({"allocate", "launch", "capture_end"})
 
@@ -200,7 +204,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._queues: dict[int, queue.SimpleQueue[Any]] = {}
-        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._done: dict[int, queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
 
     def run(self, number: int, work: Callable[[], Any]) -> Any:
@@ -208,18 +212,22 @@ class Threads:
         if number == 0:
             return work()
         if number not in self._queues:
-            self._queues[number] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(self._queues[number],), daemon=True)
+            self._queues[number], self._done[number] = queue.SimpleQueue(), queue.SimpleQueue()
+            queues = self._queues[number], self._done[number]
+            thread = threading.Thread(target=self._serve, args=queues, daemon=True)
             thread.start()
             self._threads.append(thread)
         self._queues[number].put(work)
         del work
-        result, error = self._done.get()
+        try:
+            result, error = self._done[number].get(timeout=LONG)
+        except queue.Empty:
+            raise Wrong("a call never returns") from None
         if error is not None:
             raise error
         return result
 
-    def _serve(self, todo: queue.SimpleQueue[Any]) -> None:
+    def _serve(self, todo: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any]) -> None:
         while (work := todo.get()) is not None:
             result, error = None, None
             try:
@@ -227,7 +235,7 @@ class Threads:
             except BaseException as caught:
                 error = caught
             del work
-            self._done.put((result, error))
+            done.put((result, error))
             del result, error
 
     def close(self) -> None:
@@ -296,6 +304,7 @@ class Program:
             pool_bytes=rng.choice([None, None, 512, 2048]),
             failures=rng.choice([1, 2, 1000]),
             copied_bytes=rng.choice([0, 1 << 20]),
+            patience=0.0,
         )
         self.device = SimulatedDevice(pool_bytes=rng.choice([1 << 11, 1 << 13, 1 << 13]))
         self.device.failures_spoil_the_pool = rng.random() < 0.3
@@ -325,6 +334,8 @@ class Program:
         self.rare = rng.choice([0.0, 0.03, 0.1])
         self.thread = self.at = 0
         self._interruption: list[Any] = []
+        self.waiting = rng.choice([0.0, 0.0, 0.0, 0.3])
+        self._within: Callable[[], None] | None = None
         self._looking: contextlib.AbstractContextManager[None] | None = None
         self._collects = gc.isenabled()
         self._driver = self.device._driver
@@ -334,7 +345,7 @@ class Program:
         """A piece of `shape`, at `at` in place of another."""
         content = torch.arange(5.0)
         constant, other = content.clone(), content.clone()
-        function = body(shape, constant)
+        function = self._with_calls_within(body(shape, constant))
         piece = Piece(
             self.tree,
             boxed(function),
@@ -360,6 +371,17 @@ class Program:
             self.functions.append(body(shape, other))
         else:
             self.pieces[at], self.functions[at] = piece, body(shape, other)
+
+    def _with_calls_within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, which at times waits first for a thread that calls another piece."""
+
+        def run(*args: Any) -> Any:
+            within, self._within = self._within, None
+            if within is not None:
+                within()
+            return function(*args)
+
+        return run
 
     def note(self, text: str) -> None:
         self.steps.append(text)
@@ -657,7 +679,12 @@ class Program:
             self._drop_handed(name)
         torch.manual_seed(seed)
         self.recorded.generator.manual_seed(seed)
-        before, self.thread = self.thread, 9 if backward_thread else self.thread
+        if not (captures or self.thread == WITHIN) and rng.random() < self.waiting:
+            within = rng.randrange(len(self.pieces)), random.Random(rng.random()), seed
+            self._within = functools.partial(self._call_within, *within)
+        before = self.thread
+        if backward_thread and self.thread != WITHIN:
+            self.thread = AUTOGRAD
         try:
             outputs = self._on_device(functools.partial(self.pieces[at], args))
         except (DeviceFailed, torch.OutOfMemoryError, Alarm) as error:
@@ -674,7 +701,7 @@ class Program:
             args.clear()
             outputs = None
         finally:
-            self.thread = before
+            self.thread, self._within = before, None
             self.device.user_captures = False
         for call in pending:
             self.counts[f"failures of {call}"] += call not in self.device._failures
@@ -695,6 +722,19 @@ class Program:
                     self.hidden.add(name)
             elif output != value:
                 raise Wrong(f"{output} for {value}")
+
+    def _call_within(self, at: int, rng: random.Random, seed: int) -> None:
+        """A call in a thread that the code of another call waits for."""
+        states = self.rng, self.thread
+        self.rng, self.thread = rng, WITHIN
+        self.counts["calls that others waited for"] += 1
+        self.note("meanwhile, waited for:")
+        try:
+            self.threads.run(WITHIN + 1, functools.partial(self._call, at))
+        finally:
+            self.rng, self.thread = states
+            torch.manual_seed(seed)
+            self.recorded.generator.manual_seed(seed)
 
     def _drop_handed(self, name: int) -> None:
         for side in (self.recorded, self.plain):

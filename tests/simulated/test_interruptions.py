@@ -194,25 +194,26 @@ def test_what_comes_from_outside_is_told_before_an_error_of_the_code() -> None:
     assert (outcome.problem, outcome.broken) == (arrived, True)
 
 
-# ---------------------------------------------------------------- at every line
+# ---------------------------------------------------------------- wherever Python looks for exceptions from outside
 
 
-class AtLine:
-    """Raises `Arrived` at the `turn`th line of the runtime that this thread runs."""
+class AtTurn:
+    """Raises `Arrived` at the `turn`th moment of this thread at which Python lets exceptions from outside arrive in the
+    runtime: at the beginning of a function, and behind a call of one in C."""
 
     def __init__(self, turn: int) -> None:
-        self.turn, self.lines, self.where = turn, 0, ""
+        self.turn, self.turns, self.where = turn, 0, ""
 
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_filename
-        if not name.startswith((FOLDER, "<multigraph")) or "simulated" in name or name.endswith("arena.py"):
-            return None
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.turn:
-                self.where = f"{Path(name).name}:{frame.f_lineno}"
-                raise Arrived(self.where)
-        return self
+        if event not in ("call", "c_return") or not name.startswith((FOLDER, "<multigraph")):
+            return
+        if "simulated" in name or name.endswith("arena.py") or frame.f_code.co_name == "__del__":
+            return  # what arrives in a `__del__` is lost, with a word on stderr
+        self.turns += 1
+        if self.turns == self.turn:
+            self.where = f"{Path(name).name}:{frame.f_lineno}"
+            raise Arrived(self.where)
 
 
 def accumulate(total: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,7 +221,7 @@ def accumulate(total: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torc
     return total * 2, x + 1
 
 
-def _program(tracer: AtLine | None) -> bool:
+def _program(tracer: AtTurn) -> bool:
     """Two pieces one after the other, the last results held; whether the tracer's exception arrived."""
     bench = Bench()
     first, second = bench.piece(double, 1, 1), bench.piece(accumulate, 2, 2, static=[0], mutated=[0])
@@ -230,7 +231,7 @@ def _program(tracer: AtLine | None) -> bool:
     for _ in range(5):
         x = values()
         before = total.clone()
-        sys.settrace(tracer)
+        sys.setprofile(tracer)
         try:
             (y,) = first([x])
             z = second([total, y])
@@ -238,7 +239,7 @@ def _program(tracer: AtLine | None) -> bool:
             arrived = True
             continue
         finally:
-            sys.settrace(None)
+            sys.setprofile(None)
         expected = double(x), accumulate(before, double(x)[0])
         assert_equal((y, *z, total), (*expected[0], *expected[1], before))
         held.append(((y, *z), (*expected[0], *expected[1])))
@@ -247,18 +248,20 @@ def _program(tracer: AtLine | None) -> bool:
             assert_equal(outputs, wanted)
     assert not bench.device._stream_captures
     del held
+    turns = bench.tree.turns
+    assert (turns.owner, turns.aside, bench.tree._running, bench.tree._busy) == (None, {}, 0, False)
     bench.tree.forget()
     assert (bench.tree.root.children, bench.tree.path) == ({}, [])
     return arrived
 
 
-def test_at_whatever_line_it_arrives_every_number_is_right() -> None:
-    count = AtLine(0)
+def test_wherever_it_arrives_every_number_is_right_and_all_goes_on() -> None:
+    count = AtTurn(0)
     assert not _program(count)
-    assert count.lines > 500
-    for turn in range(1, count.lines, 7):
-        tracer = AtLine(turn)
+    assert count.turns > 500
+    for turn in range(1, count.turns, 7):
+        tracer = AtTurn(turn)
         try:
             assert _program(tracer) or not tracer.where
         except BaseException as error:
-            raise AssertionError(f"interrupted at line {turn}, {tracer.where}") from error
+            raise AssertionError(f"interrupted at turn {turn}, {tracer.where}") from error

@@ -59,6 +59,7 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "pieces dropped": 10,
         "calls in a capture of the caller": 20,
         "interruptions": 50,
+        "calls that others waited for": 50,
         "calls that raised": 10,
         "calls that were interrupted": 10,
         "changed: an output": 20,
@@ -187,6 +188,17 @@ def _each_has_a_switch_of_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(garbage, "paused", paused)
 
 
+def _the_lock_is_held_while_code_runs(patch: pytest.MonkeyPatch) -> None:
+    as_it_is = Tree.as_it_is
+
+    def locked(tree: Tree, code: Callable[..., object], inputs: list[object]) -> object:
+        with tree.lock:
+            return as_it_is(tree, code, inputs)
+
+    patch.setattr(Tree, "as_it_is", locked)
+    patch.setattr("tests.simulated.random_programs.LONG", 2.0)
+
+
 MUTANTS = [
     _nothing_moves_out,
     _storages_alone_are_not_seen,
@@ -202,6 +214,7 @@ MUTANTS = [
     _given_up_recordings_get_children,
     _only_errors_end_a_capture,
     _each_has_a_switch_of_its_own,
+    _the_lock_is_held_while_code_runs,
 ]
 
 
