@@ -144,7 +144,7 @@ def _label(node: Node) -> str:
 
 def _piece(piece: Piece, nodes: list[Node]) -> PieceReport:
     mine = [node for node in nodes if node.function is not None and node.function.piece is piece]
-    reasons: Counter[str] = Counter()
+    reasons: Counter[str] = Counter(piece.reasons)
     for function in piece.functions.values():
         reasons.update({why: count for why, count in function.reasons.items() if why != FIRST_CALL})
     newest = mine[-1].recording if mine else None

@@ -61,6 +61,15 @@ def captured(
     return outcome
 
 
+def without_frames(error: BaseException) -> None:
+    """Let go of the frames in which `error` was raised: through their callers they hold all of a call, and the
+    error itself, until garbage is collected."""
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__
+
+
 def from_outside(error: BaseException) -> bool:
     """Whether `error` is none of the code's own that ran: no `Exception`, or raised by a handler of a signal."""
     if not isinstance(error, Exception):

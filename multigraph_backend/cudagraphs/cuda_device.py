@@ -114,6 +114,12 @@ class CudaDevice:
 
         return ExtensionPool(installed.library, self.index, held)
 
+    def return_to(self, generation: int) -> None:
+        self._left[self.generation] = self._pool
+        self._pool, self.generation = self._left.pop(generation), generation
+        for later in [number for number in self._left if number > generation]:
+            self.leave(later)
+
     def leave(self, generation: int) -> None:
         self._left.pop(generation).leave()
 
@@ -211,6 +217,8 @@ class CudaDevice:
             result = None
             kept.clear()
             self._let_go(problem, broken)
+            if not bracket.from_outside(problem):
+                bracket.without_frames(problem)
             raise CaptureFailed(_first_line(problem)) from problem
         state = self._pool.adopt(kept.values())
         blocks = {address: storage.nbytes() for address, storage in kept.items()}

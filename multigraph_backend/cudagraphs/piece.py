@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from multigraph_backend.cudagraphs.cost import Uses
 from multigraph_backend.cudagraphs.turns import Awaited, Call
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.recording import Boxed
-    from multigraph_backend.cudagraphs.tree import Node, Tree
+    from multigraph_backend.cudagraphs.tree import Limits, Node, Tree
 
 MOST = 5
+FUNCTIONS = 256  # that are kept without a recording
 
 _NONE: list[Node] = []
 
@@ -27,13 +29,14 @@ class Function:
     `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
     inputs that came at too many addresses.  `reasons` counts why calls ran unrecorded; `refused`: why none is recorded;
     `unprofitable`: because that costs more than it saves.
+    `nodes`: recordings of it that may be found; `needs`: bytes that one was seen to need of an empty pool.
     `recorded_at`: how often it was recorded at each depth of a step; `_places`: where its static inputs lay then.
     """
 
     def __init__(self, piece: Piece, key: tuple[Any, ...]) -> None:
         self.piece, self.key = piece, key
         self.called = False
-        self.failures = 0
+        self.failures = self.nodes = self.needs = 0
         self.refused: str | None = None
         self.unprofitable = False
         self.addresses: dict[int, int] = {}
@@ -64,7 +67,7 @@ class Piece:
     whether it draws random numbers.  required: whether a call that runs unrecorded after the first is an error.
     must_pay: whether a recording that costs more than it saves is given up.  most: recordings of one function after the
     same parent, or as deep in a step, before inputs at new addresses are copied.  groups: names of the process groups
-    whose collectives it issues.
+    whose collectives it issues.  limits: its own, in place of the tree's.
     """
 
     def __init__(
@@ -86,8 +89,9 @@ class Piece:
         must_pay: bool = False,
         most: int = MOST,
         groups: Iterable[str] = (),
+        limits: Limits | None = None,
     ) -> None:
-        self.tree, self.function = tree, function
+        self.tree, self.function, self.own_limits = tree, function, limits
         self.must_pay, self.most = must_pay, most
         self.names, self.label, self.random, self.required = tuple(names), label, random, required
         self.traces = tuple(traces) or (None,) * len(self.names)
@@ -106,9 +110,16 @@ class Piece:
         self.warms_up = True
         self.each_warms_up = False
         self.awaited = Awaited()
+        self.uses = Uses()
+        self.reasons: Counter[str] = Counter()  # of functions that are not kept any more
         self._numbers: tuple[int, ...] | None = None
         tree.pieces.add(self)
         self._only: Function | None = None  # where no numbers are among the inputs
+
+    @property
+    def limits(self) -> Limits:
+        """What its recordings may cost."""
+        return self.own_limits or self.tree.limits
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         tree = self.tree
@@ -139,10 +150,10 @@ class Piece:
                             if node is not nodes[0]:  # the next call is likely to be answered by the same one
                                 nodes.remove(node)
                                 nodes.insert(0, node)
-                            return node.run(inputs)
+                            return node.run(node, inputs)
                 chosen = tree.choose(function, inputs)
                 if chosen is not None:
-                    return chosen.run(inputs)
+                    return chosen.run(chosen, inputs)
         if not mine:
             return self._out_of_turn(inputs)
         outputs: Sequence[Any] = tree.as_it_is(self.function, inputs)
@@ -152,7 +163,7 @@ class Piece:
         """Another thread is in the midst of a call, or this one runs aside already."""
         tree, call = self.tree, Call(self.tree)
         try:
-            if call.begin(self.awaited, tree.patience(self.required)):
+            if call.begin(self.awaited, tree.patience(self.required, self.own_limits)):
                 return self(inputs)
             tree.count_aside(self, inputs)
             outputs: Sequence[Any] = tree.as_it_is(self.function, inputs)
@@ -171,7 +182,20 @@ class Piece:
 
     def _new(self, inputs: Sequence[Any]) -> Function:
         key = self._key(inputs)
+        if len(self.functions) >= 2 * FUNCTIONS:
+            self._forget_functions()
         function = self.functions[key] = Function(self, key)
         if not key:
             self._only = function
         return function
+
+    def end(self) -> None:
+        """Nobody calls it any more: let go of what refers to it."""
+        self.functions.clear()
+        self._only = None
+
+    def _forget_functions(self) -> None:
+        """Keep those that are recorded, and of the others the newest: numbers may be others at each call."""
+        idle = [key for key, function in self.functions.items() if not function.nodes]
+        for key in idle[:-FUNCTIONS]:
+            self.reasons.update(self.functions.pop(key).reasons)

@@ -62,7 +62,8 @@ def limit_recordings(count: int | None = None, pool_bytes: int | None = None) ->
     """Limit what recordings of this process may hold on each device, from the next recording on.
 
     count: recordings, None for the default of 1024.  pool_bytes: bytes of device memory for their pool, None for no
-    limit.  The least recently used are given up first; each is made again when it is needed again.
+    limit.  Beyond `count` the least recently used are given up; each is made again when it is needed again.  What does
+    not fit into `pool_bytes` beside what is there runs unrecorded.
 
     Raises ValueError for a number below 1.
     """

@@ -259,6 +259,11 @@ class SimulatedDevice:
         base = _FIRST_POOL + self.generation * _POOL_DISTANCE
         self._pool = self._pools[self.generation] = Pool(base, self._capacity, self._granularity)
 
+    def return_to(self, generation: int) -> None:
+        self.generation, self._pool, self._owners = generation, self._pools[generation], []
+        for later in [number for number in self._pools if number > generation]:
+            self.leave(later)
+
     def leave(self, generation: int) -> None:
         if generation == self.generation:
             raise AssertionError("the pool in use is left")
@@ -324,6 +329,7 @@ class SimulatedDevice:
                     self.new_pool()
                 if bracket.from_outside(problem):
                     raise problem
+                bracket.without_frames(problem)
                 raise CaptureFailed(f"{type(problem).__name__}: {problem}") from problem
             finally:
                 del problem  # it holds this frame

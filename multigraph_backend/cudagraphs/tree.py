@@ -20,7 +20,10 @@ runs; see `turns`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import heapq
+import itertools
 import logging
 import threading
 import time
@@ -34,6 +37,7 @@ import torch
 
 from multigraph_backend import trace
 from multigraph_backend.cudagraphs import bracket, planning, recording, replay
+from multigraph_backend.cudagraphs.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
@@ -42,6 +46,8 @@ from multigraph_backend.distributed import endings, groups
 from multigraph_backend.distributed.watchdog import Launched
 
 log = logging.getLogger(__name__)
+
+NO_ROOM = "the limit of the pool's bytes leaves no room for it (limit_recordings(pool_bytes=...))"
 
 _PATIENCE = 5.0  # seconds that the device is waited for before outputs are moved
 _NO_STREAM = -1  # so that the next call looks which streams it has to wait for
@@ -56,6 +62,7 @@ class Limits:
     pool_bytes: bytes of the pool from which on recordings are given up for new ones; None: no limit
     failures: failed recordings of one function before it is not tried again
     copied_bytes: bytes of inputs from which on their copies count; fewer take no longer than a launch or two
+    unreplayed: recordings of one piece in a row, hardly replayed, before it is only recorded what comes again
     patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it
     """
 
@@ -64,10 +71,14 @@ class Limits:
     pool_bytes: int | None = None
     failures: int = 2
     copied_bytes: int = 16 << 20
+    unreplayed: int = 32
     patience: float = 1.0
 
 
-def _not_built(inputs: list[object]) -> tuple[object, ...]:
+_numbers = itertools.count()
+
+
+def _not_built(node: Node, inputs: list[object]) -> tuple[object, ...]:
     raise AssertionError("a recording was replayed before its code was built")
 
 
@@ -76,17 +87,24 @@ class Node:
 
     `state`: the pool of `generation` when it has run; `after`: addresses of what is allocated there then.
     `dead`: slots of earlier nodes whose memory it may write over and that no node between makes sure of.
+
+    Only parents hold nodes, and the path: a node that was given up goes at once, with its graph, and not when garbage
+    is collected.
     """
 
-    __slots__ = ("__weakref__", "after", "calls", "children", "dead", "depth", "destroyed", "function", "generation",
-                 "holds", "parent", "ready", "recording", "run", "slots", "state", "tree", "trial", "used",
-                 "watched")  # fmt: skip
+    __slots__ = ("__weakref__", "_parent", "after", "calls", "children", "dead", "depth", "destroyed", "final",
+                 "function", "generation", "holds", "number", "queued", "ready", "recording", "run", "slots", "state",
+                 "tree", "trial", "used", "watched")  # fmt: skip
 
     def __init__(
         self, tree: Tree, state: PoolState, parent: Node | None = None, function: Function | None = None,
         recording: Recording | None = None, dead: Sequence[Slot] = (), after: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        self.tree, self.state, self.parent, self.function, self.recording = tree, state, parent, function, recording
+        self.tree, self.state, self.function, self.recording = tree, state, function, recording
+        self._parent = None if parent is None else weakref.ref(parent)
+        self.number = next(_numbers)
+        self.queued = False
+        self.final: list[int] = []
         self.dead, self.after, self.generation = tuple(dead), after, tree.device.generation
         self.slots: tuple[Slot, ...] = tuple(recording.slots) if recording is not None else ()
         self.watched = self.slots  # those over which something may have been handed out
@@ -100,17 +118,10 @@ class Node:
         if recording is not None:
             self.holds = replay.build_holds(tree.device, recording, self.dead)
 
-    def _try(self, run: replay.Run, inputs: list[object]) -> tuple[object, ...]:
-        """Run it and see what it costs; after some calls, keep it or give it up."""
-        assert self.trial is not None
-        started = time.perf_counter()
-        outputs = run(inputs)
-        if self.trial.ran((time.perf_counter() - started) * 1e6):
-            self.run = run
-            loss, self.trial = self.trial.loss(), None
-            if loss is not None:
-                self.tree.give_up(self, loss)
-        return outputs
+    @property
+    def parent(self) -> Node | None:
+        """The node that it follows; None for the root, and where that one is gone."""
+        return None if self._parent is None else self._parent()
 
     def build(self) -> None:
         """Generate what runs; again when a slot has moved or is to be copied.  Nothing over its slots may be alive."""
@@ -121,7 +132,7 @@ class Node:
         self.run = _not_built  # drops what the old one held over the slots, before counts are taken
         self.run = replay.build_run(self.tree.device, self.recording, self)
         if self.trial is not None:
-            self.run = functools.partial(self._try, self.run)
+            self.run = functools.partial(_try, self.run)
         self.watched = tuple(slot for slot in self.slots if not slot.copied)
         self.ready = True
 
@@ -150,6 +161,19 @@ class Node:
         yield from self.dead
         if self.recording is not None:
             yield from (slot for slot, _ in self.recording.consumed)
+
+
+def _try(run: replay.Run, node: Node, inputs: list[object]) -> tuple[object, ...]:
+    """Run it and see what it costs; after some calls, keep it or give it up."""
+    assert node.trial is not None
+    started = time.perf_counter()
+    outputs = run(node, inputs)
+    if node.trial.ran((time.perf_counter() - started) * 1e6):
+        node.run = run
+        loss, node.trial = node.trial.loss(), None
+        if loss is not None:
+            node.tree.give_up(node, loss)
+    return outputs
 
 
 class Tree:
@@ -181,6 +205,10 @@ class Tree:
         #: addresses of parameters and buffers that forward pieces were recorded with
         self.lasting: set[int] = set()
         self._dropped: deque[Piece] = deque()
+        #: nodes without children, perhaps, by when they were last used, perhaps
+        self._leaves: list[tuple[int, int, weakref.ref[Node]]] = []
+        self._recorded_in: dict[int, weakref.WeakSet[Node]] = {}  # by generation
+        self._pool_bytes: dict[int, int] = {}  # by generation, where a limit asked for it
         self._not_before = 0.0  # when the device is next waited for
         self._busy = False
         self._seen = device.generation  # pools up to here are in _old, or were left
@@ -323,9 +351,10 @@ class Tree:
         finally:
             self.lock.acquire()
 
-    def patience(self, required: bool) -> float:
+    def patience(self, required: bool, limits: Limits | None = None) -> float:
         """Seconds that a call waits for its turn."""
-        return max(_PATIENCE, self.limits.patience) if required else self.limits.patience
+        seconds = (limits or self.limits).patience
+        return max(_PATIENCE, seconds) if required else seconds
 
     def count_aside(self, piece: Piece, inputs: Sequence[object]) -> None:
         """Take note of a call that did not get its turn.  Raises `NotAllRecorded` where that is an error."""
@@ -352,12 +381,19 @@ class Tree:
             return found
         if not self._linked(parent):  # nothing would ever find what is recorded behind it
             raise NotRecorded("the recording that it follows was given up, and has outputs that are still alive")
-        if parent.depth >= self.limits.depth:
+        limits = function.piece.limits
+        if parent.depth >= limits.depth:
             raise NotRecorded(
                 f"{parent.depth} recordings follow one another in this step, whose outputs are still alive"
             )
+        if not function.piece.required and not function.piece.uses.wanted(
+            (parent.number, function.key), limits.unreplayed
+        ):
+            raise NotRecorded(NOT_REPLAYED)
         plan = planning.plan(self, parent, function, inputs, first)
-        self._make_room()
+        self._make_room(limits)
+        if limits.pool_bytes is not None:
+            self._find_room(function, inputs, plan, limits.pool_bytes)
         return self._record(parent, function, inputs, plan, first)
 
     def _child(self, parent: Node, function: Function, inputs: list[object]) -> Node | None:
@@ -388,7 +424,7 @@ class Tree:
             return False
         if self.shared and alive and threading.get_ident() != self.thread:
             return False
-        if len(self.path) >= self.limits.depth:
+        if len(self.path) >= function.piece.limits.depth:
             return True
         for node in self.path:
             if node.function is function and node.recording is not None:
@@ -463,6 +499,8 @@ class Tree:
             if not slot.alive(use_count) and id(slot) not in surely_dead
         ]
         again = bool(parent.children.get(function))
+        limit = function.piece.limits.pool_bytes
+        had = self.device.reserved_bytes() if limit is not None else 0
         try:
             made = self._captured(function.piece, inputs, plan, state, alive)
         except NotRecorded as why:
@@ -472,12 +510,14 @@ class Tree:
                 function.piece.warms_up = function.piece.each_warms_up = True
                 raise NotRecorded(FIRST_CALL) from why
             function.failures += 1
-            why.always = why.always or function.failures >= self.limits.failures
+            why.always = why.always or function.failures >= function.piece.limits.failures
             raise
         except BaseException:  # also Ctrl-C
             self._pool_used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
         function.piece.warms_up = function.piece.each_warms_up
+        if limit is not None:
+            self._stay_within(limit, had, function)
         if again:
             planning.note_again(function, parent.children[function], plan)
             self.counts["recorded again"] += 1
@@ -495,6 +535,7 @@ class Tree:
             self, made.state, parent, function, made, dead, (alive - freed) | {slot.address for slot in made.slots}
         )
         node.build()
+        self._recorded_in.setdefault(node.generation, weakref.WeakSet()).add(node)
         siblings = parent.children.setdefault(function, [])
         if len(siblings) < function.piece.most:  # what moves was seen to move elsewhere: one copying recording serves
             for other in [other for other in siblings if other.reads_in_place(function.copied)]:
@@ -503,6 +544,9 @@ class Tree:
         self._pool_used = True
         self.size += 1
         siblings.append(node)
+        function.nodes += 1
+        node.final = function.piece.uses.recorded(node)
+        self._queue(node)
         self.counts["recordings"] += 1
         trace.count("recordings")
         if function.piece.groups:
@@ -522,7 +566,7 @@ class Tree:
             )
 
         copied = sum(value.nbytes for index in plan.copied if isinstance(value := inputs[index], torch.Tensor))
-        if not piece.must_pay or piece.groups or not copied or copied < self.limits.copied_bytes:
+        if not piece.must_pay or piece.groups or not copied or copied < piece.limits.copied_bytes:
             return capture()
         had = self.device.reserved_bytes()
         made = capture()
@@ -533,18 +577,98 @@ class Tree:
 
     # ---------------------------------------------------------------- giving recordings up
 
-    def _make_room(self) -> None:
+    def _make_room(self, limits: Limits) -> None:
         """Give up the least recently used recordings until there is room for one more."""
-        limit = self.limits.pool_bytes
-        while self.size >= self.limits.per_device or (limit is not None and self.size and self._over(limit)):
-            kept = {id(node) for node in self.path}
-            leaves = [node for node in self.root.below() if node.parent and not node.children and id(node) not in kept]
-            if not leaves:
-                break
-            self._unlink(min(leaves, key=lambda node: node.used))
+        while self.size >= limits.per_device and (node := self._least_used()) is not None:
+            self._unlink(node)
             self.counts["evicted"] += 1
             trace.count("evicted_recordings")
         self._leave_pools()  # the path stays: what is recorded next is recorded behind its last node
+
+    def _queue(self, node: Node) -> None:
+        """Let `_least_used` find a node, which has no children now."""
+        if node is not self.root and not node.queued:
+            node.queued = True
+            heapq.heappush(self._leaves, (node.used, node.number, weakref.ref(node)))
+
+    def _least_used(self) -> Node | None:
+        """The node without children, and not on the path, that was used least recently; it leaves the queue."""
+        on_path = {id(node) for node in self.path}
+        passed = []
+        found = None
+        while self._leaves and found is None:
+            used, number, reference = heapq.heappop(self._leaves)
+            node = reference()
+            if node is None or not self._linked(node):
+                continue
+            if node.children:  # it comes back when they are gone
+                node.queued = False
+            elif node.used != used:
+                heapq.heappush(self._leaves, (node.used, number, reference))
+            elif id(node) in on_path:
+                passed.append((used, number, reference))
+            else:
+                node.queued, found = False, node
+        for entry in passed:
+            heapq.heappush(self._leaves, entry)
+        return found
+
+    # ---------------------------------------------------------------- a limit of the pool
+
+    def _find_room(self, function: Function, inputs: list[object], plan: recording.InputPlan, limit: int) -> None:
+        """Raise `NotRecorded` where the pool would grow beyond `limit`.
+
+        What a pool has reserved it gives back as a whole, so nothing is gained by giving up recordings: what does not
+        fit is not recorded.  Where the pool is half full, a function is captured in a pool of its own first, to see how
+        much it needs.
+        """
+        if not function.needs and not function.piece.groups and 2 * sum(self._pool_bytes.values()) >= limit:
+            function.needs = self._needs(function.piece, inputs, plan)
+            if function.needs > limit:
+                function.piece.uses.wasted()
+        if function.needs:
+            use_count = self.device.use_count
+            alive = sum(slot.nbytes for node in self.path for slot in node.slots if slot.alive(use_count))
+            if alive + function.needs > limit:
+                raise NotRecorded(NO_ROOM)
+
+    def _needs(self, piece: Piece, inputs: list[object], plan: recording.InputPlan) -> int:
+        """Bytes of a pool that has room for one recording; 0 where it cannot be made."""
+        device, generation = self.device, self.device.generation
+        device.new_pool()
+        try:
+            plan = dataclasses.replace(plan, owned=())
+            made = recording.record(
+                device, piece, inputs, plan, lambda owned: device.restore(device.empty_state(), (), owned)
+            )
+            made.graph.reset()
+            del made
+            return device.pool_bytes()
+        except NotRecorded:  # as the recording proper will say
+            return 0
+        finally:
+            device.return_to(generation)
+
+    def _stay_within(self, limit: int, had: int, function: Function) -> None:
+        """After a capture, before which `had` bytes were reserved.  Where the pool has outgrown its limit all the same,
+        give up all that is in it.  Raises `NotRecorded` then."""
+        generation = self.device.generation
+        if self.device.reserved_bytes() > had or generation not in self._pool_bytes:
+            self._pool_bytes[generation] = self.device.pool_bytes()
+        total = sum(self._pool_bytes.values())
+        if total <= limit:
+            return
+        function.needs = max(function.needs, total)
+        function.piece.uses.wasted()
+        self.counts["evicted"] += self.size
+        for _ in range(self.size):
+            trace.count("evicted_recordings")
+        self._unlink_all()
+        self._pool_used = True
+        self._leave_pools()
+        raise NotRecorded(NO_ROOM)
+
+    # ---------------------------------------------------------------- giving recordings up for other reasons
 
     def give_up(self, node: Node, why: str) -> None:
         """Record no more what `node` recorded, which is still on the path."""
@@ -604,17 +728,26 @@ class Tree:
         """See `endings.Recordings`."""
         self.ending = None
 
-    def _over(self, limit: int) -> bool:
-        return self.device.pool_bytes() > limit
-
     def _unlink(self, node: Node) -> None:
-        assert node.parent is not None
         assert node.function is not None
-        siblings = node.parent.children[node.function]
+        parent = node.parent
+        assert parent is not None
+        siblings = parent.children[node.function]
         siblings.remove(node)
         if not siblings:
-            del node.parent.children[node.function]
-        self.size -= sum(1 for _ in node.below())
+            del parent.children[node.function]
+        for given_up in node.below():
+            assert given_up.function is not None
+            self.size -= 1
+            given_up.function.nodes -= 1
+            given_up.final.append(max(given_up.calls - 1, 0))
+        if not parent.children:
+            self._queue(parent)
+
+    def _unlink_all(self) -> None:
+        for nodes in list(self.root.children.values()):
+            for node in list(nodes):
+                self._unlink(node)
 
     def drop(self, pieces: Iterable[Piece]) -> None:
         """Give up all recordings of `pieces`, whose code is gone.  May be called at any time, from any thread."""
@@ -635,14 +768,17 @@ class Tree:
         for node in list(self.root.below()):
             if node.function is not None and node.function.piece in gone and self._linked(node):
                 self._unlink(node)
+        for piece in gone:  # nobody calls it any more
+            piece.end()
         self._shorten()
         self._leave_pools()
 
     def _linked(self, node: Node) -> bool:
-        while node.parent is not None:
-            if node.function is None or node not in node.parent.children.get(node.function, ()):
+        while node is not self.root:
+            parent = node.parent
+            if parent is None or node.function is None or node not in parent.children.get(node.function, ()):
                 return False
-            node = node.parent
+            node = parent
         return True
 
     def forget(self) -> None:
@@ -657,9 +793,7 @@ class Tree:
     def _forget(self) -> None:
         self._follow_stream()
         self._restart()
-        for nodes in list(self.root.children.values()):
-            for node in list(nodes):
-                self._unlink(node)
+        self._unlink_all()
         self.lasting.clear()
         self.shared, self.thread, self._caller = False, None, None
         self._not_before = 0.0
@@ -673,14 +807,15 @@ class Tree:
             self.path.pop()
 
     def _leave_pools(self) -> None:
-        """Give back the memory of pools in which nothing is recorded and nothing is on the path."""
+        """Give back the memory of pools of which no node is left: neither in the tree, nor on the path, nor behind one
+        there, where it may answer calls although that was given up."""
         if not self.size and self._pool_used:
             self.device.new_pool()
             self._pool_used = False
         self._old |= set(range(self._seen, self.device.generation))
         self._seen = self.device.generation
-        # behind the path's recordings are others that answer calls, also where these were given up
-        needed = {node.generation for first in (self.root, *self.path) for node in first.below() if node.parent}
-        for generation in self._old - needed:
+        for generation in [number for number in self._old if not self._recorded_in.get(number)]:
             self.device.leave(generation)
             self._old.remove(generation)
+            self._recorded_in.pop(generation, None)
+            self._pool_bytes.pop(generation, None)

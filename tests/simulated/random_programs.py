@@ -304,6 +304,7 @@ class Program:
             pool_bytes=rng.choice([None, None, 512, 2048]),
             failures=rng.choice([1, 2, 1000]),
             copied_bytes=rng.choice([0, 1 << 20]),
+            unreplayed=rng.choice([1, 2, 4, 32]),
             patience=0.0,
         )
         self.device = SimulatedDevice(pool_bytes=rng.choice([1 << 11, 1 << 13, 1 << 13]))

@@ -18,7 +18,7 @@ from multigraph_backend.cudagraphs import bracket, planning, recording, replay
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import Slot
 from multigraph_backend.cudagraphs.simulated import CALLS, SimulatedDevice
-from multigraph_backend.cudagraphs.tree import Tree
+from multigraph_backend.cudagraphs.tree import Node, Tree
 from tests.simulated.random_programs import Wrong, run
 
 SLICE = range(100)
@@ -199,6 +199,21 @@ def _the_lock_is_held_while_code_runs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tests.simulated.random_programs.LONG", 2.0)
 
 
+def _pools_are_left_with_recordings_in_them(patch: pytest.MonkeyPatch) -> None:
+    leave = Tree._leave_pools
+
+    def leaves(tree: Tree) -> None:
+        tree._recorded_in.clear()
+        leave(tree)
+
+    patch.setattr(Tree, "_leave_pools", leaves)
+
+
+def _what_is_given_up_is_not_given_up_below(patch: pytest.MonkeyPatch) -> None:
+    below = Node.below
+    patch.setattr(Node, "below", lambda node: iter([node]) if node.parent else below(node))
+
+
 MUTANTS = [
     _nothing_moves_out,
     _storages_alone_are_not_seen,
@@ -215,6 +230,8 @@ MUTANTS = [
     _only_errors_end_a_capture,
     _each_has_a_switch_of_its_own,
     _the_lock_is_held_while_code_runs,
+    _pools_are_left_with_recordings_in_them,
+    _what_is_given_up_is_not_given_up_below,
 ]
 
 
