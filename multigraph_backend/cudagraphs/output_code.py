@@ -10,6 +10,7 @@ a process that gets the code from AOTAutograd's cache records again with the sam
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 import weakref
@@ -27,7 +28,7 @@ from multigraph_backend.cudagraphs.opened import Opened
 from multigraph_backend.cudagraphs.piece import MOST, Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec
-from multigraph_backend.cudagraphs.tree import Tree
+from multigraph_backend.cudagraphs.tree import Limits, Tree
 from multigraph_backend.cudagraphs.turns import Awaited, Call
 from multigraph_backend.distributed import watchdog
 from multigraph_backend.options import Options
@@ -74,6 +75,7 @@ class Wanted(NamedTuple):
     required: bool
     must_pay: bool
     most: int
+    limits: tuple[tuple[str, float | None], ...] = ()
 
 
 class RecordedCode(_OutputCode):  # type: ignore[misc]
@@ -164,11 +166,12 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             ]
             self.inner.recursively_apply_fns(wrappers)
             inner, awaited, required = self.inner, Awaited(), self.wanted.required
+            limits = limits_of(tree, self.wanted.limits)
 
             def run(inputs: list[Any]) -> Any:
                 call = Call(tree)
                 try:
-                    if call.begin(awaited, tree.patience(required)):
+                    if call.begin(awaited, tree.patience(required, limits())):
                         return inner(inputs)
                     return tree.as_it_is(inner, inputs)
                 finally:
@@ -212,8 +215,17 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             required=self.wanted.required,
             must_pay=self.wanted.must_pay,
             most=self.wanted.most,
+            limits=limits_of(tree, self.wanted.limits),
         )
         return piece, piece if opened is None else opened.caller(piece)
+
+
+def limits_of(tree: Tree, asked: Sequence[tuple[str, float | None]]) -> Callable[[], Limits]:
+    """The limits of one model's recordings: those of the process now, but for what the model's options say."""
+    changes: dict[str, Any] = {"per_device" if name == "count" else name: value for name, value in asked}
+    if not changes:
+        return lambda: tree.limits
+    return lambda: dataclasses.replace(tree.limits, **changes)
 
 
 def _as_it_is(function: Any) -> Any:
@@ -234,7 +246,7 @@ def inner_compile(options: Options, label: str, how: How = "recorded") -> Callab
         return functools.partial(_compile_unrecorded, label, how == "traced")
     rules = CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe), collectives=options.collectives)
     required = options.cudagraphs == "require" or bool(_compat.inductor_config.triton.cudagraph_or_error)
-    wanted = Wanted(required, not (required or options.record_small), options.max_recordings)
+    wanted = Wanted(required, not (required or options.record_small), options.max_recordings, options.limits)
     return functools.partial(_compile_inner, rules, wanted, label)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,7 @@ class Piece:
     whether it draws random numbers.  required: whether a call that runs unrecorded after the first is an error.
     must_pay: whether a recording that costs more than it saves is given up.  most: recordings of one function after the
     same parent, or as deep in a step, before inputs at new addresses are copied.  groups: names of the process groups
-    whose collectives it issues.  limits: its own, in place of the tree's.
+    whose collectives it issues.  limits: tells its own, in place of the tree's.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Piece:
         must_pay: bool = False,
         most: int = MOST,
         groups: Iterable[str] = (),
-        limits: Limits | None = None,
+        limits: Callable[[], Limits] | None = None,
     ) -> None:
-        self.tree, self.function, self.own_limits = tree, function, limits
+        self.tree, self.function, self._limits = tree, function, limits
         self.must_pay, self.most = must_pay, most
         self.names, self.label, self.random, self.required = tuple(names), label, random, required
         self.traces = tuple(traces) or (None,) * len(self.names)
@@ -119,7 +119,7 @@ class Piece:
     @property
     def limits(self) -> Limits:
         """What its recordings may cost."""
-        return self.own_limits or self.tree.limits
+        return self.tree.limits if self._limits is None else self._limits()
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         tree = self.tree
@@ -163,7 +163,7 @@ class Piece:
         """Another thread is in the midst of a call, or this one runs aside already."""
         tree, call = self.tree, Call(self.tree)
         try:
-            if call.begin(self.awaited, tree.patience(self.required, self.own_limits)):
+            if call.begin(self.awaited, tree.patience(self.required, self.limits)):
                 return self(inputs)
             tree.count_aside(self, inputs)
             outputs: Sequence[Any] = tree.as_it_is(self.function, inputs)

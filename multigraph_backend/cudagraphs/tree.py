@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 NO_ROOM = "the limit of the pool's bytes leaves no room for it (limit_recordings(pool_bytes=...))"
 
 _PATIENCE = 5.0  # seconds that the device is waited for before outputs are moved
+_LOOK = 8  # calls in a row of one thread, after which it is asked for the others
+_MOST_RETURNS = 64
 _NO_STREAM = -1  # so that the next call looks which streams it has to wait for
 
 
@@ -63,6 +65,7 @@ class Limits:
     failures: failed recordings of one function before it is not tried again
     copied_bytes: bytes of inputs from which on their copies count; fewer take no longer than a launch or two
     unreplayed: recordings of one piece in a row, hardly replayed, before it is only recorded what comes again
+    idle: seconds without a call of all threads but one, after which that one's outputs are no copies any more
     patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it
     """
 
@@ -72,6 +75,7 @@ class Limits:
     failures: int = 2
     copied_bytes: int = 16 << 20
     unreplayed: int = 32
+    idle: float = 10.0
     patience: float = 1.0
 
 
@@ -222,6 +226,12 @@ class Tree:
         self.mark = marks()
         self.thread: int | None = None
         self._caller: threading.Thread | None = None
+        # while several threads call: each with its last call, about; who was alone before; who called last, how often
+        self._callers: dict[int, tuple[threading.Thread, float]] = {}
+        self._first: int | None = None
+        self._last_caller: int | None = None
+        self._calls_alone = 0
+        self._returns = 1  # doubled each time that a thread comes back
 
     # ---------------------------------------------------------------- every call
 
@@ -247,23 +257,76 @@ class Tree:
     def _attend(self, piece: Piece) -> None:
         """Take note of the stream and the thread that call."""
         self._follow_stream()
+        if piece.is_backward:  # autograd runs backwards in threads of its own
+            return
         thread = threading.get_ident()
-        if thread != self.thread and not piece.is_backward:  # autograd runs backwards in threads of its own
+        if self.shared:
+            self._look_for_others(thread, piece)
+        elif thread != self.thread:
             if self._caller is None or not self._caller.is_alive():  # a thread that warmed up, say
                 self.thread, self._caller = thread, threading.current_thread()
-            elif not self.shared:
-                self._share()
+            else:
+                self._share(thread)
 
-    def _share(self) -> None:
+    def _share(self, thread: int) -> None:
         """Several threads call: what one of them uses must not be moved or overwritten by another, so from now on users
         get copies, made while the lock is held."""
+        assert self.thread is not None
+        assert self._caller is not None
+        now = time.monotonic()
+        self._callers = {self.thread: (self._caller, now), thread: (threading.current_thread(), now)}
+        # of the first thread are outputs that are no copies; no thread's calls pass by `_attend` any more
+        self._first, self.thread, self._caller = self.thread, None, None
+        self._calls_alone = 0
+        self.counts["shared"] += 1
+        trace.count("shared_by_threads")
+        names = " and ".join(repr(caller.name) for caller, _ in self._callers.values())
+        trace.warn_once(
+            f"device {self.device.index}: shared",
+            "threads %s call recordings of device %d: all outputs are copies while both do; keep one thread to a "
+            "device, or let one that warms up end before the next begins",
+            names,
+            self.device.index,
+        )
         self.shared = True
         # on the path are also recordings that were given up, and those behind them
         for node in {node for first in (self.root, *self.path) for node in first.below()}:
             if any(slot.visible and not slot.copied for slot in node.slots):
-                self._copy_what_users_see(node)
+                self._hand_out_copies(node)
 
-    def _copy_what_users_see(self, node: Node) -> None:
+    def _look_for_others(self, thread: int, piece: Piece) -> None:
+        """While outputs are copies: go back once all other threads have ended, or have not called for a while."""
+        if thread != self._last_caller:
+            self._last_caller, self._calls_alone = thread, 0
+            self._callers[thread] = threading.current_thread(), time.monotonic()
+        self._calls_alone += 1
+        if self._calls_alone % _LOOK:
+            return
+        now = time.monotonic()
+        self._callers[thread] = threading.current_thread(), now
+        self._callers = {ident: entry for ident, entry in self._callers.items() if entry[0].is_alive()}
+        idle = piece.limits.idle * self._returns
+        others = [last for ident, (_, last) in self._callers.items() if ident != thread]
+        if all(now - last >= idle for last in others):
+            self._unshare(thread, bool(others))
+
+    def _unshare(self, thread: int, idle: bool) -> None:
+        """One thread calls: outputs are handed out where they lie again, but for those that were seen held."""
+        if thread != self._first and any(node.alive() for node in self.path):
+            return  # outputs of the first thread, from before there were two
+        if idle:  # one that comes back is waited for longer
+            self._returns = min(2 * self._returns, _MOST_RETURNS)
+        self.shared, self.thread, self._caller = False, thread, threading.current_thread()
+        self._callers.clear()
+        self.counts["not shared any more"] += 1
+        log.info("one thread calls recordings of device %d again: outputs are no copies any more", self.device.index)
+        for node in {node for first in (self.root, *self.path) for node in first.below()}:
+            if any(slot.copied and slot.movable for slot in node.slots):
+                node.unbuild()  # it is built where it is needed
+                for slot in node.slots:
+                    slot.copied = slot.copied and not slot.movable  # what was seen held stays a copy
+
+    def _hand_out_copies(self, node: Node) -> None:
         for slot in node.slots:
             slot.copied = slot.copied or slot.visible
         if node.alive():
@@ -351,10 +414,9 @@ class Tree:
         finally:
             self.lock.acquire()
 
-    def patience(self, required: bool, limits: Limits | None = None) -> float:
+    def patience(self, required: bool, limits: Limits) -> float:
         """Seconds that a call waits for its turn."""
-        seconds = (limits or self.limits).patience
-        return max(_PATIENCE, seconds) if required else seconds
+        return max(_PATIENCE, limits.patience) if required else limits.patience
 
     def count_aside(self, piece: Piece, inputs: Sequence[object]) -> None:
         """Take note of a call that did not get its turn.  Raises `NotAllRecorded` where that is an error."""
@@ -422,7 +484,7 @@ class Tree:
         alive = [slot for node in self.path for slot in node.slots if slot.alive(self.device.use_count)]
         if any(not slot.visible or not slot.movable for slot in alive):
             return False
-        if self.shared and alive and threading.get_ident() != self.thread:
+        if self.shared and alive and threading.get_ident() != self._first:
             return False
         if len(self.path) >= function.piece.limits.depth:
             return True
@@ -795,7 +857,8 @@ class Tree:
         self._restart()
         self._unlink_all()
         self.lasting.clear()
-        self.shared, self.thread, self._caller = False, None, None
+        self.shared, self.thread, self._caller, self._returns = False, None, None, 1
+        self._callers.clear()
         self._not_before = 0.0
         self._shorten()
         self._leave_pools()

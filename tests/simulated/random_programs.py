@@ -305,6 +305,7 @@ class Program:
             failures=rng.choice([1, 2, 1000]),
             copied_bytes=rng.choice([0, 1 << 20]),
             unreplayed=rng.choice([1, 2, 4, 32]),
+            idle=rng.choice([0.0, 1e6]),
             patience=0.0,
         )
         self.device = SimulatedDevice(pool_bytes=rng.choice([1 << 11, 1 << 13, 1 << 13]))
