@@ -10,37 +10,26 @@ Invariant: inside `without_collections` nothing is collected, and one thread at 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 from collections.abc import Iterator
 
+from multigraph_backend import garbage
+
 _lock = threading.Lock()
-_paused = False  # whether collecting goes on when whoever is inside leaves
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Around `sys._current_frames()` and what is done with its answer."""
-    global _paused
-    with _lock:
-        _paused = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if _paused:
-                gc.enable()
-            _paused = False
+    with _lock, garbage.paused():
+        yield
 
 
 def _begin_anew() -> None:
     """In a forked process: whoever was inside is not there."""
-    global _lock, _paused
+    global _lock
     _lock = threading.Lock()
-    if _paused:
-        gc.enable()
-        _paused = False
 
 
 os.register_at_fork(after_in_child=_begin_anew)

@@ -107,12 +107,13 @@ def capture_anchor(
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream), generator_set_free(index, current) as free:
-        anchor.capture_begin(pool=cast(Any, pool), capture_error_mode="thread_local")
         try:
+            anchor.capture_begin(pool=cast(Any, pool), capture_error_mode="thread_local")
             free()
             flag.zero_()
         finally:
-            anchor.capture_end()
+            if _compat.is_capturing():  # whatever interrupts this, and whenever
+                anchor.capture_end()
     return flag
 
 

@@ -36,6 +36,11 @@ _OR_ERROR = "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR"
 PIECES = ("variants", "cudagraphs", "saved_tensors", "all")
 DEBUG_VARIABLE = "MULTIGRAPH_DEBUG"
 AIDS = ("poison",)
+#: limits of recordings, as in `cudagraphs.tree.Limits`, and the least that each may be
+LIMITS: Mapping[str, int] = {
+    "count": 1, "pool_bytes": 1, "depth": 1, "failures": 1, "copied_bytes": 0, "unreplayed": 1,
+    "idle": 0, "patience": 0,
+}  # fmt: skip
 
 
 class OptionsError(ValueError):
@@ -89,6 +94,7 @@ class Options:
         address stays what it is, for those who keep addresses (DLPack, `__cuda_array_interface__`, a captured graph)
     max_recordings: recordings of one piece, for the same sizes and after the same recording, before parameters that
         come at further addresses are copied at each call
+    limits: what recordings of this model may cost, by the names of `LIMITS`, sorted; in place of the process's
     inductor: patches of Inductor's configuration, sorted by name; those of the mode are among them
     saved_tensors: rules for what is saved for backward, the first that matches decides; none: nothing is packed
     saved_tensors_budget: how much may be saved for backward; then the rules say what may be done, and it how much of
@@ -108,6 +114,7 @@ class Options:
     record_small: bool = False
     copy_outputs: bool = False
     max_recordings: int = 5
+    limits: tuple[tuple[str, float | None], ...] = ()
     inductor: tuple[tuple[str, object], ...] = ()
     saved_tensors: tuple[Rule, ...] = ()
     saved_tensors_budget: Budget | None = None
@@ -123,8 +130,16 @@ class Options:
     @property
     def recording(self) -> tuple[object, ...]:
         """All that says what is recorded, and how."""
-        small, most, copies = self.record_small, self.max_recordings, self.copy_outputs
-        return self.cudagraphs, self.cut, self.safe, self.collectives, small, most, copies
+        return (
+            self.cudagraphs,
+            self.cut,
+            self.safe,
+            self.collectives,
+            self.record_small,
+            self.max_recordings,
+            self.copy_outputs,
+            self.limits,
+        )
 
     @property
     def packing(self) -> bool:
@@ -364,6 +379,33 @@ def _read_count(given: _Given) -> int:
     return given.value
 
 
+def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
+    if given.value is None:
+        return ()
+    if not isinstance(given.value, Mapping):
+        given.refuse(f"a mapping of {', '.join(LIMITS)} to numbers")
+    read: dict[str, float | None] = {}
+    for key, value in given.value.items():
+        if key not in LIMITS:
+            hint = did_you_mean(key, LIMITS) if isinstance(key, str) else ""
+            raise OptionsError(
+                f"option {given.option!r}: unknown limit {key!r}{hint}{given.origin}; limits: {', '.join(LIMITS)}"
+            )
+        here = _Given(f"{given.option}[{key!r}]", value, given.origin)
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if key in ("patience", "idle"):
+            if not (number or isinstance(value, float)) or not 0 <= cast(float, value) < math.inf:
+                here.refuse("a number of seconds from 0 on")
+            read[key] = float(cast(float, value))
+        elif key == "pool_bytes" and value is None:
+            read[key] = None
+        elif not number or cast(int, value) < LIMITS[key]:
+            here.refuse(f"a number from {LIMITS[key]} on" + (" or None" if key == "pool_bytes" else ""))
+        else:
+            read[key] = cast(int, value)
+    return tuple(sorted(read.items()))
+
+
 def _read_timeout(given: _Given) -> float | None:
     value = given.value
     if value is None:
@@ -462,6 +504,7 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "record_small": _read_flag,
     "copy_outputs": _read_flag,
     "max_recordings": _read_count,
+    "limits": _read_limits,
     "inductor": _read_inductor,
     "saved_tensors": _read_saved_tensors,
     "saved_tensors_budget": _read_budget,

@@ -42,8 +42,9 @@ class DeviceReport:
     """The recordings of one device.
 
     `moved`: outputs that were held when their memory was needed; `again`: recordings beyond the first of a function
-    after the same one; `evicted`: given up for others; `unprofitable`: given up because they did not pay; `tree`: one
-    line a recording, children indented below the one that they follow.
+    after the same one; `evicted`: given up for others; `unprofitable`: given up because they did not pay; `shared`: how
+    often several threads came to call; `copies`: whether all outputs are copies now because they do; `tree`: one line a
+    recording, children indented below the one that they follow.
     """
 
     device: int
@@ -54,6 +55,8 @@ class DeviceReport:
     failed: int
     evicted: int
     unprofitable: int
+    shared: int
+    copies: bool
     pieces: tuple[PieceReport, ...]
     tree: tuple[str, ...]
 
@@ -69,6 +72,9 @@ class DeviceReport:
         }
         if any(rare.values()):
             lines[0] += "; " + ", ".join(f"{count} {name}" for name, count in rare.items() if count)
+        if self.shared:
+            now = "all outputs are copies" if self.copies else "no more"
+            lines.append(f"  several threads called {self.shared} times; now: {now}")
         for piece in self.pieces:
             text = f"  {piece.label}: {piece.recordings} recorded, {piece.replays} replays"
             if piece.copied_inputs:
@@ -131,6 +137,8 @@ def of(tree: Tree) -> DeviceReport:
             failed=tree.counts["failed"],
             evicted=tree.counts["evicted"],
             unprofitable=tree.counts["not worth it"],
+            shared=tree.counts["shared"],
+            copies=tree.shared,
             pieces=tuple(_piece(piece, nodes) for piece in sorted(tree.pieces, key=lambda piece: piece.label)),
             tree=tuple(f"{'  ' * (node.depth - 1)}{_label(node)}: {node.calls} replays" for node in nodes),
         )
@@ -144,7 +152,7 @@ def _label(node: Node) -> str:
 
 def _piece(piece: Piece, nodes: list[Node]) -> PieceReport:
     mine = [node for node in nodes if node.function is not None and node.function.piece is piece]
-    reasons: Counter[str] = Counter()
+    reasons: Counter[str] = Counter(piece.reasons)
     for function in piece.functions.values():
         reasons.update({why: count for why, count in function.reasons.items() if why != FIRST_CALL})
     newest = mine[-1].recording if mine else None

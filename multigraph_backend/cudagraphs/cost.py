@@ -1,4 +1,4 @@
-"""Whether a recording pays: what its replays take, held against the code as it is.
+"""Whether a recording pays: what its replays take, held against the code as it is, and whether there are any.
 
 A replay costs the host the staging of inputs, a launch and the outputs, and the GPU the copies of inputs.  It saves the
 host's time for the code itself, which for a kernel or two is less.  All of it is measured: the code while it is
@@ -9,7 +9,13 @@ In:  those times.  Out: a verdict, once.  A piece that loses runs unrecorded fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.tree import Node
 
 REPLAYS = 8  # of which the quickest counts: the first loads the recording, others may wait for the device
 
@@ -42,3 +48,70 @@ class Trial:
             f"it does not pay: a replay takes {self.best:.1f} us{copying}, its code {self.code:.1f} us "
             "(record_small=True records it all the same)"
         )
+
+
+NOT_REPLAYED = (
+    "what was recorded of it was hardly replayed: a number among its inputs is another at each call, or calls come in "
+    "ever other orders (pass the number as a tensor, or round it up; limits={'unreplayed': ...} allows more recordings)"
+)
+
+_PLACES = 256  # that are remembered
+_SELDOM = 8  # times as often has a call to come again after each verdict against it
+_MOST = 512
+
+
+class Uses:
+    """Whether what is recorded of one piece is replayed.
+
+    A recording takes as long as several calls.  Where fewer than half as many replays as recordings came since the last
+    verdict, a call is recorded only when it has come several times at the same place: with the same numbers, after the
+    same recording.  At each further verdict against the piece it has to come more often, after one for it at once.
+    """
+
+    def __init__(self) -> None:
+        self.needed = 1
+        self._made = 0  # recordings since the last verdict
+        self._replays = 0  # until then
+        self._gone = 0  # replays of nodes that were given up
+        self._nodes: list[tuple[weakref.ref[Node], list[int]]] = []
+        self._places: OrderedDict[Hashable, int] = OrderedDict()
+
+    def wanted(self, place: Hashable, most: int) -> bool:
+        """Whether to record a call at `place`, which no recording answers; `most`: recordings before a verdict."""
+        if self._made >= most:
+            self._judge()
+        if self.needed == 1:
+            return True
+        times = self._places.pop(place, 0) + 1
+        if times >= self.needed:
+            return True
+        self._places[place] = times
+        if len(self._places) > _PLACES:
+            self._places.popitem(last=False)
+        return False
+
+    def _judge(self) -> None:
+        replays = self._count()
+        if 2 * (replays - self._replays) >= self._made:
+            self.needed = 1
+        else:
+            self.needed = 2 if self.needed == 1 else min(self.needed * _SELDOM, _MOST)
+        self._made, self._replays = 0, replays
+
+    def _count(self) -> int:
+        """Replays so far: of each recording those after the call that it was made for."""
+        self._gone += sum(final[0] for _, final in self._nodes if final)
+        self._nodes = [entry for entry in self._nodes if not entry[1]]
+        alive = (reference() for reference, _ in self._nodes)
+        return self._gone + sum(max(node.calls - 1, 0) for node in alive if node is not None)
+
+    def recorded(self, node: Node) -> list[int]:
+        """Note a recording; in what is returned its replays are left when it is given up."""
+        final: list[int] = []
+        self._made += 1
+        self._nodes.append((weakref.ref(node), final))
+        return final
+
+    def wasted(self) -> None:
+        """Note a recording that could not be kept."""
+        self._made += 1

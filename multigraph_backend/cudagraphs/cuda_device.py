@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import torch
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, garbage
 from multigraph_backend.allocator import process, statistics
 from multigraph_backend.allocator.recording_pool import ExtensionPool
-from multigraph_backend.cudagraphs import poison, staging
+from multigraph_backend.cudagraphs import bracket, poison, staging
 from multigraph_backend.cudagraphs.device import (
     Captured,
     CaptureFailed,
@@ -101,7 +101,7 @@ class CudaDevice:
     # ---------------------------------------------------------------- the pool
 
     def new_pool(self) -> None:
-        with torch.cuda.device(self.index):
+        with garbage.paused(), torch.cuda.device(self.index):
             # the capture of its anchor also sets right what a failed one leaves behind in the random number generators
             pool = self._make_pool(torch.cuda.CUDAGraph())
         if self.generation >= 0:
@@ -120,6 +120,12 @@ class CudaDevice:
 
         return ExtensionPool(installed.library, self.index, held)
 
+    def return_to(self, generation: int) -> None:
+        self._left[self.generation] = self._pool
+        self._pool, self.generation = self._left.pop(generation), generation
+        for later in [number for number in self._left if number > generation]:
+            self.leave(later)
+
     def leave(self, generation: int) -> None:
         self._left.pop(generation).leave()
 
@@ -132,8 +138,10 @@ class CudaDevice:
         assert isinstance(state, State)
         try:
             return self._pool.restore(state, blocks, owned)
-        except Exception as error:
+        except BaseException as error:
             self.new_pool()
+            if bracket.from_outside(error):
+                raise
             raise DeviceFailed(_first_line(error)) from error
 
     def pool_bytes(self) -> int:
@@ -157,11 +165,19 @@ class CudaDevice:
     ) -> Captured:
         try:
             return self._capture(function, outputs, random, generators)
-        except CaptureFailed:
-            raise
-        except Exception as error:  # a call of the driver around the capture failed: what it has done is not known
-            self.new_pool()
+        except CaptureFailed as error:
+            cause = error.__cause__
+            if cause is None or not bracket.from_outside(cause):
+                raise
+        except BaseException as error:  # a call of the driver around the capture failed, or was interrupted: what it
+            self.new_pool()  # has done is not known
+            if bracket.from_outside(error):
+                raise
             raise CaptureFailed(_first_line(error)) from error
+        try:
+            raise cause
+        finally:
+            del cause  # it holds this frame
 
     def _capture(
         self,
@@ -173,37 +189,30 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        problem: BaseException | None = None
-        broken = False
-        result: Any = None
         with _undisturbed(self.index), contextlib.ExitStack() as stack:
             current, uses = torch.cuda.current_stream(self.index), self._pool.uses()
             self._capture_stream.wait_stream(current)
+
+            def begin() -> None:
+                free = None if random else stack.enter_context(generator_set_free(self.index, current))
+                graph.capture_begin(pool=cast(Any, self._pool.id), capture_error_mode="thread_local")
+                if free is not None:
+                    free()
+
             with torch.cuda.stream(self._capture_stream):
-                try:
-                    free = None if random else stack.enter_context(generator_set_free(self.index, current))
-                    graph.capture_begin(pool=cast(Any, self._pool.id), capture_error_mode="thread_local")
-                    if free is not None:
-                        free()
-                    result = function()
-                except Exception as error:
-                    problem = error
-                try:
-                    graph.capture_end()
-                except Exception as error:
-                    problem, broken = problem or error, True
-                    if self.capturing():  # a stream that goes on capturing would spoil all that follows
-                        with contextlib.suppress(Exception):
-                            graph.capture_end()
+                outcome = bracket.captured(begin, function, graph.capture_end, self.capturing)
+                if outcome.broken:
                     graph.reset()  # lets go of the pool as far as it has it
                     self._pool.stop(uses)
                     self._broken.append(graph)  # the allocator of pinned memory may go on asking it what it captures
             current.wait_stream(self._capture_stream)
+        problem, broken, result = outcome.problem, outcome.broken, outcome.result
+        del outcome
         kept: dict[int, torch.UntypedStorage] = {}
         if problem is None:
             try:
                 kept = {storage.data_ptr(): storage for storage in (out.untyped_storage() for out in outputs(result))}
-            except Exception as error:
+            except BaseException as error:
                 problem = error
         freed = self._pool.freed()
         if problem is None:
@@ -214,6 +223,8 @@ class CudaDevice:
             result = None
             kept.clear()
             self._let_go(problem, broken)
+            if not bracket.from_outside(problem):
+                bracket.without_frames(problem)
             raise CaptureFailed(_first_line(problem)) from problem
         state = self._pool.adopt(kept.values())
         blocks = {address: storage.nbytes() for address, storage in kept.items()}
@@ -329,19 +340,13 @@ def _captures(streams: Iterable[int]) -> bool:
 def _undisturbed(index: int) -> Iterator[None]:
     """Around a capture: no garbage collection (it may free what must not be freed then), and cuBLAS workspaces inside
     the recording and nowhere else."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.device(index):
-            torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
+    with garbage.paused(), torch.cuda.device(index):
+        torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
+        _compat.clear_cublas_workspaces()
+        try:
+            yield
+        finally:
             _compat.clear_cublas_workspaces()
-            try:
-                yield
-            finally:
-                _compat.clear_cublas_workspaces()
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -177,6 +177,9 @@ class Device(Protocol):
     def new_pool(self) -> None:
         """Begin an empty pool, with the next generation; the old one stays until `leave`."""
 
+    def return_to(self, generation: int) -> None:
+        """Go on in an old pool that was not left, and leave all that were begun since, with nothing alive in them."""
+
     def leave(self, generation: int) -> None:
         """Give an old pool's memory back: nothing recorded in it is left, and nothing in it is alive."""
 

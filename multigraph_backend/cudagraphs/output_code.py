@@ -10,6 +10,7 @@ a process that gets the code from AOTAutograd's cache records again with the sam
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 import weakref
@@ -27,7 +28,8 @@ from multigraph_backend.cudagraphs.opened import Opened
 from multigraph_backend.cudagraphs.piece import MOST, Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec
-from multigraph_backend.cudagraphs.tree import Tree
+from multigraph_backend.cudagraphs.tree import Limits, Tree
+from multigraph_backend.cudagraphs.turns import Awaited, Call
 from multigraph_backend.distributed import watchdog
 from multigraph_backend.options import Options
 
@@ -74,6 +76,7 @@ class Wanted(NamedTuple):
     must_pay: bool
     most: int
     copies: bool = False
+    limits: tuple[tuple[str, float | None], ...] = ()
 
 
 class RecordedCode(_OutputCode):  # type: ignore[misc]
@@ -163,11 +166,19 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                 for number, part in enumerate(spec.pieces)
             ]
             self.inner.recursively_apply_fns(wrappers)
-            inner, lock = self.inner, tree.lock
+            inner, awaited, required = self.inner, Awaited(), self.wanted.required
+            limits = limits_of(tree, self.wanted.limits)
 
             def run(inputs: list[Any]) -> Any:
-                with lock:  # calls of other threads between the pieces of one call would be paths of their own
-                    return inner(inputs)
+                call = Call(tree)
+                try:
+                    if call.begin(awaited, tree.patience(required, limits())):
+                        return inner(inputs)
+                    return tree.as_it_is(inner, inputs)
+                finally:
+                    call.end()
+                    if tree.forgets:
+                        tree.forget()
 
             self.run = run
         self.pieces = tuple(pieces)
@@ -206,8 +217,17 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             must_pay=self.wanted.must_pay,
             most=self.wanted.most,
             copies=self.wanted.copies,
+            limits=limits_of(tree, self.wanted.limits),
         )
         return piece, piece if opened is None else opened.caller(piece)
+
+
+def limits_of(tree: Tree, asked: Sequence[tuple[str, float | None]]) -> Callable[[], Limits]:
+    """The limits of one model's recordings: those of the process now, but for what the model's options say."""
+    changes: dict[str, Any] = {"per_device" if name == "count" else name: value for name, value in asked}
+    if not changes:
+        return lambda: tree.limits
+    return lambda: dataclasses.replace(tree.limits, **changes)
 
 
 def _as_it_is(function: Any) -> Any:
@@ -229,7 +249,7 @@ def inner_compile(options: Options, label: str, how: How = "recorded") -> Callab
     rules = CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe), collectives=options.collectives)
     required = options.cudagraphs == "require" or bool(_compat.inductor_config.triton.cudagraph_or_error)
     pays = not (required or options.record_small)
-    wanted = Wanted(required, pays, options.max_recordings, options.copy_outputs)
+    wanted = Wanted(required, pays, options.max_recordings, options.copy_outputs, options.limits)
     return functools.partial(_compile_inner, rules, wanted, label)
 
 

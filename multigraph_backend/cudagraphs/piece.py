@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from multigraph_backend.cudagraphs.cost import Uses
+from multigraph_backend.cudagraphs.turns import Awaited, Call
+
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.recording import Boxed
-    from multigraph_backend.cudagraphs.tree import Node, Tree
+    from multigraph_backend.cudagraphs.tree import Limits, Node, Tree
 
 MOST = 5
+FUNCTIONS = 256  # that are kept without a recording
 
 _NONE: list[Node] = []
 
@@ -25,13 +29,14 @@ class Function:
     `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
     inputs that came at too many addresses.  `reasons` counts why calls ran unrecorded; `refused`: why none is recorded;
     `unprofitable`: because that costs more than it saves.
+    `nodes`: recordings of it that may be found; `needs`: bytes that one was seen to need of an empty pool.
     `recorded_at`: how often it was recorded at each depth of a step; `_places`: where its static inputs lay then.
     """
 
     def __init__(self, piece: Piece, key: tuple[Any, ...]) -> None:
         self.piece, self.key = piece, key
         self.called = False
-        self.failures = 0
+        self.failures = self.nodes = self.needs = 0
         self.refused: str | None = None
         self.unprofitable = False
         self.addresses: dict[int, int] = {}
@@ -63,6 +68,7 @@ class Piece:
     must_pay: whether a recording that costs more than it saves is given up.  most: recordings of one function after the
     same parent, or as deep in a step, before inputs at new addresses are copied.  groups: names of the process groups
     whose collectives it issues.  copies: whether what a user may hold is never memory of the pool, but a copy.
+    limits: tells its own, in place of the tree's.
     """
 
     def __init__(
@@ -85,8 +91,9 @@ class Piece:
         most: int = MOST,
         groups: Iterable[str] = (),
         copies: bool = False,
+        limits: Callable[[], Limits] | None = None,
     ) -> None:
-        self.tree, self.function = tree, function
+        self.tree, self.function, self._limits = tree, function, limits
         self.must_pay, self.most, self.copies = must_pay, most, copies
         self.names, self.label, self.random, self.required = tuple(names), label, random, required
         self.traces = tuple(traces) or (None,) * len(self.names)
@@ -104,38 +111,75 @@ class Piece:
         #: whether a function is called unrecorded first: until one was recorded, and always once that went wrong
         self.warms_up = True
         self.each_warms_up = False
+        self.awaited = Awaited()
+        self.uses = Uses()
+        self.reasons: Counter[str] = Counter()  # of functions that are not kept any more
         self._numbers: tuple[int, ...] | None = None
         tree.pieces.add(self)
         self._only: Function | None = None  # where no numbers are among the inputs
 
+    @property
+    def limits(self) -> Limits:
+        """What its recordings may cost."""
+        return self.tree.limits if self._limits is None else self._limits()
+
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         tree = self.tree
+        if tree.capturing():  # a recording of the caller's own: this becomes part of it
+            outputs = self.function(inputs)
+            return tree.copied_out(self, outputs) if self.copies else outputs
+        turns = tree.turns
         with tree.lock:
-            if tree.capturing():  # a recording of the caller's own: this becomes part of it
-                return tree.unrecorded(self, inputs)
-            function = self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
-            path, use_count = tree.path, tree.use_count
-            while path:
-                for slot in path[-1].watched:  # `Slot.alive`, without the call
-                    if use_count(slot.handle) > slot.base or getrefcount(slot.storage) > slot.refs:
-                        break
-                else:
-                    path.pop()
-                    continue
-                break
-            if (
-                tree.marks() == tree.mark
-                and tree.device_stream() == tree.stream
-                and (self.is_backward or get_ident() == tree.thread)
-            ) or tree.undisturbed(self):
-                nodes = (path[-1] if path else tree.root).children.get(function, _NONE)
-                for node in nodes:
-                    if node.ready and node.holds(inputs):
-                        if node is not nodes[0]:  # the next call is likely to be answered by the same one
-                            nodes.remove(node)
-                            nodes.insert(0, node)
-                        return node.run(inputs)
-            return tree.choose(function, inputs)
+            mine = not turns.aside if turns.owner is None else turns.owner == get_ident()
+            if mine:
+                function = self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
+                path, use_count = tree.path, tree.use_count
+                while path:
+                    for slot in path[-1].watched:  # `Slot.alive`, without the call
+                        if use_count(slot.handle) > slot.base or getrefcount(slot.storage) > slot.refs:
+                            break
+                    else:
+                        path.pop()
+                        continue
+                    break
+                if (
+                    tree.marks() == tree.mark
+                    and tree.device_stream() == tree.stream
+                    and (self.is_backward or get_ident() == tree.thread)
+                ) or tree.undisturbed(self):
+                    nodes = (path[-1] if path else tree.root).children.get(function, _NONE)
+                    for node in nodes:
+                        if node.ready and node.holds(inputs):
+                            if node is not nodes[0]:  # the next call is likely to be answered by the same one
+                                nodes.remove(node)
+                                nodes.insert(0, node)
+                            return node.run(node, inputs)
+                chosen = tree.choose(function, inputs)
+                if chosen is not None:
+                    return chosen.run(chosen, inputs)
+        if not mine:
+            return self._out_of_turn(inputs)
+        return self._as_it_is(inputs)
+
+    def _as_it_is(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run its code unrecorded."""
+        outputs: Sequence[Any] = self.tree.as_it_is(self.function, inputs)
+        return self.tree.copied_out(self, outputs) if self.copies else outputs
+
+    def _out_of_turn(self, inputs: list[Any]) -> Sequence[Any]:
+        """Another thread is in the midst of a call, or this one runs aside already."""
+        tree, call = self.tree, Call(self.tree)
+        try:
+            if call.begin(self.awaited, tree.patience(self.required, self.limits)):
+                return self(inputs)
+            tree.count_aside(self, inputs)
+            return self._as_it_is(inputs)
+        finally:
+            call.end()
+
+    def function_for(self, inputs: Sequence[Any]) -> Function:
+        """The one that these inputs ask for, made now if need be.  Under the tree's lock."""
+        return self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
 
     def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if self._numbers is None:
@@ -144,7 +188,20 @@ class Piece:
 
     def _new(self, inputs: Sequence[Any]) -> Function:
         key = self._key(inputs)
+        if len(self.functions) >= 2 * FUNCTIONS:
+            self._forget_functions()
         function = self.functions[key] = Function(self, key)
         if not key:
             self._only = function
         return function
+
+    def end(self) -> None:
+        """Nobody calls it any more: let go of what refers to it."""
+        self.functions.clear()
+        self._only = None
+
+    def _forget_functions(self) -> None:
+        """Keep those that are recorded, and of the others the newest: numbers may be others at each call."""
+        idle = [key for key, function in self.functions.items() if not function.nodes]
+        for key in idle[:-FUNCTIONS]:
+            self.reasons.update(self.functions.pop(key).reasons)

@@ -71,7 +71,7 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
         if address is None:
             function.failures += 1
             reason = f"input {piece.names[index]} is a {kind.__name__} on {inputs[index].device}"
-            raise NotRecorded(reason, always=function.failures >= tree.limits.failures, index=index)
+            raise NotRecorded(reason, always=function.failures >= piece.limits.failures, index=index)
         slot = slots.get(inputs[index].untyped_storage()._cdata) if slots else None
         if slot is not None and not slot.holds(address):  # its storage was resized, and is the user's own now
             slot = None

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
+_UNSETTLED = 1 << 60  # counts that none exceeds: nothing was handed out yet
 
 FIRST_CALL = "first call"
 
@@ -73,13 +74,16 @@ class Slot:
         self.visible = visible
         self.copied = False
         self.movable = True
-        self.put(storage)
-
-    def put(self, storage: torch.UntypedStorage) -> None:
-        """Let `storage` be the one over this memory."""
         self.storage = storage
         self.handle: int = storage._cdata
-        self.base = self.refs = 0
+        self.base = self.refs = _UNSETTLED
+
+    def put(self, storage: torch.UntypedStorage) -> None:
+        """Let `storage`, which cannot be moved, be the one over this memory: what was handed out has been moved."""
+        # in one statement, for an exception from outside may arrive between two
+        self.storage, self.handle, self.base, self.refs, self.movable, self.copied = (
+            storage, storage._cdata, _UNSETTLED, _UNSETTLED, False, self.visible,
+        )  # fmt: skip
 
     def settle(self, use_count: Callable[[int], int]) -> None:
         """Take the counts of now for those of nothing handed out."""
@@ -208,9 +212,10 @@ def record(
             given[index] = weakref.ref(args[index])
         owners.clear()
         nonlocal seconds
-        started = time.perf_counter()
-        result = list(piece.function(args))
-        seconds = time.perf_counter() - started
+        with piece.tree.unlocked():
+            started = time.perf_counter()
+            result = list(piece.function(args))
+            seconds = time.perf_counter() - started
         return result
 
     described: list[Output] = []

@@ -24,7 +24,7 @@ from multigraph_backend.cudagraphs.recording import Constant, Empty, OfInput, Of
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.tree import Node
 
-Run = Callable[[list[Any]], tuple[Any, ...]]
+Run = Callable[["Node", list[Any]], tuple[Any, ...]]
 Holds = Callable[[list[Any]], bool]
 
 _WORD = torch.int64
@@ -74,17 +74,18 @@ def _elsewhere(device: Device, recording: Recording, names: dict[str, Any]) -> l
 
 
 def build_run(device: Device, recording: Recording, node: Node) -> Run:
-    """The function for replaying `recording`, the one of `node`, which it appends to the path.
+    """The function for replaying `recording`, the one of `node`, which it is given and appends to the path: it does not
+    hold it, so that a node goes as soon as it is given up.
 
     Reads where its slots' storages are and which of them are copied, and settles their counts: nothing over the slots
     may be alive, and it is built anew when one of these changes.
     """
-    lines = ["def run(inputs):"]
-    names: dict[str, Any] = {"copy": device.copy, "launch": recording.graph.replay, "node": node}
+    lines = ["def run(node, inputs):"]
+    names: dict[str, Any] = {"copy": device.copy, "launch": recording.graph.replay}
     names.update(tree=node.tree, append=node.tree.path.append)
     if node.tree.poisons:
-        names.update(poison=functools.partial(poison.fill, node), own=recording.slots)
-        lines.append("    poison(())")
+        names.update(poison=poison.fill, own=recording.slots)
+        lines.append("    poison(node, ())")
     if recording.buffers:
         sources = []
         for number, (index, source) in enumerate(zip(recording.plan.copied, recording.sources, strict=True)):
@@ -95,7 +96,7 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
         lines.append(f"    stage({', '.join(sources)})")
     lines.append("    launch()")
     if node.tree.poisons:
-        lines.append("    poison(own)")
+        lines.append("    poison(node, own)")
     lines += _copies_of_slots(device, recording.slots, names)
     lines += _copies_of_inputs(device, recording, node, names)
     outputs = [_output(device, recording, number, names) for number in range(len(recording.outputs))]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from multigraph_backend import _compat, trace
 from multigraph_backend.allocator import process
 from multigraph_backend.cudagraphs.device import Device
 from multigraph_backend.cudagraphs.tree import Limits, Tree
-from multigraph_backend.options import debugging_aids
+from multigraph_backend.options import LIMITS, debugging_aids
 
 _lock = threading.Lock()
 _trees: dict[int, Tree] = {}
@@ -58,22 +58,43 @@ def trees() -> list[Tree]:
         return list(_trees.values())
 
 
-def limit_recordings(count: int | None = None, pool_bytes: int | None = None) -> None:
-    """Limit what recordings of this process may hold on each device, from the next recording on.
+def limit_recordings(
+    count: int | None = None,
+    pool_bytes: int | None = None,
+    *,
+    depth: int | None = None,
+    failures: int | None = None,
+    copied_bytes: int | None = None,
+    unreplayed: int | None = None,
+    idle: float | None = None,
+    patience: float | None = None,
+) -> None:
+    """Limit what recordings of this process may cost on each device, from the next recording on.
 
-    count: recordings, None for the default of 1024.  pool_bytes: bytes of device memory for their pool, None for no
-    limit.  The least recently used are given up first; each is made again when it is needed again.
+    count: recordings (1024).  pool_bytes: bytes of device memory for their pool; no limit.  Beyond `count` the least
+    recently used are given up; each is made again when it is needed again.  What does not fit into `pool_bytes` beside
+    what is there runs unrecorded.  depth: recordings that follow one another in a step (64).  failures: failed
+    recordings of one function before it is not tried again (2).  copied_bytes: bytes of inputs from which on their
+    copies are measured with care (16 MiB).  unreplayed: recordings of one piece, hardly replayed, before only what
+    comes again is recorded (32).  idle: seconds without a call of other threads after which outputs are no copies any
+    more (10).  patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it (1).
 
-    Raises ValueError for a number below 1.
+    What is None, or not named, has its default.  `options={"limits": {...}}` says the same of one model.
+    Raises ValueError for a number below what makes sense.
     """
     global _limits
-    for name, value in (("count", count), ("pool_bytes", pool_bytes)):
-        if value is not None and value < 1:
-            raise ValueError(f"limit_recordings: {name} must be a number from 1 on or None, got {value!r}")
+    given = {
+        "count": count, "pool_bytes": pool_bytes, "depth": depth, "failures": failures, "copied_bytes": copied_bytes,
+        "unreplayed": unreplayed, "idle": idle, "patience": patience,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None and not value >= LIMITS[name]:
+            raise ValueError(f"limit_recordings: {name} must be a number from {LIMITS[name]} on or None, got {value!r}")
+    changes: dict[str, Any] = {
+        "per_device" if name == "count" else name: value for name, value in given.items() if value is not None
+    }
     with _lock:
-        _limits = dataclasses.replace(
-            _limits, per_device=Limits.per_device if count is None else count, pool_bytes=pool_bytes
-        )
+        _limits = Limits(**changes)
         for entry in _trees.values():
             entry.limits = _limits
 

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, garbage
+from multigraph_backend.cudagraphs import bracket
 from multigraph_backend.cudagraphs.arena import ArenaState
 from multigraph_backend.cudagraphs.device import (
     Captured,
@@ -50,6 +51,8 @@ _POOL_DISTANCE = 1 << 40
 #: the calls that `fail_at` knows
 CALLS = ("capture_begin", "allocate", "launch", "capture_end", "replay", "copy", "restore", "storage_at", "move_out",
          "fresh_storage", "new_pool", "leave", "wait_for", "finish")  # fmt: skip
+#: those of them that the driver refuses while the stream of captures captures
+_REFUSED = frozenset({"capture_begin", "replay", "copy", "restore", "move_out", "fresh_storage", "new_pool", "finish"})
 #: those of them that allocate
 _ALLOCATING = frozenset({"allocate", "move_out", "fresh_storage", "new_pool"})
 
@@ -96,7 +99,11 @@ class SimulatedRecording:
 
 class SimulatedDevice:
     """A `Device`.  For tests beside it: `log`, `calls`, `fail_at`, `set_stream`, `behind`, `synchronize`, and the
-    switches."""
+    switches.
+
+    As with CUDA, whoever begins a capture has to end it: until then its stream captures, and the driver refuses most
+    calls.
+    """
 
     def __init__(self, pool_bytes: int = 1 << 20, granularity: int = 64) -> None:
         self.index = 0
@@ -121,8 +128,9 @@ class SimulatedDevice:
         #: by generation
         self._pools: dict[int, Pool] = {}
         self._memory = Memory()
-        self._recording_in: int | None = None  # the thread of a capture
-        self._failures: dict[str, int] = {}
+        self._recording_in: int | None = None  # the thread whose current stream is the one of captures
+        self._stream_captures = False
+        self._failures: dict[str, tuple[int, BaseException | None]] = {}
         self._thread = threading.local()
         self._owners: list[Mapped] = []
         #: work of the user's, by stream, that the device has not come to
@@ -135,11 +143,12 @@ class SimulatedDevice:
 
     # ---------------------------------------------------------------- for tests
 
-    def fail_at(self, call: str, after: int = 0) -> None:
-        """Let driver call `call` (one of `CALLS`) fail once, after it has worked `after` times."""
+    def fail_at(self, call: str, after: int = 0, error: BaseException | None = None) -> None:
+        """Let driver call `call` (one of `CALLS`) fail once, after it has worked `after` times; with `error`, if given,
+        as Ctrl-C does that arrives just before."""
         if call not in CALLS:
             raise ValueError(f"no driver call {call!r}; there are {', '.join(CALLS)}")
-        self._failures[call] = after
+        self._failures[call] = after, error
 
     def calls(self, call: str) -> list[Any]:
         """The details of each `call` in the log."""
@@ -292,6 +301,11 @@ class SimulatedDevice:
         base = _FIRST_POOL + self.generation * _POOL_DISTANCE
         self._pool = self._pools[self.generation] = Pool(base, self._capacity, self._granularity)
 
+    def return_to(self, generation: int) -> None:
+        self.generation, self._pool, self._owners = generation, self._pools[generation], []
+        for later in [number for number in self._pools if number > generation]:
+            self.leave(later)
+
     def leave(self, generation: int) -> None:
         if generation == self.generation:
             raise AssertionError("the pool in use is left")
@@ -313,31 +327,54 @@ class SimulatedDevice:
     ) -> Captured:
         pool, arena = self._pool, self._pool.arena
         pool.timeline.check(self.stream(), "capture")
-        if self._recording_in is not None:
+        if self._stream_captures:
             raise CaptureFailed(f"{NOT_CAPTURED}: a capture")
         self._memory.gather()
         state, high_water = arena.state(), arena.high_water
         recorder = Recorder(pool, self._memory, self._owners, self.is_on_device, self._driver)
-        try:
+
+        def begin() -> None:
             self._driver("capture_begin")
-            self._recording_in = threading.get_ident()
+            self._stream_captures = True
+
+        def run() -> Any:
             with recorder:
-                result = function()
-            blocks = recorder.finish(outputs(result))
+                return function()
+
+        def end() -> None:
             self._driver("capture_end")
-        except BaseException as error:
-            for handle in recorder.made:
-                self._memory.mapped.pop(handle, None)
-            arena.restore(state)
-            arena.high_water = high_water
-            if self.failures_spoil_the_pool:
-                self.new_pool()
-            if not isinstance(error, Exception):
-                raise
-            raise CaptureFailed(f"{type(error).__name__}: {error}") from error
+            self._stream_captures = False
+
+        self._recording_in = threading.get_ident()
+        try:
+            with garbage.paused():
+                outcome = bracket.captured(begin, run, end, lambda: self._stream_captures)
         finally:
             self._recording_in = None
-            self._owners = []
+        problem, result = outcome.problem, outcome.result
+        del outcome
+        blocks: dict[int, int] = {}
+        if problem is None:
+            try:
+                blocks = recorder.finish(outputs(result))
+            except BaseException as error:
+                problem = error
+        self._owners = []
+        if problem is not None:
+            del result
+            try:
+                for handle in recorder.made:
+                    self._memory.mapped.pop(handle, None)
+                arena.restore(state)
+                arena.high_water = high_water
+                if self.failures_spoil_the_pool:
+                    self.new_pool()
+                if bracket.from_outside(problem):
+                    raise problem
+                bracket.without_frames(problem)
+                raise CaptureFailed(f"{type(problem).__name__}: {problem}") from problem
+            finally:
+                del problem  # it holds this frame
         # what was freed of others holds their bytes until the recording is replayed
         pool.poison(recorder.touched, recorder.freed)
         self._memory.scatter()
@@ -386,12 +423,15 @@ class SimulatedDevice:
     def _driver(self, call: str, detail: Any = None) -> None:
         """What each call of the simulated driver passes: it is logged, and may fail."""
         self.log.append((call, detail))
-        if self._recording_in is not None and call in ("replay", "copy", "restore"):
+        if self._stream_captures and call in _REFUSED:
             raise DeviceFailed(f"{NOT_CAPTURED}: {call}")
         if call in self._failures:
-            self._failures[call] -= 1
-            if self._failures[call] < 0:
+            after, error = self._failures[call]
+            self._failures[call] = after - 1, error
+            if not after:
                 del self._failures[call]
+                if error is not None:
+                    raise error
                 raise (torch.OutOfMemoryError if call in _ALLOCATING else DeviceFailed)(f"injected failure of {call}")
 
 

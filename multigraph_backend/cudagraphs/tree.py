@@ -13,13 +13,17 @@ Invariants:
 - What is alive and in the way of a new step is moved out first, to memory of its own, under the tensors that the user
   holds.  What cannot be moved is never in the way: then the path goes on, or the call runs unrecorded.
 
-One lock guards all of it; a call holds it from the choice of a node to the launch.
+One lock guards all of it; a call holds it from the choice of a node to the launch, and never while code of the user
+runs; see `turns`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import heapq
+import itertools
 import logging
 import threading
 import time
@@ -27,22 +31,30 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from multigraph_backend import _compat, trace
-from multigraph_backend.cudagraphs import planning, recording, replay
+from multigraph_backend.cudagraphs import bracket, planning, recording, replay
+from multigraph_backend.cudagraphs.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
+from multigraph_backend.cudagraphs.turns import OUT_OF_TURN, Call, Turns
 from multigraph_backend.distributed import endings, groups
 from multigraph_backend.distributed.watchdog import Launched
 
 log = logging.getLogger(__name__)
 
+NO_ROOM = "the limit of the pool's bytes leaves no room for it (limit_recordings(pool_bytes=...))"
+
 # seconds that the device is waited for before outputs are moved: where it may wait for other ranks, and where not
 _PATIENCE, _PATIENCE_ALONE = 5.0, 60.0
 _RETRY = 100.0  # seconds until it is waited for again where that was in vain
+_LOOK = 8  # calls in a row of one thread, after which it is asked for the others
+_MOST_RETURNS = 64
+_NO_STREAM = -1  # so that the next call looks which streams it has to wait for
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,9 @@ class Limits:
     pool_bytes: bytes of the pool from which on recordings are given up for new ones; None: no limit
     failures: failed recordings of one function before it is not tried again
     copied_bytes: bytes of inputs from which on their copies count; fewer take no longer than a launch or two
+    unreplayed: recordings of one piece in a row, hardly replayed, before it is only recorded what comes again
+    idle: seconds without a call of all threads but one, after which that one's outputs are no copies any more
+    patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it
     """
 
     depth: int = 64
@@ -61,9 +76,15 @@ class Limits:
     pool_bytes: int | None = None
     failures: int = 2
     copied_bytes: int = 16 << 20
+    unreplayed: int = 32
+    idle: float = 10.0
+    patience: float = 1.0
 
 
-def _not_built(inputs: list[object]) -> tuple[object, ...]:
+_numbers = itertools.count()
+
+
+def _not_built(node: Node, inputs: list[object]) -> tuple[object, ...]:
     raise AssertionError("a recording was replayed before its code was built")
 
 
@@ -80,17 +101,24 @@ class Node:
 
     `state`: the pool of `generation` when it has run; `after`: addresses of what is allocated there then.
     `dead`: slots of earlier nodes whose memory it may write over and that no node between makes sure of.
+
+    Only parents hold nodes, and the path: a node that was given up goes at once, with its graph, and not when garbage
+    is collected.
     """
 
-    __slots__ = ("__weakref__", "after", "calls", "children", "dead", "depth", "destroyed", "function", "generation",
-                 "holds", "parent", "ready", "recording", "run", "slots", "state", "tree", "trial", "used",
-                 "watched")  # fmt: skip
+    __slots__ = ("__weakref__", "_parent", "after", "calls", "children", "dead", "depth", "destroyed", "final",
+                 "function", "generation", "holds", "number", "queued", "ready", "recording", "run", "slots", "state",
+                 "tree", "trial", "used", "watched")  # fmt: skip
 
     def __init__(
         self, tree: Tree, state: PoolState, parent: Node | None = None, function: Function | None = None,
         recording: Recording | None = None, dead: Sequence[Slot] = (), after: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        self.tree, self.state, self.parent, self.function, self.recording = tree, state, parent, function, recording
+        self.tree, self.state, self.function, self.recording = tree, state, function, recording
+        self._parent = None if parent is None else weakref.ref(parent)
+        self.number = next(_numbers)
+        self.queued = False
+        self.final: list[int] = []
         self.dead, self.after, self.generation = tuple(dead), after, tree.device.generation
         self.slots: tuple[Slot, ...] = tuple(recording.slots) if recording is not None else ()
         self.watched = self.slots  # those over which something may have been handed out
@@ -104,17 +132,10 @@ class Node:
         if recording is not None:
             self.holds = replay.build_holds(tree.device, recording, self.dead)
 
-    def _try(self, run: replay.Run, inputs: list[object]) -> tuple[object, ...]:
-        """Run it and see what it costs; after some calls, keep it or give it up."""
-        assert self.trial is not None
-        started = time.perf_counter()
-        outputs = run(inputs)
-        if self.trial.ran((time.perf_counter() - started) * 1e6):
-            self.run = run
-            loss, self.trial = self.trial.loss(), None
-            if loss is not None:
-                self.tree.give_up(self, loss)
-        return outputs
+    @property
+    def parent(self) -> Node | None:
+        """The node that it follows; None for the root, and where that one is gone."""
+        return None if self._parent is None else self._parent()
 
     def build(self) -> None:
         """Generate what runs; again when a slot has moved or is to be copied.  Nothing over its slots may be alive."""
@@ -125,7 +146,7 @@ class Node:
         self.run = _not_built  # drops what the old one held over the slots, before counts are taken
         self.run = replay.build_run(self.tree.device, self.recording, self)
         if self.trial is not None:
-            self.run = functools.partial(self._try, self.run)
+            self.run = functools.partial(_try, self.run)
         self.watched = tuple(slot for slot in self.slots if not slot.copied)
         self.ready = True
 
@@ -174,6 +195,19 @@ class Node:
             yield from (slot for slot, _ in self.recording.consumed)
 
 
+def _try(run: replay.Run, node: Node, inputs: list[object]) -> tuple[object, ...]:
+    """Run it and see what it costs; after some calls, keep it or give it up."""
+    assert node.trial is not None
+    started = time.perf_counter()
+    outputs = run(node, inputs)
+    if node.trial.ran((time.perf_counter() - started) * 1e6):
+        node.run = run
+        loss, node.trial = node.trial.loss(), None
+        if loss is not None:
+            node.tree.give_up(node, loss)
+    return outputs
+
+
 class Tree:
     """See the module's text.  One per device.
 
@@ -203,15 +237,29 @@ class Tree:
         #: addresses of parameters and buffers that forward pieces were recorded with
         self.lasting: set[int] = set()
         self._dropped: deque[Piece] = deque()
+        #: nodes without children, perhaps, by when they were last used, perhaps
+        self._leaves: list[tuple[int, int, weakref.ref[Node]]] = []
+        self._recorded_in: dict[int, weakref.WeakSet[Node]] = {}  # by generation
+        self._pool_bytes: dict[int, int] = {}  # by generation, where a limit asked for it
         self._not_before = 0.0  # when the device is next waited for
         self._busy = False
         self._seen = device.generation  # pools up to here are in _old, or were left
         self._old: set[int] = set()
         self._pool_used = False
-        self.stream = device.stream()
+        self.turns = Turns(self.lock)
+        self.stream = self._last_stream = device.stream()
+        self._streams: set[int] = set()  # others on which code has run since, as it is
+        self._running = 0  # calls of code as it is
+        self.forgets = False  # before anything else is recorded
         self.mark = marks()
         self.thread: int | None = None
         self._caller: threading.Thread | None = None
+        # while several threads call: each with its last call, about; who was alone before; who called last, how often
+        self._callers: dict[int, tuple[threading.Thread, float]] = {}
+        self._first: int | None = None
+        self._last_caller: int | None = None
+        self._calls_alone = 0
+        self._returns = 1  # doubled each time that a thread comes back
 
     # ---------------------------------------------------------------- every call
 
@@ -226,29 +274,87 @@ class Tree:
         """Let the caller's stream wait for what ran on the last one."""
         stream = self.device_stream()
         if stream != self.stream:
-            self.device.wait_for(self.stream)
-            self.stream = stream
+            self._wait_for_others(stream)
+            self._streams.clear()
+            self.stream = self._last_stream = stream
+
+    def _wait_for_others(self, stream: int) -> None:
+        for other in sorted({self._last_stream, *self._streams} - {stream}):
+            self.device.wait_for(other)
 
     def _attend(self, piece: Piece) -> None:
         """Take note of the stream and the thread that call."""
         self._follow_stream()
+        if piece.is_backward:  # autograd runs backwards in threads of its own
+            return
         thread = threading.get_ident()
-        if thread != self.thread and not piece.is_backward:  # autograd runs backwards in threads of its own
+        if self.shared:
+            self._look_for_others(thread, piece)
+        elif thread != self.thread:
             if self._caller is None or not self._caller.is_alive():  # a thread that warmed up, say
                 self.thread, self._caller = thread, threading.current_thread()
-            elif not self.shared:
-                self._share()
+            else:
+                self._share(thread)
 
-    def _share(self) -> None:
+    def _share(self, thread: int) -> None:
         """Several threads call: what one of them uses must not be moved or overwritten by another, so from now on users
         get copies, made while the lock is held."""
+        assert self.thread is not None
+        assert self._caller is not None
+        now = time.monotonic()
+        self._callers = {self.thread: (self._caller, now), thread: (threading.current_thread(), now)}
+        # of the first thread are outputs that are no copies; no thread's calls pass by `_attend` any more
+        self._first, self.thread, self._caller = self.thread, None, None
+        self._calls_alone = 0
+        self.counts["shared"] += 1
+        trace.count("shared_by_threads")
+        names = " and ".join(repr(caller.name) for caller, _ in self._callers.values())
+        trace.warn_once(
+            f"device {self.device.index}: shared",
+            "threads %s call recordings of device %d: all outputs are copies while both do; keep one thread to a "
+            "device, or let one that warms up end before the next begins",
+            names,
+            self.device.index,
+        )
         self.shared = True
         # on the path are also recordings that were given up, and those behind them
         for node in {node for first in (self.root, *self.path) for node in first.below()}:
             if any(slot.visible and not slot.copied for slot in node.slots):
-                self._copy_what_users_see(node)
+                self._hand_out_copies(node)
 
-    def _copy_what_users_see(self, node: Node) -> None:
+    def _look_for_others(self, thread: int, piece: Piece) -> None:
+        """While outputs are copies: go back once all other threads have ended, or have not called for a while."""
+        if thread != self._last_caller:
+            self._last_caller, self._calls_alone = thread, 0
+            self._callers[thread] = threading.current_thread(), time.monotonic()
+        self._calls_alone += 1
+        if self._calls_alone % _LOOK:
+            return
+        now = time.monotonic()
+        self._callers[thread] = threading.current_thread(), now
+        self._callers = {ident: entry for ident, entry in self._callers.items() if entry[0].is_alive()}
+        idle = piece.limits.idle * self._returns
+        others = [last for ident, (_, last) in self._callers.items() if ident != thread]
+        if all(now - last >= idle for last in others):
+            self._unshare(thread, bool(others))
+
+    def _unshare(self, thread: int, idle: bool) -> None:
+        """One thread calls: outputs are handed out where they lie again, but for those that were seen held."""
+        if thread != self._first and any(node.alive() for node in self.path):
+            return  # outputs of the first thread, from before there were two
+        if idle:  # one that comes back is waited for longer
+            self._returns = min(2 * self._returns, _MOST_RETURNS)
+        self.shared, self.thread, self._caller = False, thread, threading.current_thread()
+        self._callers.clear()
+        self.counts["not shared any more"] += 1
+        log.info("one thread calls recordings of device %d again: outputs are no copies any more", self.device.index)
+        for node in {node for first in (self.root, *self.path) for node in first.below()}:
+            if any(slot.copied and slot.movable for slot in node.slots):
+                node.unbuild()  # it is built where it is needed
+                for slot in node.slots:
+                    slot.copied = slot.copied and not slot.movable  # what was seen held stays a copy
+
+    def _hand_out_copies(self, node: Node) -> None:
         for slot in node.slots:
             slot.copied = slot.copied or slot.visible
         if node.alive():
@@ -258,11 +364,19 @@ class Tree:
 
     # ---------------------------------------------------------------- calls that no child of the path answers at once
 
-    def choose(self, function: Function, inputs: list[object]) -> Sequence[object]:
-        """Answer a call off the recorded paths: begin a new step, record, or run unrecorded."""
-        self._busy = True
+    def choose(self, function: Function, inputs: list[object]) -> Node | None:
+        """What answers a call off the recorded paths, beginning a new step or recording; None: the code, as it is."""
+        if function.unprofitable and function.refused is not None:  # at each call: no more than needs to be done
+            self._count_unrecorded(function, function.refused)
+            return None
+        call = Call(self)
         try:
+            taken = call.begin(function.piece.awaited, 0.0)
+            assert taken, "a call that is out of turn chose"
+            self._busy = True
             try:
+                if self.forgets:
+                    self._forget()
                 mark = self.marks()  # once: another thread may say meanwhile that a step begins
                 self._sweep()
                 self._attend(function.piece)
@@ -272,6 +386,8 @@ class Tree:
                 with _compat.without_torch_function():  # of inputs whose classes answer what is asked about them
                     node = self._node_for(function, inputs)
             except (NotRecorded, DeviceFailed, RuntimeError) as error:
+                if type(error) is not NotRecorded and bracket.from_outside(error):
+                    raise
                 reason = str(error) if isinstance(error, NotRecorded) else f"the driver failed: {error}"
                 if isinstance(error, NotRecorded) and error.always:
                     function.refused = reason
@@ -284,21 +400,71 @@ class Tree:
                 node = None
         finally:
             self._busy = False
-        return self.unrecorded(function.piece, inputs) if node is None else node.run(inputs)
+            call.end()
+        return node
 
-    def unrecorded(self, piece: Piece, inputs: list[object]) -> Sequence[object]:
-        """Run the code of `piece` as it is."""
-        outputs = piece.function(inputs)
-        if not piece.copies:
-            return outputs
-        slots = {slot.handle: slot for node in self.path for slot in node.slots}
-        taken: dict[int, torch.UntypedStorage] = {}
-        return [
-            replay.copied(self.device, None, output, taken)
-            if shown and _lies_in(slots, output, self.device)
-            else output
-            for output, shown in zip(outputs, piece.visible, strict=True)
-        ]
+    def as_it_is(self, code: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Run code unrecorded, without the lock.
+
+        Another thread may record and replay meanwhile.  What `code` reads of the pool stays alive until it has
+        launched all that reads it; and the next call on another stream waits for that.
+        """
+        began = False
+        held: list[torch.Tensor] = []
+        try:
+            with self.lock:
+                stream = self.device_stream()
+                if stream != self.stream:
+                    self._wait_for_others(stream)
+                if self.path:
+                    handles = {slot.handle for node in self.path for slot in node.slots}
+                    held += [
+                        value
+                        for value in inputs
+                        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in handles
+                    ]
+                self._running, began = self._running + 1, True
+            return code(inputs)
+        finally:
+            if began:
+                with self.lock:
+                    self._running -= 1  # first: Ctrl-C may arrive here too
+                    if stream != self.stream:
+                        self._streams.add(stream)
+                        self.stream = _NO_STREAM
+            del held
+
+    def copied_out(self, piece: Piece, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Outputs of unrecorded code with copies in place of what lies in the pool and a user may hold."""
+        with self.lock:
+            slots = {slot.handle: slot for node in self.path for slot in node.slots}
+            taken: dict[int, torch.UntypedStorage] = {}
+            return [
+                replay.copied(self.device, None, output, taken)
+                if shown and _lies_in(slots, output, self.device)
+                else output
+                for output, shown in zip(outputs, piece.visible, strict=True)
+            ]
+
+    @contextlib.contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Inside, the user's code runs in a capture: it is this thread's turn, and the lock is free."""
+        try:
+            self.lock.release()
+            yield
+        finally:
+            self.lock.acquire()
+
+    def patience(self, required: bool, limits: Limits) -> float:
+        """Seconds that a call waits for its turn."""
+        return max(_PATIENCE, limits.patience) if required else limits.patience
+
+    def count_aside(self, piece: Piece, inputs: Sequence[object]) -> None:
+        """Take note of a call that did not get its turn.  Raises `NotAllRecorded` where that is an error."""
+        with self.lock:
+            self._count_unrecorded(piece.function_for(inputs), OUT_OF_TURN)
+        if piece.required:
+            raise NotAllRecorded(f"{piece.label}: cudagraphs='require', but this call runs unrecorded: {OUT_OF_TURN}")
 
     def _node_for(self, function: Function, inputs: list[object]) -> Node:
         """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
@@ -318,12 +484,19 @@ class Tree:
             return found
         if not self._linked(parent):  # nothing would ever find what is recorded behind it
             raise NotRecorded("the recording that it follows was given up, and has outputs that are still alive")
-        if parent.depth >= self.limits.depth:
+        limits = function.piece.limits
+        if parent.depth >= limits.depth:
             raise NotRecorded(
                 f"{parent.depth} recordings follow one another in this step, whose outputs are still alive"
             )
+        if not function.piece.required and not function.piece.uses.wanted(
+            (parent.number, function.key), limits.unreplayed
+        ):
+            raise NotRecorded(NOT_REPLAYED)
         plan = planning.plan(self, parent, function, inputs, first)
-        self._make_room()
+        self._make_room(limits)
+        if limits.pool_bytes is not None:
+            self._find_room(function, inputs, plan, limits.pool_bytes)
         return self._record(parent, function, inputs, plan, first)
 
     def _child(self, parent: Node, function: Function, inputs: list[object]) -> Node | None:
@@ -357,9 +530,9 @@ class Tree:
         ]
         if any(not slot.visible or not slot.movable for slot in alive):
             return False
-        if self.shared and alive and threading.get_ident() != self.thread:
+        if self.shared and alive and threading.get_ident() != self._first:
             return False
-        if len(self.path) >= self.limits.depth:
+        if len(self.path) >= function.piece.limits.depth:
             return True
         for node in self.path:
             if node.function is function and node.recording is not None:
@@ -370,11 +543,11 @@ class Tree:
         return self._child(self.root, function, inputs) is not None
 
     def _restart(self) -> None:
-        """Begin a new step: move out what is alive, if all of it can be moved."""
+        """Begin a new step: move out what is alive, if all of it can be moved, and nobody is about to read it."""
         use_count = self.device.use_count
         alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
         held = [slot for _, slot in alive if slot.lies(self.device)]
-        if not all(slot.movable for slot in held) or (held and not self._settled()):
+        if not all(slot.movable for slot in held) or (alive and self._running) or (held and not self._settled()):
             return
         try:
             # any of the device's calls may fail: then those before are moved, and the path goes on
@@ -446,7 +619,9 @@ class Tree:
             for slot in node.slots
             if not slot.alive(use_count) and id(slot) not in surely_dead
         ]
-        again = function in parent.children
+        again = bool(parent.children.get(function))
+        limit = function.piece.limits.pool_bytes
+        had = self.device.reserved_bytes() if limit is not None else 0
         try:
             made = self._captured(function.piece, inputs, plan, state, alive)
         except NotRecorded as why:
@@ -456,12 +631,14 @@ class Tree:
                 function.piece.warms_up = function.piece.each_warms_up = True
                 raise NotRecorded(FIRST_CALL) from why
             function.failures += 1
-            why.always = why.always or function.failures >= self.limits.failures
+            why.always = why.always or function.failures >= function.piece.limits.failures
             raise
-        except Exception:
+        except BaseException:  # also Ctrl-C
             self._pool_used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
         function.piece.warms_up = function.piece.each_warms_up
+        if limit is not None:
+            self._stay_within(limit, had, function)
         if again:
             planning.note_again(function, parent.children[function], plan)
             self.counts["recorded again"] += 1
@@ -479,14 +656,18 @@ class Tree:
             self, made.state, parent, function, made, dead, (alive - freed) | {slot.address for slot in made.slots}
         )
         node.build()
+        self._recorded_in.setdefault(node.generation, weakref.WeakSet()).add(node)
         siblings = parent.children.setdefault(function, [])
         if len(siblings) < function.piece.most:  # what moves was seen to move elsewhere: one copying recording serves
             for other in [other for other in siblings if other.reads_in_place(function.copied)]:
                 self._unlink(other)
             siblings = parent.children.setdefault(function, [])
-        siblings.append(node)
-        self.size += 1
         self._pool_used = True
+        self.size += 1
+        siblings.append(node)
+        function.nodes += 1
+        node.final = function.piece.uses.recorded(node)
+        self._queue(node)
         self.counts["recordings"] += 1
         trace.count("recordings")
         if function.piece.groups:
@@ -506,7 +687,7 @@ class Tree:
             )
 
         copied = sum(value.nbytes for index in plan.copied if isinstance(value := inputs[index], torch.Tensor))
-        if not piece.must_pay or piece.groups or not copied or copied < self.limits.copied_bytes:
+        if not piece.must_pay or piece.groups or not copied or copied < piece.limits.copied_bytes:
             return capture()
         had = self.device.reserved_bytes()
         made = capture()
@@ -517,18 +698,98 @@ class Tree:
 
     # ---------------------------------------------------------------- giving recordings up
 
-    def _make_room(self) -> None:
+    def _make_room(self, limits: Limits) -> None:
         """Give up the least recently used recordings until there is room for one more."""
-        limit = self.limits.pool_bytes
-        while self.size >= self.limits.per_device or (limit is not None and self.size and self._over(limit)):
-            kept = {id(node) for node in self.path}
-            leaves = [node for node in self.root.below() if node.parent and not node.children and id(node) not in kept]
-            if not leaves:
-                break
-            self._unlink(min(leaves, key=lambda node: node.used))
+        while self.size >= limits.per_device and (node := self._least_used()) is not None:
+            self._unlink(node)
             self.counts["evicted"] += 1
             trace.count("evicted_recordings")
         self._leave_pools()  # the path stays: what is recorded next is recorded behind its last node
+
+    def _queue(self, node: Node) -> None:
+        """Let `_least_used` find a node, which has no children now."""
+        if node is not self.root and not node.queued:
+            node.queued = True
+            heapq.heappush(self._leaves, (node.used, node.number, weakref.ref(node)))
+
+    def _least_used(self) -> Node | None:
+        """The node without children, and not on the path, that was used least recently; it leaves the queue."""
+        on_path = {id(node) for node in self.path}
+        passed = []
+        found = None
+        while self._leaves and found is None:
+            used, number, reference = heapq.heappop(self._leaves)
+            node = reference()
+            if node is None or not self._linked(node):
+                continue
+            if node.children:  # it comes back when they are gone
+                node.queued = False
+            elif node.used != used:
+                heapq.heappush(self._leaves, (node.used, number, reference))
+            elif id(node) in on_path:
+                passed.append((used, number, reference))
+            else:
+                node.queued, found = False, node
+        for entry in passed:
+            heapq.heappush(self._leaves, entry)
+        return found
+
+    # ---------------------------------------------------------------- a limit of the pool
+
+    def _find_room(self, function: Function, inputs: list[object], plan: recording.InputPlan, limit: int) -> None:
+        """Raise `NotRecorded` where the pool would grow beyond `limit`.
+
+        What a pool has reserved it gives back as a whole, so nothing is gained by giving up recordings: what does not
+        fit is not recorded.  Where the pool is half full, a function is captured in a pool of its own first, to see how
+        much it needs.
+        """
+        if not function.needs and not function.piece.groups and 2 * sum(self._pool_bytes.values()) >= limit:
+            function.needs = self._needs(function.piece, inputs, plan)
+            if function.needs > limit:
+                function.piece.uses.wasted()
+        if function.needs:
+            use_count = self.device.use_count
+            alive = sum(slot.nbytes for node in self.path for slot in node.slots if slot.alive(use_count))
+            if alive + function.needs > limit:
+                raise NotRecorded(NO_ROOM)
+
+    def _needs(self, piece: Piece, inputs: list[object], plan: recording.InputPlan) -> int:
+        """Bytes of a pool that has room for one recording; 0 where it cannot be made."""
+        device, generation = self.device, self.device.generation
+        device.new_pool()
+        try:
+            plan = dataclasses.replace(plan, owned=())
+            made = recording.record(
+                device, piece, inputs, plan, lambda owned: device.restore(device.empty_state(), (), owned)
+            )
+            made.graph.reset()
+            del made
+            return device.pool_bytes()
+        except NotRecorded:  # as the recording proper will say
+            return 0
+        finally:
+            device.return_to(generation)
+
+    def _stay_within(self, limit: int, had: int, function: Function) -> None:
+        """After a capture, before which `had` bytes were reserved.  Where the pool has outgrown its limit all the same,
+        give up all that is in it.  Raises `NotRecorded` then."""
+        generation = self.device.generation
+        if self.device.reserved_bytes() > had or generation not in self._pool_bytes:
+            self._pool_bytes[generation] = self.device.pool_bytes()
+        total = sum(self._pool_bytes.values())
+        if total <= limit:
+            return
+        function.needs = max(function.needs, total)
+        function.piece.uses.wasted()
+        self.counts["evicted"] += self.size
+        for _ in range(self.size):
+            trace.count("evicted_recordings")
+        self._unlink_all()
+        self._pool_used = True
+        self._leave_pools()
+        raise NotRecorded(NO_ROOM)
+
+    # ---------------------------------------------------------------- giving recordings up for other reasons
 
     def give_up(self, node: Node, why: str) -> None:
         """Record no more what `node` recorded, which is still on the path."""
@@ -548,9 +809,12 @@ class Tree:
     def release_collectives(self, why: str, patience: float) -> int:
         """See `endings.Recordings`.  Their outputs stay as they are."""
         self.ending = why
+        until = time.monotonic() + patience
         if not self.lock.acquire(timeout=patience):
             return 0
         try:
+            if self._busy and not self.turns.wait_until_free(until - time.monotonic()):
+                return 0
             destroyed = 0
             for node in list(self.communicating):
                 if node.recording is None or node.destroyed:
@@ -577,7 +841,7 @@ class Tree:
             for node in self.communicating:
                 if node.function is not None and node.calls:
                     calls[node.function.piece.label] += node.calls
-            return Launched(calls, self.device.mark(self.stream) if calls else None)
+            return Launched(calls, self.device.mark(self._last_stream) if calls else None)
         finally:
             self.lock.release()
 
@@ -585,17 +849,26 @@ class Tree:
         """See `endings.Recordings`."""
         self.ending = None
 
-    def _over(self, limit: int) -> bool:
-        return self.device.pool_bytes() > limit
-
     def _unlink(self, node: Node) -> None:
-        assert node.parent is not None
         assert node.function is not None
-        siblings = node.parent.children[node.function]
+        parent = node.parent
+        assert parent is not None
+        siblings = parent.children[node.function]
         siblings.remove(node)
         if not siblings:
-            del node.parent.children[node.function]
-        self.size -= sum(1 for _ in node.below())
+            del parent.children[node.function]
+        for given_up in node.below():
+            assert given_up.function is not None
+            self.size -= 1
+            given_up.function.nodes -= 1
+            given_up.final.append(max(given_up.calls - 1, 0))
+        if not parent.children:
+            self._queue(parent)
+
+    def _unlink_all(self) -> None:
+        for nodes in list(self.root.children.values()):
+            for node in list(nodes):
+                self._unlink(node)
 
     def drop(self, pieces: Iterable[Piece]) -> None:
         """Give up all recordings of `pieces`, whose code is gone.  May be called at any time, from any thread."""
@@ -616,29 +889,39 @@ class Tree:
         for node in list(self.root.below()):
             if node.function is not None and node.function.piece in gone and self._linked(node):
                 self._unlink(node)
+        for piece in gone:  # nobody calls it any more
+            piece.end()
         self._shorten()
         self._leave_pools()
 
     def _linked(self, node: Node) -> bool:
-        while node.parent is not None:
-            if node.function is None or node not in node.parent.children.get(node.function, ()):
+        while node is not self.root:
+            parent = node.parent
+            if parent is None or node.function is None or node not in parent.children.get(node.function, ()):
                 return False
-            node = node.parent
+            node = parent
         return True
 
     def forget(self) -> None:
-        """Give up all recordings.  What is alive stays valid."""
+        """Give up all recordings.  What is alive stays valid.  While another thread is in the midst of a call, or a
+        recording is made, this is left to the end of that call, or to the next one that is not replayed."""
         with self.lock:
-            self._follow_stream()
-            self._restart()
-            for nodes in list(self.root.children.values()):
-                for node in list(nodes):
-                    self._unlink(node)
-            self.lasting.clear()
-            self.shared, self.thread, self._caller = False, None, None
-            self._not_before = 0.0
-            self._shorten()
-            self._leave_pools()
+            if self._busy or self.turns.owner not in (None, threading.get_ident()):
+                self.forgets = True
+                return
+            self._forget()
+
+    def _forget(self) -> None:
+        self._follow_stream()
+        self._restart()
+        self._unlink_all()
+        self.lasting.clear()
+        self.shared, self.thread, self._caller, self._returns = False, None, None, 1
+        self._callers.clear()
+        self._not_before = 0.0
+        self._shorten()
+        self._leave_pools()
+        self.forgets = False
 
     def _shorten(self) -> None:
         """Take off the path what is dead at its end."""
@@ -646,14 +929,15 @@ class Tree:
             self.path.pop()
 
     def _leave_pools(self) -> None:
-        """Give back the memory of pools in which nothing is recorded and nothing is on the path."""
+        """Give back the memory of pools of which no node is left: neither in the tree, nor on the path, nor behind one
+        there, where it may answer calls although that was given up."""
         if not self.size and self._pool_used:
             self.device.new_pool()
             self._pool_used = False
         self._old |= set(range(self._seen, self.device.generation))
         self._seen = self.device.generation
-        # behind the path's recordings are others that answer calls, also where these were given up
-        needed = {node.generation for first in (self.root, *self.path) for node in first.below() if node.parent}
-        for generation in self._old - needed:
+        for generation in [number for number in self._old if not self._recorded_in.get(number)]:
             self.device.leave(generation)
             self._old.remove(generation)
+            self._recorded_in.pop(generation, None)
+            self._pool_bytes.pop(generation, None)

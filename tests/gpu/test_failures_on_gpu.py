@@ -6,6 +6,7 @@ work, by putting a function that raises in its place.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +37,8 @@ class Injected(RuntimeError):
 class Failing:
     """Fails at one turn, counted from 0, before or after the call proper."""
 
-    def __init__(self, function: Callable[..., Any], turn: int, after: bool) -> None:
-        self.function, self.turn, self.after = function, turn, after
+    def __init__(self, function: Callable[..., Any], turn: int, after: bool, error: type[BaseException]) -> None:
+        self.function, self.turn, self.after, self.error = function, turn, after, error
         self.turns = 0
 
     def method(self) -> Callable[..., Any]:
@@ -49,7 +50,7 @@ class Failing:
             return self.function(*args, **kwargs)
         if self.after:
             self.function(*args, **kwargs)
-        raise Injected(f"turn {turn}")
+        raise self.error(f"turn {turn}")
 
     @property
     def failed(self) -> bool:
@@ -88,7 +89,7 @@ def test_each_turn_of_a_driver_call_may_fail(
         with torch.no_grad():
             f(torch.randn(16, 32, device=CUDA), w)
             g(torch.randn(16, 32, device=CUDA))
-        failing = Failing(getattr(owner, name), turn, after)
+        failing = Failing(getattr(owner, name), turn, after, Injected)
         held = []
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(owner, name, failing.method())
@@ -108,6 +109,89 @@ def test_each_turn_of_a_driver_call_may_fail(
         healthy()
     assert reached >= 1
     assert tree_counts("recordings") > 0
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("owner", "name"), DRIVER, ids=[name for _, name in DRIVER])
+def test_each_turn_of_a_driver_call_may_be_interrupted(
+    owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = runtime.tree(0)
+    monkeypatch.setattr(tree, "poisons", tree.poisons and name != "storage_at")
+    w = torch.randn(32, 32, device=CUDA)
+    reached = 0
+    for turn in range(4):
+        fresh()
+        f = compiled(chain)
+        with torch.no_grad():
+            f(torch.randn(16, 32, device=CUDA), w)
+        failing = Failing(getattr(owner, name), turn, after, KeyboardInterrupt)
+        interrupted = 0
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(owner, name, failing.method())
+            for _ in range(4):
+                x = torch.randn(16, 32, device=CUDA)
+                try:
+                    y = f(x, w)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                    continue
+                close(y, chain(x, w))
+        assert interrupted == failing.failed
+        reached += failing.failed
+        assert not torch.cuda.is_current_stream_capturing()
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.randn(16, 32, device=CUDA)
+                close(f(x, w), chain(x, w))
+        healthy()
+    assert reached >= 1
+    assert tree_counts("recordings") > 0
+
+
+class Late(Exception):
+    """What the handler of an alarm raises."""
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, Late)])
+def test_a_signal_inside_of_a_capture_reaches_the_caller_and_all_goes_on(
+    number: signal.Signals, error: type[BaseException]
+) -> None:
+    name = f"multigraph_test::signalled_{number.name.lower()}"
+    signals = [False]
+
+    @torch.library.custom_op(name, mutates_args=())
+    def signalled(x: torch.Tensor) -> torch.Tensor:
+        if signals[0]:
+            signal.raise_signal(number)
+        return x * 3
+
+    signalled.register_fake(lambda x: torch.empty_like(x))
+
+    def late(*_: object) -> None:
+        raise Late
+
+    before = signal.signal(number, late if error is Late else signal.default_int_handler)
+    try:
+        fresh()
+        run = compiled(lambda x: signalled(x + 1) * 2, safe=[name])
+        x = torch.randn(64, device=CUDA)
+        close(run(x), (x + 1) * 6)
+        recorded = tree_counts("recordings")
+        signals[0] = True
+        with pytest.raises(error):
+            run(x)
+        signals[0] = False
+        assert tree_counts("recordings") == recorded
+        assert not torch.cuda.is_current_stream_capturing()
+        torch.cuda.synchronize()
+        healthy()
+        for _ in range(3):
+            x = torch.randn(64, device=CUDA)
+            close(run(x), (x + 1) * 6)
+        assert tree_counts("recordings") > recorded
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_thousand_failed_captures_leak_nothing() -> None:

@@ -384,6 +384,44 @@ def test_eight_threads_share_one_set_of_recordings() -> None:
     assert seen.recordings <= 3
 
 
+@pytest.mark.parametrize("safe", [False, True], ids=["between recordings", "inside of a recording"])
+def test_an_operator_waits_for_a_thread_that_calls_compiled_code(safe: bool) -> None:
+    name = f"multigraph_test::waits_{'inside' if safe else 'between'}"
+    waits = [True]
+    given = torch.randn(8, device=CUDA)  # a capture with an operator that may draw random numbers has the generator
+
+    @torch.library.custom_op(name, mutates_args=())
+    def waiting(x: torch.Tensor) -> torch.Tensor:
+        def work() -> None:
+            with torch.no_grad():
+                y = given * 2
+                close(other(y), y.cos() + 1)
+
+        if waits[0]:
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive(), "it never returns"
+        return x * 3
+
+    waiting.register_fake(lambda x: torch.empty_like(x))
+    other = compiled(lambda y: y.cos() + 1)
+    run = compiled(lambda x: waiting(x.sin()) - 1, safe=[name] if safe else [])
+    seen = Recorded()
+    with torch.no_grad():
+        for _ in range(2):
+            other(torch.randn(8, device=CUDA))
+        for _ in range(4):
+            x = torch.randn(8, device=CUDA)
+            close(run(x), x.sin() * 3 - 1)
+        waits[0] = False
+        for _ in range(2):
+            x = torch.randn(8, device=CUDA)
+            close(run(x), x.sin() * 3 - 1)
+            close(other(x), x.cos() + 1)
+    assert seen.recordings >= 2
+
+
 def test_a_copy_from_unpinned_memory_leaves_the_process_healthy() -> None:
     @torch.library.custom_op("multigraph_test::table", mutates_args=())
     def table(x: torch.Tensor) -> torch.Tensor:
@@ -565,6 +603,35 @@ def test_recordings_stay_within_their_limits() -> None:
         assert tree_counts("evicted") > 0
     finally:
         multigraph_backend.limit_recordings()
+
+
+def test_what_does_not_fit_the_limit_of_bytes_runs_unrecorded_and_the_rest_stays() -> None:
+    fresh()
+    run = compiled(lambda x: torch.softmax(x @ x.t(), -1), specialize=[])
+    multigraph_backend.limit_recordings(pool_bytes=64 << 20)
+    evicted = tree_counts("evicted")
+    try:
+        for _ in range(3):
+            for size in (64, 128, 256, 512, 8192, 1024, 8256):
+                x = torch.randn(size, 64, device=CUDA)
+                close(run(x), torch.softmax(x @ x.t(), -1))
+        tree = runtime.tree(0)
+        assert tree.size >= 5
+        assert tree_counts("evicted") - evicted <= 5
+        assert tree.device.pool_bytes() <= 64 << 20
+    finally:
+        multigraph_backend.limit_recordings()
+
+
+def test_a_number_that_grows_at_each_call_is_recorded_no_more() -> None:
+    def at(x: torch.Tensor, position: int) -> torch.Tensor:
+        return torch.softmax(x, -1) * position
+
+    run, seen = compiled(at, specialize=[]), Recorded()
+    for position in range(2, 202):
+        x = torch.randn(8, 64, device=CUDA)
+        close(run(x, position), at(x, position))
+    assert seen.recordings <= 40
 
 
 def test_meta_tensors_are_no_reason_to_skip() -> None:

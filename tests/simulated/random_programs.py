@@ -17,6 +17,7 @@ Values are whole numbers below 251 in floating point: exact in every order of ad
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import queue
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first kernel without memory would import it, in the midst of a program
 
+from multigraph_backend import frames
 from multigraph_backend.cudagraphs.device import DeviceFailed
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.simulated import CALLS, SimulatedDevice
@@ -40,10 +42,20 @@ from tests.simulated.pieces import boxed
 MODULUS = 251
 #: driver calls whose failure a caller gets to see: the recording was made, and its launch fails
 RAISING = frozenset({"replay", "copy", "fresh_storage", "wait_for"})
+#: seconds after which a call is taken for one that never returns; and the thread that waits within a call takes longer
+LONG = 10.0
+#: threads of autograd, and of calls that other calls wait for
+AUTOGRAD, WITHIN = 9, 20
+#: those that happen between a capture's begin and its end
+IN_CAPTURES = frozenset({"allocate", "launch", "capture_end"})
 
 
 class Wrong(AssertionError):
     """The runtime did what the plain program does not."""
+
+
+class Alarm(BaseException):
+    """What a program is interrupted by, as by Ctrl-C."""
 
 
 # ---------------------------------------------------------------- pieces
@@ -192,7 +204,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._queues: dict[int, queue.SimpleQueue[Any]] = {}
-        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._done: dict[int, queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
 
     def run(self, number: int, work: Callable[[], Any]) -> Any:
@@ -200,18 +212,22 @@ class Threads:
         if number == 0:
             return work()
         if number not in self._queues:
-            self._queues[number] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(self._queues[number],), daemon=True)
+            self._queues[number], self._done[number] = queue.SimpleQueue(), queue.SimpleQueue()
+            queues = self._queues[number], self._done[number]
+            thread = threading.Thread(target=self._serve, args=queues, daemon=True)
             thread.start()
             self._threads.append(thread)
         self._queues[number].put(work)
         del work
-        result, error = self._done.get()
+        try:
+            result, error = self._done[number].get(timeout=LONG)
+        except queue.Empty:
+            raise Wrong("a call never returns") from None
         if error is not None:
             raise error
         return result
 
-    def _serve(self, todo: queue.SimpleQueue[Any]) -> None:
+    def _serve(self, todo: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any]) -> None:
         while (work := todo.get()) is not None:
             result, error = None, None
             try:
@@ -219,7 +235,7 @@ class Threads:
             except BaseException as caught:
                 error = caught
             del work
-            self._done.put((result, error))
+            done.put((result, error))
             del result, error
 
     def close(self) -> None:
@@ -300,6 +316,9 @@ class Program:
             pool_bytes=rng.choice([None, None, 512, 2048]),
             failures=rng.choice([1, 2, 1000]),
             copied_bytes=rng.choice([0, 1 << 20]),
+            unreplayed=rng.choice([1, 2, 4, 32]),
+            idle=rng.choice([0.0, 1e6]),
+            patience=0.0,
         )
         self.device = SimulatedDevice(pool_bytes=rng.choice([1 << 11, 1 << 13, 1 << 13]))
         self.device.failures_spoil_the_pool = rng.random() < 0.3
@@ -339,6 +358,10 @@ class Program:
         self.busy: dict[int, bool] = {}
         self.thread = self.at = 0
         self._interruption: list[Any] = []
+        self.waiting = rng.choice([0.0, 0.0, 0.0, 0.3])
+        self._within: Callable[[], None] | None = None
+        self._looking: contextlib.AbstractContextManager[None] | None = None
+        self._collects = gc.isenabled()
         self._driver = self.device._driver
         self.device._driver = self._interrupted  # type: ignore[method-assign]
 
@@ -355,7 +378,7 @@ class Program:
         """A piece of `shape`, at `at` in place of another."""
         content = torch.arange(5.0)
         constant, other = content.clone(), content.clone()
-        function = body(shape, constant)
+        function = self._with_calls_within(body(shape, constant))
         piece = Piece(
             self.tree,
             boxed(function),
@@ -383,6 +406,17 @@ class Program:
         else:
             self.pieces[at], self.functions[at] = piece, body(shape, other)
 
+    def _with_calls_within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, which at times waits first for a thread that calls another piece."""
+
+        def run(*args: Any) -> Any:
+            within, self._within = self._within, None
+            if within is not None:
+                within()
+            return function(*args)
+
+        return run
+
     def note(self, text: str) -> None:
         self.steps.append(text)
         if self._say:
@@ -402,11 +436,16 @@ class Program:
                     self._call(self._choose())
                     self.check()
                 self._end()
-        except Exception as error:
+        except (Exception, Alarm) as error:
             steps = "\n  ".join(self.steps)
             raise Wrong(f"{type(error).__name__}: {error}\n{self.limits}\n  {steps}") from error
         finally:
             self.threads.close()
+            if self._looking is not None:
+                self._look()
+        if gc.isenabled() != self._collects:
+            gc.enable()
+            raise Wrong("the garbage collector is not as it was")
         return self.counts
 
     def _choose(self) -> int:
@@ -444,14 +483,15 @@ class Program:
             yield rng.choice([functools.partial(self._replace, at), self._forget, self._collect])
         if rng.random() < self.trouble:
             call, after = rng.choice(CALLS), rng.choice([0, 0, 0, 1, 2, 5])
-            self.note(f"{call} is to fail after {after}")
-            self.device.fail_at(call, after)
+            alarm = rng.random() < 0.3
+            self.note(f"{call} is to {'be interrupted' if alarm else 'fail'} after {after}")
+            self.device.fail_at(call, after, Alarm("injected") if alarm else None)
         if self.trouble and self.other.random() < 0.1:
             call = self.other.choice(["finish", "move_out"])  # a program moves seldom
             self.note(f"{call} is to fail")
             self.device.fail_at(call)
         if rng.random() < self.meddling:
-            self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect"])]
+            self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect", "frames"])]
 
     def _work_beside(self, name: int, writes: bool) -> None:
         """Work on a stream of the user's own, with a tensor that he holds until he has waited for it."""
@@ -580,7 +620,7 @@ class Program:
     def _unless_injected(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except (DeviceFailed, torch.OutOfMemoryError) as error:
+        except (DeviceFailed, torch.OutOfMemoryError, Alarm) as error:
             if "injected" not in str(error):
                 raise
 
@@ -608,6 +648,8 @@ class Program:
                 other = threading.Thread(target=self._meanwhile, args=(what,))
                 other.start()
                 other.join()
+        if call in IN_CAPTURES and gc.isenabled():
+            raise Wrong("garbage may be collected inside of a capture")
         self._driver(call, detail)
 
     def _meanwhile(self, what: str) -> None:
@@ -617,9 +659,20 @@ class Program:
             self.marks -= 1
         elif what == "collect":
             gc.collect()
+        elif what == "frames":
+            self._look()
         else:
             for name in list(self.plain.values)[::2]:
                 self._drop(name)
+
+    def _look(self) -> None:
+        """Another thread begins to look at frames, or ends."""
+        if self._looking is None:
+            self._looking = frames.without_collections()
+            self._looking.__enter__()
+        else:
+            self._looking.__exit__(None, None, None)
+            self._looking = None
 
     # ---------------------------------------------------------------- a call
 
@@ -746,21 +799,29 @@ class Program:
             self._drop_handed(name)
         torch.manual_seed(seed)
         self.recorded.generator.manual_seed(seed)
-        before, self.thread = self.thread, 9 if backward_thread else self.thread
+        if not (captures or self.thread == WITHIN) and rng.random() < self.waiting:
+            within = rng.randrange(len(self.pieces)), random.Random(rng.random()), seed
+            self._within = functools.partial(self._call_within, *within)
+        before = self.thread
+        if backward_thread and self.thread != WITHIN:
+            self.thread = AUTOGRAD
         try:
             outputs = self._on_device(functools.partial(self.pieces[at], args))
-        except (DeviceFailed, torch.OutOfMemoryError) as error:
+        except (DeviceFailed, torch.OutOfMemoryError, Alarm) as error:
             fired = {call for call in pending if call not in self.device._failures}
-            if not fired & RAISING:
+            if not (isinstance(error, Alarm) or fired & RAISING):
                 raise
             self.counts["calls that raised"] += 1
+            self.counts["calls that were interrupted"] += isinstance(error, Alarm)
+            if self.device._stream_captures:
+                raise Wrong("the stream goes on capturing") from error
             self.note(f"raised {error}")
             error.__traceback__ = None
             self._as_it_is(shape, args, plain_args)
             args.clear()
             outputs = None
         finally:
-            self.thread = before
+            self.thread, self._within = before, None
             self.device.user_captures = False
         for call in pending:
             self.counts[f"failures of {call}"] += call not in self.device._failures
@@ -781,6 +842,19 @@ class Program:
                     self.hidden.add(name)
             elif output != value:
                 raise Wrong(f"{output} for {value}")
+
+    def _call_within(self, at: int, rng: random.Random, seed: int) -> None:
+        """A call in a thread that the code of another call waits for."""
+        states = self.rng, self.thread
+        self.rng, self.thread = rng, WITHIN
+        self.counts["calls that others waited for"] += 1
+        self.note("meanwhile, waited for:")
+        try:
+            self.threads.run(WITHIN + 1, functools.partial(self._call, at))
+        finally:
+            self.rng, self.thread = states
+            torch.manual_seed(seed)
+            self.recorded.generator.manual_seed(seed)
 
     def _drop_handed(self, name: int) -> None:
         for side in (self.recorded, self.plain):

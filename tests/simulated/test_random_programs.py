@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
@@ -12,11 +13,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from multigraph_backend.cudagraphs import planning, recording, replay
+from multigraph_backend import garbage
+from multigraph_backend.cudagraphs import bracket, planning, recording, replay
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import Slot
 from multigraph_backend.cudagraphs.simulated import CALLS, SimulatedDevice
-from multigraph_backend.cudagraphs.tree import Tree
+from multigraph_backend.cudagraphs.tree import Node, Tree
 from tests.simulated.random_programs import Wrong, run
 
 SLICE = range(100)
@@ -50,7 +52,8 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "recordings with managed inputs": 10,
         "recordings with inputs that die in them": 5,
         "recordings that hand out copies": 20,
-        "programs with several threads": 20,
+        "shared": 20,
+        "not shared any more": 5,
         "waits between streams": 100,
         "storages held alone": 50,
         "views of held outputs": 100,
@@ -62,7 +65,9 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "pieces dropped": 10,
         "calls in a capture of the caller": 20,
         "interruptions": 50,
+        "calls that others waited for": 50,
         "calls that raised": 10,
+        "calls that were interrupted": 10,
         "changed: an output": 20,
         "changed: a parameter or buffer": 50,
         "changed: the user's, again": 10,
@@ -181,6 +186,63 @@ def _given_up_recordings_get_children(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tree, "_linked", lambda tree, node: True)
 
 
+def _only_errors_end_a_capture(patch: pytest.MonkeyPatch) -> None:
+    def captured(
+        begin: Callable[[], object], function: Callable[[], object], end: Callable[[], object], _: Callable[[], bool]
+    ) -> bracket.Outcome:
+        outcome = bracket.Outcome()
+        try:
+            begin()
+            outcome.result = function()
+        except Exception as error:
+            outcome.problem = error
+        with contextlib.suppress(Exception):
+            end()
+        return outcome
+
+    patch.setattr(bracket, "captured", captured)
+
+
+def _each_has_a_switch_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def paused() -> Iterator[None]:
+        on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if on:
+                gc.enable()
+
+    patch.setattr(garbage, "paused", paused)
+
+
+def _the_lock_is_held_while_code_runs(patch: pytest.MonkeyPatch) -> None:
+    as_it_is = Tree.as_it_is
+
+    def locked(tree: Tree, code: Callable[..., object], inputs: list[object]) -> object:
+        with tree.lock:
+            return as_it_is(tree, code, inputs)
+
+    patch.setattr(Tree, "as_it_is", locked)
+    patch.setattr("tests.simulated.random_programs.LONG", 2.0)
+
+
+def _pools_are_left_with_recordings_in_them(patch: pytest.MonkeyPatch) -> None:
+    leave = Tree._leave_pools
+
+    def leaves(tree: Tree) -> None:
+        tree._recorded_in.clear()
+        leave(tree)
+
+    patch.setattr(Tree, "_leave_pools", leaves)
+
+
+def _what_is_given_up_is_not_given_up_below(patch: pytest.MonkeyPatch) -> None:
+    below = Node.below
+    patch.setattr(Node, "below", lambda node: iter([node]) if node.parent else below(node))
+
+
 MUTANTS = [
     _nothing_moves_out,
     _storages_alone_are_not_seen,
@@ -198,6 +260,11 @@ MUTANTS = [
     _given_up_pools_stay,
     _failures_are_not_contained,
     _given_up_recordings_get_children,
+    _only_errors_end_a_capture,
+    _each_has_a_switch_of_its_own,
+    _the_lock_is_held_while_code_runs,
+    _pools_are_left_with_recordings_in_them,
+    _what_is_given_up_is_not_given_up_below,
 ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,8 +15,12 @@ import pytest
 from expecttest import assert_expected_inline
 
 import multigraph_backend
-from multigraph_backend.options import Options, OptionsError
+from multigraph_backend.cudagraphs import runtime
+from multigraph_backend.cudagraphs.output_code import limits_of
+from multigraph_backend.cudagraphs.tree import Limits
+from multigraph_backend.options import LIMITS, Options, OptionsError
 from multigraph_backend.predicates import And, Eq, In, MultipleOf, Range
+from tests.simulated.pieces import Bench, call_right, values
 
 KNOBS: dict[str, tuple[object, type | None]] = {
     "max_autotune": (False, bool),
@@ -68,7 +74,7 @@ def test_defaults() -> None:
     assert build() == Options() == build({}) == build(mode="default") == build({"inductor": {}})
     assert_expected_inline(
         repr(Options()),
-        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, inductor=(), saved_tensors=(), saved_tensors_budget=None, mode=None)""",  # noqa: E501
+        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, limits=(), inductor=(), saved_tensors=(), saved_tensors_budget=None, mode=None)""",  # noqa: E501
     )
 
 
@@ -126,11 +132,11 @@ def test_unknown_options() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
-unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
-unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
-unknown option 'zzz'; valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode
-unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, inductor, saved_tensors, saved_tensors_budget, mode""",  # noqa: E501
+unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode
+unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode
+unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode
+unknown option 'zzz'; valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode
+unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, compile, on_failure, compile_timeout, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode""",  # noqa: E501
     )
 
 
@@ -252,7 +258,7 @@ def test_what_recordings_may_cost() -> None:
     options = build({"record_small": True, "copy_outputs": True, "max_recordings": 9, "collectives": "cut"})
     assert options.copy_outputs
     assert error({"copy_outputs": None}) == "option 'copy_outputs': expected True or False, got None (NoneType)"
-    assert options.recording == ("auto", (), (), "cut", True, 9, True)
+    assert options.recording == ("auto", (), (), "cut", True, 9, True, ())
     assert "'record' or 'cut'" in error({"collectives": "split"})
     assert hash(options) != hash(build({}))
     assert error({"record_small": 1}) == "option 'record_small': expected True or False, got 1 (int)"
@@ -467,3 +473,59 @@ print("torch" in sys.modules)
     where = multigraph_backend.__path__[0]
     run = subprocess.run([sys.executable, "-c", code, where], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
+
+
+def test_all_limits_of_recordings_are_options() -> None:
+    names = {"per_device" if name == "count" else name for name in LIMITS}
+    assert names == {field.name for field in dataclasses.fields(Limits)}
+    given = {"count": 3, "pool_bytes": None, "patience": 0, "idle": 2.5, "unreplayed": 7}
+    options = build({"limits": given})
+    assert dict(options.limits) == given
+    assert options.recording != build().recording
+    assert hash(options) == hash(build({"limits": dict(reversed(given.items()))}))
+    assert build({"limits": None}) == build({"limits": {}}) == build()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (3, "option 'limits': expected a mapping of count, pool_bytes, "),
+        ({"deptj": 3}, "option 'limits': unknown limit 'deptj' (did you mean 'depth'?); limits: count, "),
+        ({"count": 0}, "option \"limits['count']\": expected a number from 1 on, got 0"),
+        ({"depth": True}, "option \"limits['depth']\": expected a number from 1 on, got True"),
+        ({"pool_bytes": 1.5}, "option \"limits['pool_bytes']\": expected a number from 1 on or None, got 1.5"),
+        ({"copied_bytes": None}, "option \"limits['copied_bytes']\": expected a number from 0 on, got None"),
+        ({"patience": -1}, "option \"limits['patience']\": expected a number of seconds from 0 on, got -1"),
+        ({"idle": math.inf}, "option \"limits['idle']\": expected a number of seconds from 0 on, got inf"),
+    ],
+)
+def test_a_wrong_limit_is_an_error(value: object, text: str) -> None:
+    assert error({"limits": value}).startswith(text)
+
+
+def test_limits_of_the_process_and_of_one_model() -> None:
+    bench = Bench()
+    try:
+        multigraph_backend.limit_recordings(count=7, patience=0.5, unreplayed=4)
+        bench.tree.limits = runtime._limits
+        assert bench.tree.limits == Limits(per_device=7, patience=0.5, unreplayed=4)
+        mine = limits_of(bench.tree, (("count", 2), ("depth", 3)))
+        assert mine() == Limits(per_device=2, depth=3, patience=0.5, unreplayed=4)
+        assert limits_of(bench.tree, ())() is bench.tree.limits
+        with pytest.raises(ValueError, match="limit_recordings: idle must be a number from 0 on or None, got -1"):
+            multigraph_backend.limit_recordings(idle=-1)
+    finally:
+        multigraph_backend.limit_recordings()
+    assert runtime._limits == Limits()
+
+
+def test_the_limits_of_one_model_are_those_of_its_pieces_alone() -> None:
+    bench = Bench()
+    few = bench.piece(lambda n, x: (x * n,), 2, 1, limits=limits_of(bench.tree, (("count", 2),)))
+    many = bench.piece(lambda n, x: (x + n,), 2, 1)
+    for n in (0, *range(5)):
+        call_right(many, lambda n, x: (x + n,), n, values())
+    assert bench.tree.size == 5
+    for n in (0, *range(5)):
+        call_right(few, lambda n, x: (x * n,), n, values())
+    assert bench.tree.size == 2
