@@ -79,7 +79,10 @@ Capture& Captures::known(const Terminals& now, Stream stream) {
   }
   last_id_ = std::max(last_id_, now.id);
   if (passed_over_.empty()) doubt_ = 0;
-  fresh->doubted = doubt_ != 0;
+  // So may one be that was not seen.
+  fresh->within_apart = doubt_ != 0 || std::any_of(captures_.begin(), captures_.end(), [&](const auto& other) {
+    return (other->continues || !other->looked) && under_way(*other);
+  });
   fresh->alone = captures_.empty() && next && doubt_ == 0;
   captures_.push_back(std::move(fresh));
   return *captures_.back();
@@ -125,14 +128,6 @@ Observation Captures::observe(Stream stream, std::vector<Ready>& ready, bool dri
   return {Observation::inside, view.get(), nullptr};
 }
 
-// Whether it may be the body of a capture that goes on in a graph, or that was not seen and may.
-bool Captures::within_apart(const Capture& capture) const {
-  if (capture.alone) return false;
-  return capture.doubted || std::any_of(captures_.begin(), captures_.end(), [&](const auto& other) {
-    return other->id < capture.id && (other->continues || !other->looked);
-  });
-}
-
 // A capture may go on in the graph of an earlier one, whose nodes need not be behind this one's streams. What earlier
 // captures used is over only for a stream that has all in its past that the graph had.
 bool Captures::look_before(StreamView& view) {
@@ -149,7 +144,7 @@ bool Captures::look_before(StreamView& view) {
     if (std::all_of(capture.before.begin(), capture.before.end(), past)) capture.before = view.terminals;
   }
   while (view.behind < capture.before.size() && view.completed(capture.before[view.behind])) view.behind++;
-  view.apart = (view.behind < capture.before.size() || within_apart(capture)) &&
+  view.apart = (view.behind < capture.before.size() || capture.within_apart) &&
                !mutated(config_, Mutant::same_graph_forgotten);
   return true;
 }
@@ -347,17 +342,21 @@ void Captures::lose(StreamView& view) {
   new_period(view);
 }
 
+// Another thread may be capturing on the witness: the nodes are that thread's to look at. An invalidated capture is still
+// one. A stream that the driver keeps on not telling of was destroyed, and is in none.
+bool Captures::under_way(const Capture& capture) const {
+  Terminals now;
+  bool told = false;
+  for (int tries = 0; !told && tries < most_tries; tries++) {
+    told = Terminals::of(driver_, capture.witness, now, false) || now.status == capture_invalidated;
+  }
+  return told && now.status != not_capturing && now.id == capture.id && now.graph == capture.graph;
+}
+
 void Captures::poll(std::vector<Block*>& left) {
   for (size_t i = 0; i < captures_.size();) {
     Capture& capture = *captures_[i];
-    // Another thread may be capturing on the witness: the nodes are that thread's to look at.
-    Terminals now;
-    bool told = false;
-    for (int tries = 0; !told && tries < most_tries; tries++) {
-      told = Terminals::of(driver_, capture.witness, now, false) || now.status == capture_invalidated;
-    }
-    // An invalidated capture is still one. A stream that the driver keeps on not telling of was destroyed, and is in none.
-    bool ended = !told || now.status == not_capturing || now.id != capture.id || now.graph != capture.graph;
+    bool ended = !under_way(capture);
     if (!ended) {
       i++;
       continue;

@@ -84,7 +84,7 @@ struct Capture {
   uint64_t thread = 0;  // that drives it: the last that has allocated in it
   bool looked = false;           // at the nodes of its graph, which had some
   bool continues = false;
-  bool doubted = false;          // another may have been under way unseen when it was first seen
+  bool within_apart = false;     // it may be a body of one that goes on in a graph
   std::vector<Node> before;      // nodes that its graph had when it was first looked at, maybe of an earlier capture
   std::vector<Block*> queued;    // freed by other threads: for the one that drives it to look at
   Stream witness = nullptr;  // a stream that is in it until it ends
@@ -116,9 +116,6 @@ class Captures {
 
   // Forgets captures that have ended; the blocks that they still deferred are added to `left`.
   void poll(std::vector<Block*>& left);
-
-  // Which of what was in its graph before `view` has in its past; false: the driver does not tell.
-  bool look_before(StreamView& view);
 
   // How far `view` contains the past of `other`: the last of its points.
   uint64_t cover(StreamView& view, StreamView& other);
@@ -152,7 +149,8 @@ class Captures {
   struct Terminals;
   Capture& known(const Terminals& now, Stream stream);
   bool driven_here(Stream stream) const;
-  bool within_apart(const Capture& capture) const;
+  bool look_before(StreamView& view);
+  bool under_way(const Capture& capture) const;
   bool advance(StreamView& view, const Terminals& now, std::vector<Ready>& ready);
   template <class Reach>
   bool behind(const Terminals& now, Reach reach);

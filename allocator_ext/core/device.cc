@@ -168,9 +168,11 @@ void Device::hand_out(Block* block, const Request& request, Address& out) {
     block->borrowed = true;
     pool.lent += block->size;
   }
-  if (request.seen.view != nullptr) {
+  if (request.seen.status != Observation::outside) {  // where the driver does not tell it may be one
     pool.captured = true;
     block->segment->captured = true;
+  }
+  if (request.seen.view != nullptr) {
     block->capture = request.seen.view->capture->serial;
     block->born = request.seen.view->capture->clock;
     if (moved) stats_.moved++;

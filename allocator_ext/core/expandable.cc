@@ -24,6 +24,7 @@ Segment* Pool::add_range(Address address, size_t size, Stream stream, Kind kind)
   segment->home = block->stream = stream;
   segment->pool = this;
   segment->kind = kind;
+  segment->captured = kind == Kind::shared;
   block->segment = segment.get();
   block->state = BlockState::unmapped;
   segment->open.emplace(address, block.get());

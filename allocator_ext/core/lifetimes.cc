@@ -44,7 +44,6 @@ Observation Lifetimes::tend(Stream stream, bool watched, const std::vector<Pool*
           if (!captures.doubtful()) pool->settle();
         }
       }
-      if (seen.view != nullptr) captures.look_before(*seen.view);  // what it may have been within has ended
     }
   }
   if (captures.any() || captures.doubtful() || seen.status == Observation::unknown) return seen;

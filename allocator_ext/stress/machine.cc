@@ -342,9 +342,17 @@ bool Machine::save(int pool) {
 // A restore ends lives, and a right program has no use of them under way: no capture that the allocator does not know of
 // uses the pool, and outside of captures nothing does that has not run.
 bool Machine::may_restore(const Saved& to) const {
+  auto unknown = [&](const sim::SimGraph* graph) {
+    return std::any_of(sim.streams.begin(), sim.streams.end(), [&](auto& s) {
+      return s->capture != nullptr && s->capture->graph == graph && seen_.count(s->capture->id) == 0 &&
+             !announced(s->capture->id, true);
+    });
+  };
   for (size_t i = 0; i < held.size(); i++) {
-    if (!held[i].live || !in_pool(i, to.pool)) continue;
+    if (!in_pool(i, to.pool)) continue;
     for (const sim::Use& use : allocations[i].uses) {
+      if (use.node->graph != nullptr && unknown(use.node->graph)) return false;
+      if (!held[i].live) continue;
       if (use.node->graph == nullptr && !use.node->done) return false;
       for (const sim::SimGraph* g = use.node->graph; g != nullptr; g = g->parent != nullptr ? g->parent->graph : nullptr) {
         if (under_way(g)) return false;
