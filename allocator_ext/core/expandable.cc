@@ -235,7 +235,9 @@ Block* Device::extend(Pool& pool, const Request& request, std::string& reason, b
       return nullptr;
     }
   }
+  Address fresh = room.unmapped->address;
   Block* block = map_more(pool, room, request.stream, reason);
+  if (block != nullptr && request.seen.status == Observation::unknown) return pool.from(block, fresh);
   if (block == nullptr || block->size >= request.size) return block;
   size_t has = block->size;
   for (; has < request.size; has += block->size) block = block->previous;

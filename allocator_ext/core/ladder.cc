@@ -132,6 +132,7 @@ Block* Device::out_of(const Request& request, Block* first) {
 
 Device::May::May(Device& device, const Request& request, Which which) : request_(request) {
   StreamView* view = request.seen.view;
+  settled_too_ = request.seen.status != Observation::unknown;
   if (view == nullptr) return;
   settled_too_ = !view->apart;
   if (which != over) order_tag_ = view->order_tag;
@@ -201,8 +202,7 @@ bool Device::room_for(const Pool& pool, size_t bytes, std::string& reason) const
 }
 
 Block* Device::grow(Request& request, std::string& reason) {
-  StreamView* view = request.seen.view;
-  bool apart = view != nullptr ? view->apart : request.seen.status == Observation::unknown;
+  bool apart = request.seen.view != nullptr && request.seen.view->apart;
   if (config_.expandable && !apart) {
     bool no_range = false;  // addresses are not endless, and a plain segment is better than none
     Block* block = extend(*request.pool, request, reason, no_range);
@@ -224,7 +224,7 @@ Block* Device::grow(Request& request, std::string& reason) {
     stats_.segments.add(1);
     history_.add(HistoryEntry::segment_alloc, address, bytes, request.stream);
     // Who may have nothing that is settled has all of this, also what is left of it.
-    return apart && view != nullptr ? request.pool->bind(block, view->order_tag) : block;
+    return apart ? request.pool->bind(block, request.seen.view->order_tag) : block;
   } catch (...) {
     driver_.memory_free(address);
     throw;

@@ -181,6 +181,9 @@ class Pool {
     return found;
   }
 
+  // What of a free block lies from `address` on, to be taken at once.
+  Block* from(Block* block, Address address) { return block->address < address ? split(block, address) : block; }
+
   // The free block of a shared segment that begins here, cut off what lies before it where that is free too.
   Block* free_from(Address address);
   // The free block that begins here, as one with its neighbours where they agree.

@@ -52,7 +52,7 @@ MUTANTS = {
 ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
 ELSEWHERE = {29, 30}  # these need frees by another thread
 # these need little memory, states of pools, blocks of several sizes, or streams that go
-SEEDS = {17: 3000, 21: 40000, 28: 20000}  # near a program that shows it; others of 17 end the process
+SEEDS = {28: 1000}  # near a program that shows it
 RANDOM = {14, 16, 17, 18, 21, 24, 25, 27, 28, 33}
 STITCHED = {19, 20, 22, 23}  # these need blocks that are made of pieces of pages
 
@@ -95,7 +95,7 @@ def test_every_program_with_frees_by_another_thread(simulated: Path, rule: str) 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=MUTANTS.__getitem__)
 def test_a_broken_rule_is_found(simulated: Path, mutant: int) -> None:
     if mutant in RANDOM:
-        seed = SEEDS.get(mutant, 1)
+        seed = SEEDS.get(mutant, 9000)
         found = stress(simulated / "fuzz", "--operations", "1000000", "--seed", str(seed), "--mutant", str(mutant))
     else:
         more = ["--odd"] if mutant in ODD else ["--expandable", "--start", "stitched"] if mutant in STITCHED else []
