@@ -107,7 +107,7 @@ class CudaDevice:
         if self.generation >= 0:
             self._left[self.generation] = self._pool
         self._pool = pool
-        self.generation += 1
+        self.generation = max((self.generation, *self._left)) + 1
 
     def _make_pool(self, anchor: torch.cuda.CUDAGraph) -> MemoryPool:
         """A pool of the allocator that the process has."""
@@ -120,6 +120,9 @@ class CudaDevice:
 
         return ExtensionPool(installed.library, self.index, held)
 
+    def generations(self) -> Collection[int]:
+        return self.generation, *self._left
+
     def return_to(self, generation: int) -> None:
         self._left[self.generation] = self._pool
         self._pool, self.generation = self._left.pop(generation), generation
@@ -127,7 +130,8 @@ class CudaDevice:
             self.leave(later)
 
     def leave(self, generation: int) -> None:
-        self._left.pop(generation).leave()
+        self._left[generation].leave()  # which may fail, and is tried again then
+        del self._left[generation]
 
     def empty_state(self) -> PoolState:
         return self._pool.empty

@@ -175,7 +175,10 @@ class Device(Protocol):
     generation: int
 
     def new_pool(self) -> None:
-        """Begin an empty pool, with the next generation; the old one stays until `leave`."""
+        """Begin an empty pool, of a generation after all that are there; the old one stays until `leave`."""
+
+    def generations(self) -> Collection[int]:
+        """The pools that are there: the one in use, and those that were not left."""
 
     def return_to(self, generation: int) -> None:
         """Go on in an old pool that was not left, and leave all that were begun since, with nothing alive in them."""

@@ -126,8 +126,7 @@ class Piece:
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         tree = self.tree
         if tree.capturing():  # a recording of the caller's own: this becomes part of it
-            outputs = self.function(inputs)
-            return tree.copied_out(self, outputs) if self.copies else outputs
+            return self._copying(inputs) if self.copies else self.function(inputs)
         turns = tree.turns
         with tree.lock:
             mine = not turns.aside if turns.owner is None else turns.owner == get_ident()
@@ -163,8 +162,11 @@ class Piece:
 
     def _as_it_is(self, inputs: list[Any]) -> Sequence[Any]:
         """Run its code unrecorded."""
-        outputs: Sequence[Any] = self.tree.as_it_is(self.function, inputs)
-        return self.tree.copied_out(self, outputs) if self.copies else outputs
+        outputs: Sequence[Any] = self.tree.as_it_is(self._copying if self.copies else self.function, inputs)
+        return outputs
+
+    def _copying(self, inputs: list[Any]) -> Sequence[Any]:
+        return self.tree.copied_out(self, self.function(inputs))
 
     def _out_of_turn(self, inputs: list[Any]) -> Sequence[Any]:
         """Another thread is in the midst of a call, or this one runs aside already."""

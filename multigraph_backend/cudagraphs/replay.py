@@ -22,7 +22,7 @@ from multigraph_backend.cudagraphs.device import Device, Layout
 from multigraph_backend.cudagraphs.recording import Constant, Empty, OfInput, OfSlot, Recording, Slot
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.tree import Node
+    from multigraph_backend.cudagraphs.tree import Node, Tree
 
 Run = Callable[["Node", list[Any]], tuple[Any, ...]]
 Holds = Callable[[list[Any]], bool]
@@ -142,9 +142,15 @@ def _copies_of_inputs(device: Device, recording: Recording, node: Node, names: d
         return []
     parts = []
     for number, (output, shown) in enumerate(zip(recording.outputs, piece.visible, strict=True)):
-        if shown and isinstance(output, OfInput) and output.index in recording.plan.managed:
+        if not (shown and isinstance(output, OfInput)):
+            continue
+        if output.index in recording.plan.managed:
             names[f"copied{number}"] = functools.partial(copied, device, output.layout)
-            parts.append(f"{number}: copied{number}(inputs[{output.index}], taken)")
+        elif output.index in recording.plan.copied:  # it comes from anywhere, perhaps from the pool
+            names[f"copied{number}"] = functools.partial(_copied_from_pool, node.tree, output.layout)
+        else:
+            continue
+        parts.append(f"{number}: copied{number}(inputs[{output.index}], taken)")
     return ["    taken = {}", f"    copied = {{{', '.join(parts)}}}"] if parts else []
 
 
@@ -159,6 +165,16 @@ def copied(
         device.copy([words(taken[storage._cdata])], [words(storage)])
     seen = Layout.of(tensor) if layout is None else _absolute(layout, tensor)
     return device.maker(seen)(taken[storage._cdata])
+
+
+def _copied_from_pool(
+    tree: Tree, layout: Layout | None, tensor: torch.Tensor, taken: dict[int, torch.UntypedStorage]
+) -> torch.Tensor:
+    """As `copied`, if `tensor` lies over memory of a recording on the path; else it, or the view of it."""
+    handle = tensor.untyped_storage()._cdata
+    if any(slot.handle == handle and slot.lies(tree.device) for node in tree.path for slot in node.slots):
+        return copied(tree.device, layout, tensor, taken)
+    return tensor if layout is None else _view(tree.device, layout, tensor)
 
 
 def _words(nbytes: int) -> Layout:

@@ -215,7 +215,8 @@ class SimulatedDevice:
         self._catch_up(self.stream())
         found = [self._memory.of(tensor.untyped_storage()) for tensor in (*destinations, *sources)]
         for pool in {mapped.pool for mapped in found if mapped is not None} or {self._pool}:
-            pool.timeline.work(self.stream(), "copy")
+            if not self.user_captures:  # else it is part of the caller's graph, and he orders that
+                pool.timeline.work(self.stream(), "copy")
         self._memory.gather()
         with torch.no_grad():
             for destination, source in zip(destinations, sources, strict=True):
@@ -296,10 +297,13 @@ class SimulatedDevice:
 
     def new_pool(self) -> None:
         self._driver("new_pool")
-        self.generation += 1
+        self.generation = max(self._pools, default=-1) + 1
         self._owners = []
         base = _FIRST_POOL + self.generation * _POOL_DISTANCE
         self._pool = self._pools[self.generation] = Pool(base, self._capacity, self._granularity)
+
+    def generations(self) -> Collection[int]:
+        return tuple(self._pools)
 
     def return_to(self, generation: int) -> None:
         self.generation, self._pool, self._owners = generation, self._pools[generation], []

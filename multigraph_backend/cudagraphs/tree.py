@@ -349,6 +349,8 @@ class Tree:
         self.counts["not shared any more"] += 1
         log.info("one thread calls recordings of device %d again: outputs are no copies any more", self.device.index)
         for node in {node for first in (self.root, *self.path) for node in first.below()}:
+            if node.function is None or node.function.piece.copies:
+                continue
             if any(slot.copied and slot.movable for slot in node.slots):
                 node.unbuild()  # it is built where it is needed
                 for slot in node.slots:
@@ -437,6 +439,9 @@ class Tree:
     def copied_out(self, piece: Piece, outputs: Sequence[Any]) -> Sequence[Any]:
         """Outputs of unrecorded code with copies in place of what lies in the pool and a user may hold."""
         with self.lock:
+            stream = self.device_stream()
+            if stream != self.stream and not self.capturing():  # others may have replayed while the code ran
+                self._wait_for_others(stream)
             slots = {slot.handle: slot for node in self.path for slot in node.slots}
             taken: dict[int, torch.UntypedStorage] = {}
             return [
@@ -768,7 +773,11 @@ class Tree:
         except NotRecorded:  # as the recording proper will say
             return 0
         finally:
-            device.return_to(generation)
+            try:
+                device.return_to(generation)
+            except BaseException:
+                self._old |= {later for later in device.generations() if later > generation}  # given back later
+                raise
 
     def _stay_within(self, limit: int, had: int, function: Function) -> None:
         """After a capture, before which `had` bytes were reserved.  Where the pool has outgrown its limit all the same,

@@ -328,6 +328,8 @@ class Program:
         #: for what came later; the programs of a seed stay what they were
         self.other = other = random.Random(f"{seed}, what came later")
         self.copies = other.random() < 0.2
+        #: memory of the plain program that compiled code held before the user did, by handle
+        self.parted: dict[int, torch.UntypedStorage] = {}
         self.weights = other.choice([None, None, None, Weight, Loaded])  # of which class parameters are
         self.recorded, self.plain = Side(), Side()
         self.hidden: set[int] = set()
@@ -553,9 +555,13 @@ class Program:
         return any(other in self.busy for other in self._sharers(name))
 
     def _is_mixed(self, name: Any) -> bool:
-        """Whether the user and compiled code hold the same memory; where outputs are copies they may or may not."""
-        sharers = self._sharers(name) if self.copies else []
-        return len({other in self.hidden for other in sharers}) > 1
+        """Whether the user and compiled code hold, or held, the same memory; where outputs are copies they may or may
+        not, and two of the user's that were compiled code's may or may not share."""
+        if not self.copies:
+            return False
+        sharers = self._sharers(name)
+        values = self.plain.values if name in self.plain.values else self.plain.lasting
+        return len({other in self.hidden for other in sharers}) > 1 or _storage_of(values[name])._cdata in self.parted
 
     def _is_written(self, name: Any) -> bool:
         return any(self.busy.get(other) for other in self._sharers(name))
@@ -794,6 +800,7 @@ class Program:
         )
         seed = rng.randrange(1 << 30)
         pending = dict(self.device._failures)
+        of_code = {_storage_of(self.plain.values[name])._cdata for name in self.hidden}
         args, plain_args = self.recorded.take(recipes), self.plain.take(recipes)
         for name in handed:
             self._drop_handed(name)
@@ -817,7 +824,12 @@ class Program:
                 raise Wrong("the stream goes on capturing") from error
             self.note(f"raised {error}")
             error.__traceback__ = None
-            self._as_it_is(shape, args, plain_args)
+            if args or not shape.inputs:
+                self._as_it_is(shape, args, plain_args)
+            else:  # its code ran, and what came afterwards failed
+                torch.manual_seed(seed)
+                self.plain.generator.manual_seed(seed)
+                self.functions[at](*plain_args)
             args.clear()
             outputs = None
         finally:
@@ -840,6 +852,8 @@ class Program:
                 self.recorded.values[name], self.plain.values[name] = output, value
                 if not shown:
                     self.hidden.add(name)
+                elif self.copies and value.untyped_storage()._cdata in of_code:
+                    self.parted[value.untyped_storage()._cdata] = value.untyped_storage()
             elif output != value:
                 raise Wrong(f"{output} for {value}")
 
