@@ -53,6 +53,8 @@ CALLS = ("capture_begin", "allocate", "launch", "capture_end", "replay", "copy",
          "fresh_storage", "new_pool", "leave", "wait_for", "finish")  # fmt: skip
 #: those of them that the driver refuses while the stream of captures captures
 _REFUSED = frozenset({"capture_begin", "replay", "copy", "restore", "move_out", "fresh_storage", "new_pool", "finish"})
+#: and of these what other threads than the one that captures may do on streams of their own
+_ELSEWHERE = frozenset({"copy", "fresh_storage"})
 #: those of them that allocate
 _ALLOCATING = frozenset({"allocate", "move_out", "fresh_storage", "new_pool"})
 
@@ -130,6 +132,7 @@ class SimulatedDevice:
         self._memory = Memory()
         self._recording_in: int | None = None  # the thread whose current stream is the one of captures
         self._stream_captures = False
+        self._begun_by: int | None = None  # the thread that began its last capture
         self._failures: dict[str, tuple[int, BaseException | None]] = {}
         self._thread = threading.local()
         self._owners: list[Mapped] = []
@@ -339,7 +342,7 @@ class SimulatedDevice:
 
         def begin() -> None:
             self._driver("capture_begin")
-            self._stream_captures = True
+            self._stream_captures, self._begun_by = True, threading.get_ident()
 
         def run() -> Any:
             with recorder:
@@ -427,7 +430,8 @@ class SimulatedDevice:
     def _driver(self, call: str, detail: Any = None) -> None:
         """What each call of the simulated driver passes: it is logged, and may fail."""
         self.log.append((call, detail))
-        if self._stream_captures and call in _REFUSED:
+        elsewhere = _ELSEWHERE if self._begun_by != threading.get_ident() else frozenset()
+        if self._stream_captures and call in _REFUSED - elsewhere:
             raise DeviceFailed(f"{NOT_CAPTURED}: {call}")
         if call in self._failures:
             after, error = self._failures[call]

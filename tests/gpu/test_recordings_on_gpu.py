@@ -720,8 +720,8 @@ def test_what_another_stream_writes_to_a_held_output_moves_with_it() -> None:
 
 def test_what_was_moved_is_there_for_a_stream_that_was_behind_it_before() -> None:
     run, side = compiled(shifted), torch.cuda.Stream()
-    run(torch.randn(1 << 26, device=CUDA))
-    x, other = torch.randn(1 << 26, device=CUDA), torch.randn(1 << 26, device=CUDA)
+    first, x, other = (torch.randn(1 << 26, device=CUDA) for _ in range(3))  # at three addresses: the input is copied
+    run(first)
     y = run(x)
     side.wait_stream(torch.cuda.current_stream())
     torch.cuda.synchronize()
@@ -773,7 +773,7 @@ def _grown(y: torch.Tensor) -> None:
 
 
 def _written_to(y: torch.Tensor) -> None:
-    torch.mul(torch.ones(7, device=CUDA), 3, out=y.resize_(0))
+    torch.mul(torch.ones(3 * y.numel(), device=CUDA), 3, out=y.resize_(0))
 
 
 def _emptied(y: torch.Tensor) -> None:

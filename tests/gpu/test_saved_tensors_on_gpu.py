@@ -243,7 +243,7 @@ def test_the_first_layers_are_away_while_the_others_run() -> None:
             for _ in range(4):
                 results[name, cudagraphs] = gradients(model, run, x)
             count = (made.copies - began) // 4
-            assert (count > 4) == bool(rules)
+            assert (count > 3) == bool(rules)  # a block's statistics are kept
             assert (made.begun_before - begun > 2 * count) == bool(rules)
             if not cudagraphs:
                 peaks[name] = peaks_of(model, run, x)
