@@ -156,9 +156,7 @@ class Piece:
                 chosen = tree.choose(function, inputs)
                 if chosen is not None:
                     return chosen.run(chosen, inputs)
-        if not mine:
-            return self._out_of_turn(inputs)
-        return self._as_it_is(inputs)
+        return self._out_of_turn(inputs, mine)
 
     def _as_it_is(self, inputs: list[Any]) -> Sequence[Any]:
         """Run its code unrecorded."""
@@ -168,13 +166,15 @@ class Piece:
     def _copying(self, inputs: list[Any]) -> Sequence[Any]:
         return self.tree.copied_out(self, self.function(inputs))
 
-    def _out_of_turn(self, inputs: list[Any]) -> Sequence[Any]:
-        """Another thread is in the midst of a call, or this one runs aside already."""
+    def _out_of_turn(self, inputs: list[Any], chosen: bool) -> Sequence[Any]:
+        """A call that is not answered under the lock.  `chosen`: its code is to run as it is, in its turn, for nothing
+        may be captured beside it; else another thread is in the midst of a call, or this one runs aside already."""
         tree, call = self.tree, Call(self.tree)
         try:
             if call.begin(self.awaited, tree.patience(self.required, self.limits)):
-                return self(inputs)
-            tree.count_aside(self, inputs)
+                return self._as_it_is(inputs) if chosen else self(inputs)
+            if not chosen:
+                tree.count_aside(self, inputs)
             return self._as_it_is(inputs)
         finally:
             call.end()

@@ -41,7 +41,7 @@ from multigraph_backend.cudagraphs.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
-from multigraph_backend.cudagraphs.turns import OUT_OF_TURN, Call, Turns
+from multigraph_backend.cudagraphs.turns import BESIDE, OUT_OF_TURN, Call, Turns
 from multigraph_backend.distributed import endings, groups
 from multigraph_backend.distributed.watchdog import Launched
 
@@ -278,6 +278,11 @@ class Tree:
             self._streams.clear()
             self.stream = self._last_stream = stream
 
+    def _catch_up(self) -> None:
+        """Let the caller's stream wait for what threads aside have launched since the call began."""
+        if self.stream == _NO_STREAM:
+            self._follow_stream()
+
     def _wait_for_others(self, stream: int) -> None:
         for other in sorted({self._last_stream, *self._streams} - {stream}):
             self.device.wait_for(other)
@@ -387,6 +392,7 @@ class Tree:
                     self.mark = mark
                 with _compat.without_torch_function():  # of inputs whose classes answer what is asked about them
                     node = self._node_for(function, inputs)
+                self._catch_up()
             except (NotRecorded, DeviceFailed, RuntimeError) as error:
                 if type(error) is not NotRecorded and bracket.from_outside(error):
                     raise
@@ -454,11 +460,13 @@ class Tree:
     @contextlib.contextmanager
     def unlocked(self) -> Iterator[None]:
         """Inside, the user's code runs in a capture: it is this thread's turn, and the lock is free."""
+        self.turns.captures = True
         try:
             self.lock.release()
             yield
         finally:
             self.lock.acquire()
+            self.turns.captures = False
 
     def patience(self, required: bool, limits: Limits) -> float:
         """Seconds that a call waits for its turn."""
@@ -499,6 +507,8 @@ class Tree:
         ):
             raise NotRecorded(NOT_REPLAYED)
         plan = planning.plan(self, parent, function, inputs, first)
+        if self.turns.aside:
+            raise NotRecorded(BESIDE)
         self._make_room(limits)
         if limits.pool_bytes is not None:
             self._find_room(function, inputs, plan, limits.pool_bytes)
@@ -687,6 +697,7 @@ class Tree:
         timed with finding memory, but not where it issues collectives: all ranks capture these as often."""
 
         def capture() -> recording.Recording:
+            self._catch_up()
             return recording.record(
                 self.device, piece, inputs, plan, lambda owned: self.device.restore(state, alive, owned)
             )
@@ -944,6 +955,7 @@ class Tree:
             self.device.new_pool()
             self._pool_used = False
         self._old |= set(range(self._seen, self.device.generation))
+        self._old &= set(self.device.generations())  # one that could not be left may have been since
         self._seen = self.device.generation
         for generation in [number for number in self._old if not self._recorded_in.get(number)]:
             self.device.leave(generation)

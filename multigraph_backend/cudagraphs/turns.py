@@ -5,9 +5,11 @@ operator between two pieces, in a piece that runs unrecorded, inside of a captur
 thread, which may call compiled code itself.
 
 Yet calls of two threads should not mix: pieces of one call among those of another would be paths that no later call
-repeats, and nothing is recorded or replayed beside a capture.  So a call that lets go of the lock in its midst keeps
-the *turn*.  Another thread waits for it, for some time; then it runs *aside*: as the code is, unrecorded, without a
-look at the tree.  Where that has happened once, nobody waits for that code any more.
+repeats.  And nothing else may run beside a capture: libraries that set themselves up, and random numbers that are
+drawn, fail there, or make the capture fail.  So a call that lets go of the lock in its midst keeps the *turn*.
+Another thread waits for it, for some time, and ten times as long for a capture; then it runs *aside*: as the code is,
+unrecorded, without a look at the tree.  Where that has happened once, nobody waits for that code any more.  Nothing is
+captured while a thread runs aside.
 
 Turns are handed on in the order of asking.  All of it happens under the tree's lock.
 """
@@ -22,6 +24,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.tree import Tree
 
+BESIDE = "another thread runs compiled code of this device, beside which nothing can be captured"
+FOR_CAPTURES = 10  # times as long is a capture waited for
 OUT_OF_TURN = "another thread was in the midst of a call, and did not end it in time"
 
 
@@ -40,6 +44,7 @@ class Turns:
         self.aside: dict[int, set[int]] = {}  # with their calls
         self._calls: set[int] = set()  # of the owner
         self._code = Awaited()
+        self.captures = False  # the owner is in the midst of a capture
         self._waiting: deque[int] = deque()
         self._changed = threading.Condition(lock)
 
@@ -79,7 +84,8 @@ class Turns:
     def _wait(self, own: int, seconds: float) -> bool:
         self._waiting.append(own)
         try:
-            self._changed.wait_for(lambda: self.owner == own, seconds)
+            if not self._changed.wait_for(lambda: self.owner == own, seconds) and self.captures:
+                self._changed.wait_for(lambda: self.owner == own, (FOR_CAPTURES - 1) * seconds)
         except BaseException:  # Ctrl-C
             if self.owner == own:
                 self._hand_on()

@@ -149,8 +149,8 @@ def test_the_code_of_a_piece_waits_for_a_thread_that_calls_compiled_code(at: int
     for _ in range(3):
         call_right(other, double, values())
     assert bench.recorded() == 2
-    # beside a capture nothing is replayed; beside code that runs as it is, all is as ever
-    assert bench.unrecorded(other) == ({OUT_OF_TURN: 3} if at == 2 else {})
+    # nothing is replayed or captured beside it: a capture would fail if libraries were set up meanwhile, or it is one
+    assert bench.unrecorded(other) == {OUT_OF_TURN: 3}
 
 
 def test_nobody_waits_again_for_code_that_was_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
