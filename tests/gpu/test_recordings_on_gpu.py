@@ -608,7 +608,7 @@ def test_recordings_stay_within_their_limits() -> None:
 def test_what_does_not_fit_the_limit_of_bytes_runs_unrecorded_and_the_rest_stays() -> None:
     fresh()
     run = compiled(lambda x: torch.softmax(x @ x.t(), -1), specialize=[])
-    multigraph_backend.limit_recordings(pool_bytes=64 << 20)
+    multigraph_backend.limit_recordings(pool_bytes=256 << 20)  # of which the workspace of cuBLAS takes 32 MiB, or twice
     evicted = tree_counts("evicted")
     try:
         for _ in range(3):
@@ -618,7 +618,7 @@ def test_what_does_not_fit_the_limit_of_bytes_runs_unrecorded_and_the_rest_stays
         tree = runtime.tree(0)
         assert tree.size >= 5
         assert tree_counts("evicted") - evicted <= 5
-        assert tree.device.pool_bytes() <= 64 << 20
+        assert tree.device.pool_bytes() <= 256 << 20
     finally:
         multigraph_backend.limit_recordings()
 
