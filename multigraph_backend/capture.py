@@ -663,7 +663,7 @@ def _known_pure(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     if isinstance(target, _compat.OpOverload):
         return target.namespace in _PURE_NAMESPACES
     if isinstance(target, _compat.OpOverloadPacket):
-        return str(target._qualified_op_name).partition("::")[0] in _PURE_NAMESPACES
+        return str(target).partition(".")[0] in _PURE_NAMESPACES
     owner = getattr(target, "__module__", None) or type(getattr(target, "__self__", target)).__module__
     return str(owner).partition(".")[0] in ("torch", "math", "operator", "_operator", "builtins", "numpy", "einops")
 

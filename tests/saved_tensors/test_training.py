@@ -32,7 +32,7 @@ def test_gradients_of_a_block_are_within_the_bound_of_the_pack(pack: Any, bound:
     stats = multigraph_backend.stats()
     assert (stats["generic_calls"], stats["failures"], stats["unpacked_retries"]) == (2, 0, 0)
     (said,) = accounts()
-    assert said.packed >= 7
+    assert said.packed >= 6
     assert said.bytes_saved < said.bytes
     assert said.forward_peak <= said.stock_forward_peak
     assert said.backward_peak <= said.stock_backward_peak
@@ -56,8 +56,11 @@ def test_rules_pick_tensors_by_operator_module_dtype_size_and_role() -> None:
     (given,) = [entry for entry in said.tensors if entry.op == "placeholder" and entry.shape == "[2, 8, 32]"]
     assert given.packed == "cast to bfloat16"
     by_attention = [entry for entry in said.tensors if "attention" in entry.op]
-    assert by_attention
-    assert all(entry.packed == "cast to bfloat16" for entry in by_attention)
+    # its output, and its logsumexp, which is a statistic
+    assert {entry.packed or entry.reason for entry in by_attention if entry.module.startswith("1")} == {
+        "cast to bfloat16",
+        "it is a statistic of a norm, a softmax or an attention, which no rule names",
+    }
     text = str(multigraph_backend.explain())
     assert "kept: it is a parameter of the graph, which no rule names" in text
     assert "kept: rule: op=aten::native_layer_norm" in text
