@@ -115,6 +115,7 @@ class Piece:
         self.uses = Uses()
         self.reasons: Counter[str] = Counter()  # of functions that are not kept any more
         self._numbers: tuple[int, ...] | None = None
+        self._floats = False  # among them are floats
         tree.pieces.add(self)
         self._only: Function | None = None  # where no numbers are among the inputs
 
@@ -186,7 +187,10 @@ class Piece:
     def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if self._numbers is None:
             self._numbers = tuple(index for index, value in enumerate(inputs) if isinstance(value, int | float))
-        return tuple([inputs[index] for index in self._numbers]) if self._numbers else ()
+            self._floats = any(isinstance(inputs[index], float) for index in self._numbers)
+        numbers = tuple([inputs[index] for index in self._numbers]) if self._numbers else ()
+        # both zeros are equal, and NaN equals nothing; their texts are what they are
+        return tuple([n if n and n == n else repr(n) for n in numbers]) if self._floats else numbers
 
     def _new(self, inputs: Sequence[Any]) -> Function:
         key = self._key(inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -52,6 +53,20 @@ def test_numbers_among_the_inputs_are_a_key_of_their_own() -> None:
 
 def grown(n: int, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x.repeat(n), n + 1
+
+
+def test_floats_among_the_inputs_are_keys_by_what_they_are_not_by_what_they_equal() -> None:
+    """0.0 equals -0.0, and NaN equals nothing."""
+    bench = Bench()
+    piece = bench.piece(lambda x, number: (x * number,), 2, 1)
+    numbers = (0.0, -0.0, math.inf, math.nan, 1.0)
+    for number in (*numbers, *numbers, *numbers):
+        x = values()
+        (y,) = piece([x, number])
+        torch.testing.assert_close(y, x * number, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.signbit(y)[~y.isnan()], torch.signbit(x * number)[~y.isnan()])
+        del y
+    assert bench.recorded() == len(numbers)
 
 
 def test_once_a_piece_was_recorded_its_other_keys_need_no_warm_up() -> None:
