@@ -312,6 +312,9 @@ def without(*names: str) -> str | None:
     return next((problem for name in names if (problem := SYMBOLS[name].problem())), None)
 
 
+_PACKED = "nothing that is saved for backward is packed"
+_AGAIN = "torch refuses calls with retain_graph where it donates buffers"
+
 #: what is off in plain words where this torch lacks a symbol of the feature; what is said elsewhere is not here
 OFF = {
     "names": "sizes go by Dynamo's names, and options by no name of a model",
@@ -319,9 +322,10 @@ OFF = {
     "instruments": "torch's own instruments hear nothing",
     "modes": "the mode is ignored",
     "marks": "mark() marks nothing",
-    "saved tensors": "nothing that is saved for backward is packed",
-    "changed inputs": "graphs that change their inputs run eagerly, and nothing that is saved for backward is packed",
-    "cudagraphs": "nothing is recorded in CUDA graphs, and nothing that is saved for backward is packed",
+    "saved tensors": _PACKED,
+    "changed inputs": f"graphs that change their inputs run eagerly, {_PACKED}, and {_AGAIN}",
+    "retained graphs": _AGAIN,
+    "cudagraphs": f"nothing is recorded in CUDA graphs, {_PACKED}, and {_AGAIN}",
     "cudagraphs on CUDA": "nothing is recorded in CUDA graphs",
     "messages": "a missing C++ compiler is not explained",
     "simulation": "recordings cannot be simulated on the CPU",

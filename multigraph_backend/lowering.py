@@ -275,8 +275,9 @@ def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Option
 
 def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     """The chosen compiler's code for `module`, in Dynamo's own trace.  Raises as `compile_module` does."""
-    if options.compiler == "inductor" and _compat.missing("changed inputs") and capture.may_change_inputs(module):
-        raise CannotLower(f"{CHANGES_INPUTS}: {_compat.missing('changed inputs')[0]}")
+    lacking = next(iter(_compat.missing("changed inputs")), None) or _compat.without("TracingContext")
+    if lacking and options.compiler == "inductor" and capture.may_change_inputs(module):
+        raise CannotLower(f"{CHANGES_INPUTS}: {lacking}")
     recorded = records(module, inputs, options)
     plain = not recorded and not options.packing
     needed = ("lookup_backend",) if options.compiler != "inductor" else ("compile_fx", "inductor_config")
@@ -326,7 +327,7 @@ def compile_module(
     """
     if options.compiler != "inductor":
         other: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
-        if options.compiler in retained.EAGER_COMPILERS:
+        if options.compiler in retained.EAGER_COMPILERS and not _compat.without("TracingContext"):
             retained.nothing_donated(getattr(_compat.TracingContext.try_get(), "fw_metadata", None))
         return other
     knobs, inner = dict(options.inductor), None
@@ -346,7 +347,9 @@ def compile_module(
 
         around = functools.partial(PackingPartitioner, rules=options.saved_tensors, budget=options.saved_tensors_budget)
         inner = packing_code.inner_compile(inner, runs=how != "traced")
-    if how != "traced" and not _compat.missing("retained graphs"):
+    if how != "traced" and (lacking := _lacks_for_retained_graphs()):
+        log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph
+    elif how != "traced":
         inner = retained.inner_compile(inner, later)
     run: CompiledFunction = _compat.compile_fx(
         module, inputs, ignore_shape_env=ignore_shape_env, **changed_inputs.compile_fx_settings(knobs, inner, around)
@@ -356,7 +359,15 @@ def compile_module(
 
 def _lacks_for_packing() -> str | None:
     """What of torch packing needs and does not find."""
-    features = ("saved tensors", "changed inputs", "cudagraphs")
+    return _lacks_of("saved tensors", "changed inputs", "cudagraphs")
+
+
+def _lacks_for_retained_graphs() -> str | None:
+    """What of torch a backward that may run again needs and does not find; a compile without variants has one, too."""
+    return _lacks_of("retained graphs", "changed inputs", "cudagraphs") or _compat.without(*retained.NEEDED)
+
+
+def _lacks_of(*features: str) -> str | None:
     return next((problem for feature in features for problem in _compat.missing(feature)), None)
 
 

@@ -48,6 +48,9 @@ Later = Callable[[Compile], Any]
 #: compilers of torch that write into no saved tensor: they run the graph, operator by operator
 EAGER_COMPILERS = frozenset({"eager", "aot_eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner"})
 
+#: rows of `_compat` that are found missing with variants; without them no code can be made that runs again
+NEEDED = ("TracingContext", "compiler_config", "functorch_config")
+
 _NO_COMPILE_STANCES = ("eager_on_recompile", "fail_on_recompile", "force_eager")
 
 _OutputCode: Any = object if _compat.missing("cudagraphs") else _compat.OutputCode
@@ -60,8 +63,10 @@ class ReliesOnMore(RuntimeError):
 def inner_compile(inner: InnerCompile | None, later: Later | None = None) -> InnerCompile:
     """`inner`, or Inductor's own compile of one graph; backward code may run again for the same forward.
 
-    `later`: see there; without it, copies serve.
+    `later`: see there; without it, or what it needs of torch, copies serve.
     """
+    if _compat.without("virtualized"):
+        later = None
     return functools.partial(_compile, inner or _compat.compile_fx_inner, later)
 
 
@@ -120,7 +125,11 @@ class RetainedCode(_OutputCode):  # type: ignore[misc]
             self._fx_graph_cache_key = getattr(inner, "_fx_graph_cache_key", None)
 
     def __call__(self, args: list[Any]) -> Any:
-        if not _compat.keeps_graph():
+        try:
+            stays = _compat.keeps_graph()
+        except _compat.MissingSymbol:  # the code was made by a torch that could say so, and comes from a cache
+            stays = True
+        if not stays:
             return self.inner(args)
         if self._again is not None:
             self._compile_without()

@@ -291,14 +291,14 @@ def visible_outputs(gm: GraphModule, is_backward: bool) -> tuple[bool, ...]:
     """Per output, whether a user may hold it.
 
     A forward returns new values of changed inputs, then the user's outputs, which compilers mark, then what it saves.
-    Where nothing is saved, in a backward, or without marks, all are seen.
+    Where nothing is saved, in a backward, or without marks or what AOTAutograd counted, all are seen.
     """
     output = gm.graph.output_node()
     results: Any = output.args[0]
     count = len(results) if isinstance(results, list | tuple) else 1
     marked = output.meta.get("user_visible_output_idxs")
     saves = any(node.name.startswith("primals") for node in gm.graph.find_nodes(op="placeholder"))
-    if is_backward or not saves or not marked:
+    if is_backward or not saves or not marked or _compat.without("TracingContext"):
         return (True,) * count
     # bases of views that the user gets come behind his outputs; AOTAutograd counts them among what a forward returns
     context = _compat.TracingContext.try_get()

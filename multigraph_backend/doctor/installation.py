@@ -105,15 +105,21 @@ LOST: dict[str, tuple[Level, str]] = {
     "variants": ("error", "no graph gets variants: each is compiled at once, as any backend would"),
     "changed inputs": (
         "warning",
-        "graphs that change their inputs run eagerly, and tensors that are saved for backward are not packed",
+        "graphs that change their inputs run eagerly, tensors that are saved for backward are not packed, and torch"
+        " refuses calls with retain_graph where it donates buffers",
     ),
+    "retained graphs": ("warning", "torch refuses calls with retain_graph where it donates buffers"),
     "saved tensors": ("warning", "tensors that are saved for backward are not packed, whatever rules say"),
     "watchdog": ("warning", "a rank that waits for others says so by a timeout of its own, not its group's"),
     "one compile": ("warning", "each rank of a host compiles on its own"),
     "endings": ("warning", "recordings with collectives are not destroyed when a process group is aborted"),
     "distributed": ("warning", "no collective is recorded in CUDA graphs"),
     "names": ("warning", "sizes have no names, so options that name them do not apply"),
-    "cudagraphs": ("warning", "nothing is recorded in CUDA graphs"),
+    "cudagraphs": (
+        "warning",
+        "nothing is recorded in CUDA graphs, tensors that are saved for backward are not packed, and torch refuses"
+        " calls with retain_graph where it donates buffers",
+    ),
     "cudagraphs on CUDA": ("warning", "nothing is recorded in CUDA graphs"),
     "allocator": ("warning", "the allocator extension does not switch on torch's own reuse in captures"),
     "stacks of allocations": ("warning", "allocator.record_memory_history keeps no stacks"),

@@ -30,6 +30,8 @@ AT_IMPORT = ("saved tensors", "changed inputs", "cudagraphs")
 #: what a compile without variants needs, too: it runs the whole program
 NOTHING = "nothing"
 AT_ONCE = ("compile_fx", "inductor_config", "functorch_config")
+#: and what that needs in the code of a backward; without a part of these it runs what stands in front of a compiler
+IN_BACKWARDS = ("TracingContext", "compiler_config.cache_key_tag", "OutputCode.post_compile")
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,9 @@ def hide_in_traces(name: str) -> None:
 
 
 def program(whole: bool) -> dict[str, Any]:
-    """Marks, a changed input, and variants or, if `whole`, Inductor, training, rules, a mode.  Compared with eager."""
+    """Marks, a changed input, and variants or, if `whole`, Inductor, training, rules, a mode, and graphs that stay
+    after their backward, which torch may refuse.  Compared with eager.
+    """
     import logging
 
     import torch
@@ -263,9 +267,36 @@ def program(whole: bool) -> dict[str, Any]:
     own = x.clone()
     torch.testing.assert_close(compiled(x), changing(own))
     torch.testing.assert_close(x, own)
+    refused = []
+    if whole:
+        refused.append(backward_again(lambda x, weight: (x @ weight).sin().exp().softmax(-1), from_cache=False))
+        refused.append(backward_again(lambda x, weight: (x @ weight).cos().exp().softmax(-1), from_cache=True))
     str(multigraph_backend.explain())
     torch._dynamo.reset()
-    return {"lines": lines, "stats": multigraph_backend.stats()}
+    return {"lines": lines, "stats": multigraph_backend.stats(), "refused": refused}
+
+
+def backward_again(writing: Any, from_cache: bool) -> str | None:
+    """Two backwards of a graph whose saved tensors Inductor's code writes into: what torch refuses, if it does so."""
+    import torch
+    import torch._functorch.config as functorch_config
+
+    weight = torch.randn(6, 6, requires_grad=True)
+    x, cotangent = torch.randn(5, 6), torch.randn(5, 6)
+    (wanted,) = torch.autograd.grad(writing(x, weight), [weight], cotangent)
+    refused = None
+    with functorch_config.patch(enable_autograd_cache=from_cache):
+        got = torch.compile(writing, backend="multigraph", dynamic=True)(x, weight)
+    try:
+        again = torch.autograd.grad(got, [weight], cotangent, retain_graph=True)
+        torch.testing.assert_close(again[0], wanted)
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        refused = str(error)
+    (last,) = torch.autograd.grad(got, [weight], cotangent)
+    torch.testing.assert_close(last, wanted)
+    return refused
 
 
 # ---------------------------------------------------------------- processes
@@ -367,11 +398,22 @@ def in_children(work: Sequence[Hidden], rows: dict[str, Any], only_asked: bool =
 
 def is_whole(hidden: Hidden, rows: dict[str, Any]) -> bool:
     feature = rows[hidden.row].feature if hidden.row in rows else ""
-    return feature in (*AT_IMPORT, "modes") or hidden.row in (*AT_ONCE, NOTHING)
+    whole = hidden.row in (*AT_ONCE, NOTHING) or hidden.name in IN_BACKWARDS
+    return whole or feature in (*AT_IMPORT, "modes", "retained graphs")
 
 
 #: without these the program takes another way; without others it does not notice
-NOTICED = ("variants", "changed inputs", "saved tensors", "names", "stances", "instruments", "modes", "marks")
+NOTICED = (
+    "variants",
+    "changed inputs",
+    "saved tensors",
+    "names",
+    "stances",
+    "instruments",
+    "modes",
+    "marks",
+    "retained graphs",
+)
 
 
 def different_ways(work: Sequence[Hidden], rows: dict[str, Any]) -> list[Hidden]:
@@ -383,6 +425,8 @@ def different_ways(work: Sequence[Hidden], rows: dict[str, Any]) -> list[Hidden]
             chosen[hidden] = hidden
         elif hidden.row in AT_ONCE:
             chosen.setdefault(hidden.row, hidden)
+        elif hidden.name in IN_BACKWARDS:
+            chosen[hidden.name] = hidden
         elif row.feature in NOTICED:
             alone = hidden.part == "specializations" or hidden.row in ("TracingContext", "lookup_backend")
             chosen.setdefault((hidden.row, hidden.part) if alone else row.feature, hidden)

@@ -33,7 +33,8 @@ def hidden(way: str, cache: Path, timeout: int) -> dict[str, dict[str, Any]]:
 def check_run(said: dict[str, dict[str, Any]]) -> None:
     """Right numbers, which the program compares itself, and one clear line."""
     nothing = said.pop("nothing")
-    assert (nothing["lines"], nothing["stats"]["generic_calls"], nothing["stats"]["failures"]) == ([], 4, 0), nothing
+    assert (nothing["lines"], nothing["stats"]["generic_calls"], nothing["stats"]["failures"]) == ([], 6, 0), nothing
+    assert (nothing["refused"], nothing["stats"]["retained_backwards"]) == ([None, None], 2), nothing
     assert nothing["stats"]["kept_tensors"] + nothing["stats"]["packed_tensors"] > 0
     assert {name: entry["error"] for name, entry in said.items() if "error" in entry} == {}
     substituted = said.pop(".grapharg", None)  # the source of an input is found in another place, too
@@ -44,6 +45,10 @@ def check_run(said: dict[str, dict[str, Any]]) -> None:
         if len(entry["lines"]) != 1 or " differs: " not in entry["lines"][0]
     }
     assert unclear == {}
+    for name in ("keeps_graph", *hidden_symbols.IN_BACKWARDS):  # a backward that writes is torch's, which says so
+        assert said[name]["refused"][0], said[name]
+    # code from a cache, whose graph torch would not refuse, copies at each call
+    assert (said["keeps_graph"]["refused"][1], said["keeps_graph"]["stats"]["copied_backwards"]) == (None, 2)
 
 
 def test_each_symbol_that_is_missing_turns_its_feature_off_with_one_line(tmp_path: Path) -> None:
