@@ -22,6 +22,7 @@ import torch
 from multigraph_backend import _compat, capture, lowering, marks, region, registry, trace, user_code
 from multigraph_backend.background import describe
 from multigraph_backend.compile_state import CompileState
+from multigraph_backend.cudagraphs.bracket import from_outside
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
 from multigraph_backend.saved_tensors import account
@@ -79,7 +80,7 @@ class Multigraph:
             except capture.CannotCapture as reason:
                 return _compile_at_once(gm, example_inputs, accepted, code, str(reason))
             except Exception as error:  # what this torch does otherwise, and no row of `_compat` knows of
-                if accepted.on_failure == "raise":
+                if accepted.on_failure == "raise" or from_outside(error):
                     raise
                 log.debug("%s: cannot be captured", code, exc_info=True)
                 return _compile_at_once(gm, example_inputs, accepted, code, f"cannot be captured: {describe(error)}")

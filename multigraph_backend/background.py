@@ -24,7 +24,7 @@ import contextvars
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from multigraph_backend import _compat, circles
@@ -34,11 +34,37 @@ Result = TypeVar("Result")
 _GRACE = 1.0  # seconds an overdue compile gets to notice
 _UNWINDING = 10.0  # seconds it gets to unwind once it has, or to clean up once it has ended
 _PATIENCE = 600.0  # seconds to wait for Dynamo's compile lock where compiles have no limit
+_MEETS = 0.5  # seconds after which a caller that waits meets what came for it at a bad moment
 _LOOK = 0.05  # seconds between two looks at who holds that lock
 
 
 class CompileTimeout(Exception):
     """A compile took longer than its limit and was given up."""
+
+
+class Interrupted(BaseException):
+    """An `Exception` met the caller while it waited for a compile: from a signal's handler, or from another thread.
+
+    Not an Exception, so that nobody on its way takes `error` for a failure of the compile; see `reaching_the_caller`.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextlib.contextmanager
+def reaching_the_caller() -> Iterator[None]:
+    """Around what a call of the user compiles: what interrupted the call is raised as it came."""
+    try:
+        yield
+        return
+    except Interrupted as interrupted:
+        error = interrupted.error
+    try:
+        raise error
+    finally:
+        del error  # it holds this frame
 
 
 class _Overdue(BaseException):
@@ -208,6 +234,18 @@ def _await_turn(job: _Job[Result], seconds: float | None) -> None:
             )
 
 
+def _await_end(job: _Job[Result], seconds: float | None) -> bool:
+    """Wait until the compile is over, at most so many seconds; whether it is.
+
+    In short waits: a signal that comes when Python has just let its own lock go to wait for another is met after that.
+    """
+    until = float("inf") if seconds is None else time.monotonic() + seconds
+    while not job.finished.wait(max(0.0, min(_MEETS, until - time.monotonic()))):
+        if time.monotonic() >= until:
+            return False
+    return True
+
+
 def compile_within(
     seconds: float | None, compile: Callable[[contextlib.ExitStack], Result], context: contextvars.Context
 ) -> Result:
@@ -215,7 +253,9 @@ def compile_within(
 
     `process_wide` takes what it changes for the whole process.  Raises what `compile` raises, and `CompileTimeout`
     after `seconds` (None: no limit), or when Dynamo's own compiles have held the lock that long (None: 600 s); waiting
-    for other compiles of this module does not count.
+    for other compiles of this module does not count.  The compile is given up too when the waiting caller is
+    interrupted: by what is no `Exception`, such as `KeyboardInterrupt`, which is raised as it is, or by an `Exception`,
+    which comes as `Interrupted`.
     """
     if _compat.owns_compile_lock():
         # called while this thread compiles something itself: another thread would wait for it forever
@@ -224,13 +264,17 @@ def compile_within(
     else:
         job = _Job(compile, context.copy(), seconds)
         thread = threading.Thread(target=job.run, name="multigraph-compile", daemon=True)
-        thread.start()
         try:
+            thread.start()  # waits for the thread to begin, and may be interrupted there
             _await_turn(job, seconds)
-            if not job.finished.wait(seconds):
+            if not _await_end(job, seconds):
                 job.abandon(thread)
-        except BaseException:  # Ctrl-C in the waiting caller
+        except CompileTimeout:  # it does not begin any more
+            raise
+        except BaseException as error:  # Ctrl-C in the waiting caller, or what another handler of a signal raises
             job.abandon(thread)
+            if isinstance(error, Exception) and thread.ident is not None:  # else no thread could be started
+                raise Interrupted(error) from None
             raise
     if isinstance(job.error, _Overdue) or not job.finished.is_set():
         raise CompileTimeout(f"the compile took longer than {seconds:g} s and was given up")
@@ -248,4 +292,4 @@ def describe(error: BaseException) -> str:
     return f"{kind}: {text.splitlines()[0]}" if text else kind
 
 
-__all__ = ["CompileTimeout", "compile_within", "describe"]
+__all__ = ["CompileTimeout", "Interrupted", "compile_within", "describe", "reaching_the_caller"]

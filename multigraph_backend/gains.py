@@ -23,6 +23,7 @@ import torch
 
 from multigraph_backend import registry
 from multigraph_backend.background import describe
+from multigraph_backend.cudagraphs.bracket import from_outside
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ def run_beside(variant: Run, generic: Run, args: Sequence[Any], gain: Gain) -> A
             with torch.random.fork_rng(devices):
                 generic_seconds = _timed(generic, args, devices)[1]
         except Exception as error:
+            if from_outside(error):
+                raise
             log.info("a gain could not be measured: generic raised %s", describe(error))
     if generic_seconds:
         gain.add(seconds, generic_seconds)

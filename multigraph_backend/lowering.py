@@ -28,6 +28,7 @@ from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import CapturedGraph, copy_structure
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition, added_condition
+from multigraph_backend.cudagraphs.bracket import from_outside
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
 from multigraph_backend.facts import Facts
@@ -155,6 +156,8 @@ def lower(
         try:
             return compile_here(process_wide, options)
         except Exception as error:
+            if from_outside(error):
+                raise
             process_wide.close()
             reason = _retrying_unpacked(str(graph.code), error)
         lowered = compile_here(process_wide, options.without_packs())
@@ -303,7 +306,7 @@ def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Op
         except _compat.TensorifyScalarRestartAnalysis:  # Dynamo traces anew
             raise
         except Exception as error:
-            if untouched is None:
+            if untouched is None or from_outside(error):
                 raise
             reason = _retrying_unpacked(name, error)
         run = compile_module(untouched, inputs, options.without_packs(), recorded_as)

@@ -23,10 +23,11 @@ import torch
 
 from multigraph_backend import _compat, declared, dispatch, gains, lowering, naming, registry, trace
 from multigraph_backend.aliasing import Sharing, sharing
-from multigraph_backend.background import describe
+from multigraph_backend.background import Interrupted, describe, reaching_the_caller
 from multigraph_backend.capture import CapturedGraph, NamedSize
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition
+from multigraph_backend.cudagraphs.bracket import from_outside
 from multigraph_backend.dispatch import Ready, Rule
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import SameSizes
@@ -79,7 +80,7 @@ class Region:
         self.generic = Variant(len(conditions), None)
         self.plan, self._checks = _plan(graph, self.variants, self.generic.number)
         self._ready: list[Ready] = [_NOT_READY] * (len(conditions) + 1)
-        self._publish_lock = threading.Lock()
+        self._publish_lock = threading.RLock()  # a handler of a signal may call what it interrupts
         self._all_pending = options.compile == "eager"
         self._issued: Lowered | None = None  # what generic's first form issues: the reference for all others
         self._issued_lock = threading.Lock()
@@ -106,6 +107,10 @@ class Region:
 
     def missed(self, target: int, args: tuple[Any, ...]) -> Any:
         """Run a call whose variant is not ready, or whose forms do not hold for it."""
+        with reaching_the_caller():
+            return self._run_missed(target, args)
+
+    def _run_missed(self, target: int, args: tuple[Any, ...]) -> Any:
         if self._all_pending:
             self._compile_all(args)
         variant = self._variant(target)
@@ -152,8 +157,13 @@ class Region:
             return None
         try:
             form = variant.fitting(args)
-            if form is None and variant.may_compile(self._sharing(args)):
-                form = self._compile(variant, args)
+            # compiling already: this call interrupted that one, in a handler of a signal, and nobody else can end it
+            if form is None and not variant.compiling and variant.may_compile(self._sharing(args)):
+                variant.compiling = True
+                try:
+                    form = self._compile(variant, args)
+                finally:
+                    variant.compiling = False
         finally:
             variant.lock.release()
         return form
@@ -175,6 +185,8 @@ class Region:
             if self._graph.communicates:
                 self._check_collectives(variant, lowered, args)
         except Exception as error:
+            if from_outside(error):
+                raise Interrupted(error) from None
             self._failed(variant, error, self._sharing(args))
             return None
         form = Form(lowered)
@@ -242,6 +254,8 @@ class Region:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            if from_outside(error):  # it says nothing of the code, and does not come again where the call is run again
+                raise
             if draw_again is None:  # the inputs may have changed, other ranks have gone on, the user's code has run
                 raise
             draw_again()
@@ -397,7 +411,7 @@ def compiled_at_once(
     region.variants, region.generic = [], Variant(0, None)
     region.generic.add(Form(Lowered(run, AddedCondition("True", None), seconds, saved=saved), proven=True))
     region.plan, region._checks = dispatch.plan((), (), 0), {}
-    region._ready, region._publish_lock, region._all_pending = [_NOT_READY], threading.Lock(), False
+    region._ready, region._publish_lock, region._all_pending = [_NOT_READY], threading.RLock(), False
     region._publish(region.generic)
     trace.count("regions")
     registry.add(region)
@@ -503,6 +517,8 @@ def _asking(variant: Variant, check: Callable[[int], object]) -> Callable[[int],
         try:
             return bool(check(value))
         except Exception as error:
+            if from_outside(error):
+                raise
             trace.warn_once(f"{text} raised", "%s raised, taken as no match: %s", text, describe(error))
             return False
 

@@ -34,8 +34,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, trace
-from multigraph_backend.background import describe
+from multigraph_backend.background import describe, reaching_the_caller
 from multigraph_backend.compile_state import patch_back
+from multigraph_backend.cudagraphs.bracket import from_outside
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class RetainedCode(_OutputCode):  # type: ignore[misc]
     def __init__(self, inner: Any, written: Sequence[int], again: Callable[[], Any] | None = None) -> None:
         self.inner, self.written = inner, tuple(written)
         self._boxed_call = True
-        self._again, self._lock = again, threading.Lock()
+        self._again, self._lock = again, threading.RLock()
         self.without: Any = None
         # AOTAutograd's cache would keep the key alone, and find `inner` by it
         if _compat.functorch_config.bundled_autograd_cache:
@@ -148,9 +149,12 @@ class RetainedCode(_OutputCode):  # type: ignore[misc]
             if (again := self._again) is None:
                 return
             try:
-                self.without = again()
+                with reaching_the_caller():
+                    self.without = again()
                 trace.count("retained_backwards")
             except Exception as error:
+                if from_outside(error):
+                    raise
                 message = f"a backward without donated memory could not be compiled: {describe(error)}"
                 trace.warn_once(message, "%s; calls with retain_graph copy what they would write into", message)
                 log.debug("a backward without donated memory could not be compiled", exc_info=True)
@@ -179,7 +183,7 @@ class RetainedCode(_OutputCode):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         self.inner.set_triton_bundle(triton_bundle)

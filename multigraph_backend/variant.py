@@ -50,14 +50,16 @@ class Form:
 class Variant:
     """One condition (None: generic) of a region and its compiled forms.
 
-    `lock` is held by the one thread that compiles; forms are only appended or removed under it.
+    `lock` is held by the one thread that compiles; forms are only appended or removed under it.  That thread may take
+    it again, in a handler of a signal that calls what it interrupted: `compiling` tells.
     """
 
     def __init__(self, number: int, condition: Condition | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.number = number
         self.condition = condition
         self.forms: tuple[Form, ...] = ()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
+        self.compiling = False  # under `lock`
         self.failures = 0
         self.reason: str | None = condition.never if condition is not None else None
         self.details: str | None = None  # the whole traceback of the last failure, as text: no frame is kept alive
@@ -89,7 +91,7 @@ class Variant:
     def state(self) -> State:
         if self.condition is not None and self.condition.never is not None:
             return "inactive"
-        if self.lock.locked():
+        if self.compiling:
             return "compiling"
         if self.forms:
             return "ready"

@@ -25,6 +25,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, trace
+from multigraph_backend.cudagraphs.bracket import from_outside
 from multigraph_backend.distributed import groups
 from multigraph_backend.saved_tensors import (
     account,
@@ -119,6 +120,8 @@ def pack_saved_tensors(
         kept = [entry for entry in kept if entry.node.name not in lent or entry.node.name in used]
         account.add(replace(_account(traced, kept, placed), budget=said, unmatched=idle))
     except Exception as error:
+        if from_outside(error):
+            raise
         reason_text = f"{type(error).__name__}: {error}"
         trace.warn_once(f"packing failed: {reason_text}", "saved tensors stay as they are: %s", reason_text)
         log.debug("packing failed", exc_info=True)

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
+from multigraph_backend.cudagraphs.bracket import from_outside
 from multigraph_backend.saved_tensors import graphs
 from multigraph_backend.saved_tensors.choosing import Unit
 from multigraph_backend.saved_tensors.hooks import SavedHook
@@ -174,6 +175,8 @@ def _make(function: Callable[..., Any], inputs: Sequence[Any], what: str, mode: 
     except (CannotPack, CannotTakeApart) as error:
         raise CannotPack(str(error)) from error
     except Exception as error:
+        if from_outside(error):
+            raise
         raise CannotPack(f"{what} cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
     made.graph.eliminate_dead_code()
     for node in made.graph.find_nodes(op="get_attr"):

@@ -118,6 +118,32 @@ def test_ctrl_c_while_an_overdue_compile_unwinds_frees_the_lock_at_once() -> Non
     _compat.compile_lock.release()
 
 
+def test_ctrl_c_while_the_compiles_thread_is_started_gives_that_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def compile(process_wide: contextlib.ExitStack) -> None:
+        begun.set()
+        try:
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        assert begun.wait(10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_within(30, compile, here())
+    assert ended.is_set()
+    monkeypatch.undo()
+    assert compile_within(10, lambda process_wide: 42, here()) == 42
+
+
 def test_a_thread_that_compiles_with_dynamo_may_wait_for_a_call_that_has_to_compile() -> None:
     results: list[str] = []
 
