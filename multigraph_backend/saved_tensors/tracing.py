@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.overrides import TorchFunctionMode
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.bracket import from_outside
@@ -169,9 +170,12 @@ def _keep_constant(made: GraphModule, node: Node, mode: Any) -> None:
 
 def _make(function: Callable[..., Any], inputs: Sequence[Any], what: str, mode: Any) -> GraphModule:
     try:
-        made: GraphModule = _compat.make_fx(
-            torch.func.functionalize(function), decomposition_table=_compat.select_decomp_table(), tracing_mode="real"
-        )(*inputs)
+        with _NoMemory(what):
+            made: GraphModule = _compat.make_fx(
+                torch.func.functionalize(function),
+                decomposition_table=_compat.select_decomp_table(),
+                tracing_mode="real",
+            )(*inputs)
     except (CannotPack, CannotTakeApart) as error:
         raise CannotPack(str(error)) from error
     except Exception as error:
@@ -183,6 +187,23 @@ def _make(function: Callable[..., Any], inputs: Sequence[Any], what: str, mode: 
         _keep_constant(made, node, mode)
     _compat.replace_random_passes(made)
     return made
+
+
+#: they give out memory, and a tensor that is traced has none: what lies at its address would be a constant of the graph
+_GIVE_OUT_MEMORY = frozenset({torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__})
+
+
+class _NoMemory(TorchFunctionMode):
+    """Refuses what takes the memory of a tensor out of the sight of a trace."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _GIVE_OUT_MEMORY:
+            raise CannotPack(f"{self._what} takes the memory of a tensor ({func.__name__}), which no trace can follow")
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

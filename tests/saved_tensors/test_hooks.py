@@ -107,6 +107,10 @@ UNFIT = {
     "another device": (lambda x: x, lambda x: x.to("meta"), "on meta where one on cpu was saved"),
     "a value": (lambda x: x if x.sum() > 0 else -x, lambda x: x, "pack cannot be traced"),
     "a change of its input": (lambda x: x.mul_(2), lambda x: x / 2, "changes its input"),
+    "memory, by numpy": (lambda x: torch.from_numpy(x.numpy()), lambda x: x, "memory of a tensor (numpy)"),
+    "memory, by an array": (lambda x: torch.from_numpy(numpy.asarray(x)), lambda x: x, "memory of a tensor"),
+    "memory, by DLPack": (lambda x: torch.from_dlpack(x), lambda x: x, "memory of a tensor"),
+    "memory, unpacking": (lambda x: x, lambda x: torch.from_numpy(x.numpy() * 1.0), "unpack takes the memory"),
     "an error of its own": (lambda x: x.no_such(), lambda x: x, "AttributeError"),
     "what hides tensors": (lambda x: lambda: x, lambda f: f(), "in which tensors cannot be found"),
 }
