@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -83,6 +84,8 @@ def _commit() -> str:
         root = Path(__file__).resolve().parents[2]
         return subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
 
+    if named := os.environ.get("MULTIGRAPH_COMMIT"):  # a copy of the checkout, without its history
+        return named
     changed = git("status", "--porcelain", "--untracked-files=no", "multigraph_backend", "tests/simulated")
     return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if changed else "")
 
