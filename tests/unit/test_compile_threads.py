@@ -276,4 +276,6 @@ def test_the_random_programs_notice_when_the_lock_is_taken_from_whoever_has_it(
         _compat.take_over_compile_lock()
 
     monkeypatch.setattr(background._Job, "_live_without", takes_it)
-    assert "the lock was taken from its owner" in disturbed(0, 1.5)
+    # which threads meet is chance, and rarer on a machine with other work: so it is tried for a while
+    found = (disturbed(seed, 1.5) for seed in range(20))
+    assert any("the lock was taken from its owner" in wrong for wrong in found)
