@@ -343,8 +343,9 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         raise CannotCapture("the backend was called outside of a Dynamo trace")
     shape_env = context.fake_mode.shape_env
     placeholders = gm.graph.find_nodes(op="placeholder")
+    fakes: list[Any] = []
     inputs = tuple(
-        _describe(node, example, context) for node, example in zip(placeholders, example_inputs, strict=True)
+        _describe(node, example, context, fakes) for node, example in zip(placeholders, example_inputs, strict=True)
     )
     symbols = _locate_symbols(inputs, shape_env)
     guards = []
@@ -384,7 +385,12 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
     )
 
 
-def _describe(node: torch.fx.Node, example: Any, context: Any) -> Input:
+def _describe(node: torch.fx.Node, example: Any, context: Any, fakes: list[Any]) -> Input:
+    """One input as Dynamo's trace has it.
+
+    `fakes` keeps what torch made for the inputs so far: while they live it takes those of their gradients, and of what
+    they are views of, again for inputs that are these, with the symbols that they have in the trace.
+    """
     source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
     into_subgraph = any(isinstance(user.target, _compat.HigherOrderOperator) for user in node.users)
     if isinstance(example, _compat.SymTypes):
@@ -406,6 +412,7 @@ def _describe(node: torch.fx.Node, example: Any, context: Any) -> Input:
         source=symbolic.tensor_source if symbolic is not None else None,
         trace=False,
     )
+    fakes.append(fake)
     shape_env = context.fake_mode.shape_env
     memo = {}
     if symbolic is not None:
@@ -566,13 +573,55 @@ def _written(gm: torch.fx.GraphModule) -> frozenset[int]:
     """
     written: set[Any] = set()
     nodes = [node for module in _graph_modules(gm) for node in module.graph.nodes]
+    placeholders, held = gm.graph.find_nodes(op="placeholder"), _held(gm)
+    told = _written_among_shared(
+        [
+            *((getattr(node.meta.get("grapharg"), "example", None), node) for node in placeholders),
+            *((tensor, node) for tensor, taken in held.items() for node in taken),
+        ],
+        written,
+    )
     for node in nodes:
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and not value.is_inference() and value._version:
+        counted = isinstance(value, torch.Tensor) and not value.is_inference() and value._version
+        if counted and id(_viewed(value)) not in told:
             written.add(_memory(node))
         written.update(map(_memory, (*_written_by_schema(node), *_running_statistics(node))))
-    tensors = [*([node] for node in gm.graph.find_nodes(op="placeholder")), *_held(gm).values()]
+    tensors = [*([node] for node in placeholders), *held.values()]
     return frozenset(index for index, taken in enumerate(tensors) if any(_memory(node) in written for node in taken))
+
+
+def _written_among_shared(entries: Iterable[tuple[Any, torch.fx.Node]], written: set[Any]) -> dict[int, torch.Tensor]:
+    """Adds to `written` the memory that several of these real tensors share and that versions say is written to.
+
+    torch makes the fake of at most one of them, which begins where the memory does, as of a tensor alone, and those of
+    the others by `set_`, which counts up their version once.  So one was written to where the version of any has been
+    counted up further, or, if that one may be among them, those of all have been.  Returned are the fakes about which
+    that is said, or which they are views of, by their `id`.
+    """
+    groups: dict[Any, dict[int, tuple[torch.Tensor, int]]] = {}
+    for real, node in entries:
+        value = node.meta.get("example_value")
+        if not isinstance(real, torch.Tensor) or not isinstance(value, torch.Tensor) or value.is_inference():
+            continue
+        if real.layout is value.layout is torch.strided and not _compat.is_traceable_wrapper_subclass(real):
+            memory = (_memory(node), real.untyped_storage()._cdata)
+            viewed = _viewed(value)
+            groups.setdefault(memory, {})[id(viewed)] = viewed, int(_viewed(real).storage_offset())
+    told: dict[int, torch.Tensor] = {}
+    for (memory, _), fakes in groups.items():
+        if len(fakes) > 1:
+            versions = [fake._version for fake, _ in fakes.values()]
+            one_alone = any(start == 0 for _, start in fakes.values())
+            if max(versions) > 1 or (one_alone and min(versions) > 0):
+                written.add(memory)
+            told.update((key, fake) for key, (fake, _) in fakes.items())
+    return told
+
+
+def _viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that `tensor` is a view of and counts versions with, or itself."""
+    return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
 def _memory(node: torch.fx.Node) -> Any:

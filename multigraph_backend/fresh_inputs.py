@@ -29,7 +29,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.aliasing import any_overlap, sharing
-from multigraph_backend.capture import CapturedGraph, Input, replace_with_number, write_known_items
+from multigraph_backend.capture import CapturedGraph, Input, TensorLayout, replace_with_number, write_known_items
 from multigraph_backend.predicates import Facts
 
 OVERLAPPING = (
@@ -125,8 +125,7 @@ def build(
         for index in fresh.windows:
             if args[index].storage_offset() or not args[index].is_contiguous():
                 raise CannotLower(VIEW_OF_CHANGED)
-    for index, (entry, arg) in enumerate(zip(graph.inputs, args, strict=True)):
-        fresh.inputs.append(_fresh_input(fresh, index, entry, arg, multiples))
+    _fill_inputs(fresh, graph, args, multiples)
     if floats or graph.zeros:
         known = {**fresh.replaced, **floats}  # an expression has no sign of zero
         fresh.zeros = {index: float(args[index].item()) for index in graph.zeros}
@@ -231,6 +230,61 @@ def _bounded_symbol(shape_env: Any, value: int, source: Any, lower: Any, upper: 
 # ---------------------------------------------------------------- inputs
 
 
+def _fill_inputs(
+    fresh: FreshInputs,
+    graph: CapturedGraph,
+    args: Sequence[Any],
+    multiples: Mapping[sympy.Symbol, tuple[int, sympy.Symbol]],
+) -> None:
+    """Make `fresh.inputs`.
+
+    A tensor takes the tensor that it is a view of and its gradient along: torch makes fakes of these with it, with
+    sizes as it thinks, and they stay.  Where they are inputs themselves they are made before it, as planned for them.
+    """
+    position = {id(args[index]): index for index in graph.tensor_inputs}
+    made: dict[int, Any] = {}
+    kept: list[Any] = []  # torch knows the fake of a tensor again while that lives
+
+    def make(index: int) -> None:
+        if index in made:
+            return
+        entry, arg = graph.inputs[index], args[index]
+        made[index] = None  # two tensors may be each other's gradients
+        if entry.layout is not None:
+            gradient = _gradient(arg)
+            for beside in (arg._base if arg._is_view() else None, gradient):
+                if id(beside) in position:
+                    make(position[id(beside)])
+            if gradient is not None and id(gradient) not in position:
+                kept.append(_fresh_gradient(fresh, entry, gradient))
+        made[index] = _fresh_input(fresh, index, entry, arg, multiples)
+
+    for index in range(len(args)):
+        make(index)
+    fresh.inputs.extend(made[index] for index in range(len(args)))
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """`tensor.grad`, without torch's warning about tensors that keep none."""
+    return tensor.grad if not tensor.is_inference() and (tensor.is_leaf or tensor.retains_grad) else None
+
+
+def _fresh_gradient(fresh: FreshInputs, entry: Input, gradient: torch.Tensor) -> Any:
+    """A fake for the gradient of an input, where it is none itself: nothing of it becomes a symbol of its own, for
+    calls are not checked for it."""
+    assert entry.layout is not None
+    layout = TensorLayout(
+        source=_compat.ConstantSource(f"{_compat.source_name(entry.layout.source)}.grad"),
+        size=entry.layout.size,
+        stride=tuple(map(sympy.Integer, gradient.stride())),
+        offset=sympy.Integer(gradient.storage_offset()),
+        memo={},
+    )
+    base = gradient._base if gradient._is_view() else None
+    context = _symbolic_context(fresh, Input(f"{entry.name}.grad", layout.source, layout=layout), layout.offset, base)
+    return fresh.fake_mode.from_tensor(gradient, symbolic_context=context, source=layout.source, trace=False)
+
+
 def _fresh_input(
     fresh: FreshInputs, index: int, entry: Input, arg: Any, multiples: Mapping[sympy.Symbol, tuple[int, sympy.Symbol]]
 ) -> Any:
@@ -296,9 +350,9 @@ def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tenso
     fake = fresh.fake_mode.from_tensor(
         arg, symbolic_context=_symbolic_context(fresh, entry, offset, base), source=layout.source, trace=False
     )
-    planned = (*layout.size, *layout.stride, offset)
-    for got, want in zip((*fake.size(), *fake.stride(), fake.storage_offset()), planned, strict=True):
-        expr = fresh.translate(want)
+    # once only: a new symbol may have the name of one of Dynamo's
+    planned = (*map(fresh.translate, (*layout.size, *layout.stride)), offset)
+    for got, expr in zip((*fake.size(), *fake.stride(), fake.storage_offset()), planned, strict=True):
         # Dynamo's guards may have settled a symbol further than was declared
         if _compat.sympy_expr(got) not in (expr, fresh.shape_env.replace(expr)):
             raise CannotLower(f"input {entry.name}: {_compat.sympy_expr(got)} where {expr} was planned")

@@ -60,7 +60,7 @@ def build_body(
 
     `twins`: the first input is changed and the second read afterwards.  `window`: parameters and a buffer are read
     afterwards.  `overload`: both inputs are read by operators that are called by their overload.  `raising`: a custom
-    operator is called that raises in some calls.
+    operator is called that raises in some calls.  `gradient`: inputs come with gradients; that of the first is read.
     """
     builder = _Builder(rng, inputs, ints, hidden)
     made = 0
@@ -136,6 +136,9 @@ class _Builder:
         self.features.add(ending)
         if ending == "raising":
             self.emit(f"checked({first.name} + 1.0)", first.dims, False)
+            return
+        if ending == "gradient":
+            self.emit(f"{first.name} + {first.name}.grad", first.dims, False)
             return
         self.lines.append(f"{first.name}.mul_(0.5)")
         if ending == "twins":

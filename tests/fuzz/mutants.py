@@ -189,6 +189,20 @@ def refused_again() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def fakes_count_as_written() -> Iterator[None]:
+    """What torch itself counts up on fakes that share memory is taken for a change by the graph."""
+    with mock.patch.object(capture, "_written_among_shared", return_value={}):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_as_torch_makes_them() -> Iterator[None]:
+    """Fakes of inputs are made in their order, and gradients with the tensors that have them."""
+    with mock.patch.object(fresh_inputs, "_gradient", return_value=None):
+        yield
+
+
 # with the profile that draws what each concerns
 MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     dropped_guard: "twins",
@@ -202,4 +216,6 @@ MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     infinity_has_no_name: "python_values",
     everything_is_pure: "raising",
     refused_again: "training",
+    fakes_count_as_written: "overloads",
+    gradients_as_torch_makes_them: "gradients",
 }

@@ -26,7 +26,7 @@ from .python_values import DEFAULT, PythonValue, draw, draw_text, use
 Dynamic = Literal["marks", "true", "automatic", "false"]
 Layout = Literal["contiguous", "transposed", "sliced"]
 Sharing = Literal["", "same", "overlap", "weight", "beside a weight"]
-Ending = Literal["", "twins", "window", "overload", "raising"]  # see build_body
+Ending = Literal["", "twins", "window", "overload", "raising", "gradient"]  # see build_body
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ PROFILES["twins"] = replace(
 )
 PROFILES["overloads"] = replace(PROFILES["twins"], ending="overload")
 PROFILES["raising"] = replace(PROFILES["default"], ending="raising", trainable=0, operations=(1, 4))
+PROFILES["gradients"] = replace(PROFILES["default"], ending="gradient", trainable=0, operations=(1, 4))
 PROFILES["windows"] = replace(PROFILES["default"], ending="window", trainable=0, unused_input=0, operations=(3, 6))
 
 
@@ -424,8 +425,9 @@ def _(x):
 
 
 # The dimensions of "transposed" are made in another order; "sliced" leaves every other element of the last one out;
-# "overlap" gives the second input the storage of the first, one row further. "weight" lets a weight or buffer of the
-# model begin where the first input does, "beside a weight" puts it behind the input in the same storage.
+# "overlap" gives the second input the storage of the first, one row further; in every other call neither is a view, nor
+# begins where the storage does. "weight" lets a weight or buffer of the model begin where the first input does, "beside
+# a weight" puts it behind the input in the same storage.
 _INPUTS = """\
 def make(shape, layout, rng):
     if layout == "transposed":
@@ -465,7 +467,15 @@ def _inputs_text(program: Program) -> str:
             lines.append(f'    if sharing == "same":\n        {tensor.name} = x')
             lines.append(f'    if sharing == "overlap":\n        both = torch.cat([x, {tensor.name}])')
             lines.append(f"        x, {tensor.name} = both[: x.shape[0]], both[1 : 1 + x.shape[0]]")
+            lines.append(f"        if index % 2 == {program.seed % 2}:\n            both = torch.cat([x[:1], both])")
+            lines.append(f"            x, {tensor.name} = (both[i : i + x.shape[0]].data for i in (1, 2))")
     lines += [f"    {t.name}.requires_grad_()" for t in program.tensors if t.requires_grad]
+    if "gradient" in program.body.features:
+        ways = ("layout", "'transposed'", "'sliced'")
+        lines += [
+            f"    {t.name}.grad = make({t.name}.shape, {ways[(program.seed + i) % 3]}, rng)"
+            for i, t in enumerate(program.tensors)
+        ]
     passed = [value.argument for value in program.values if value.argument is not None]
     lines.append(
         f"    values, given = VALUES[index], [{', '.join([*(t.name for t in program.tensors), *program.ints])}]"

@@ -48,7 +48,9 @@ def test_aot_eager_with_python_values(first: int) -> None:
         assert_right(seed, "python_values", "aot_eager")
 
 
-@pytest.mark.parametrize("profile", ["training", "attributes", "two_axes", "overloads", "windows", "raising"])
+@pytest.mark.parametrize(
+    "profile", ["training", "attributes", "two_axes", "overloads", "windows", "raising", "gradients"]
+)
 def test_aot_eager_with_what_breaks_first(profile: str) -> None:
     for seed in range(5):
         assert_right(seed, profile, "aot_eager")
@@ -114,4 +116,6 @@ SEEDS = {
     "infinity_has_no_name": range(1, 8),
     "everything_is_pure": range(5),
     "refused_again": range(3, 8),
+    "fakes_count_as_written": range(33, 36),
+    "gradients_as_torch_makes_them": range(5),
 }

@@ -49,7 +49,7 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "moved outputs": 100,
         "evicted": 50,
         "failed recordings": 20,
-        "recordings with managed inputs": 10,
+        "recordings with managed inputs": 5,
         "recordings with inputs that die in them": 5,
         "recordings that hand out copies": 20,
         "shared": 20,
