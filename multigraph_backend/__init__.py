@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multigraph_backend.backend import multigraph
     from multigraph_backend.cudagraphs.runtime import limit_recordings
+    from multigraph_backend.declare.marks import mark
+    from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.gains import measure_gains
-    from multigraph_backend.marks import mark
     from multigraph_backend.options import Options, OptionsError
-    from multigraph_backend.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.report import Explanation, explain
     from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
     from multigraph_backend.saved_tensors.rules import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.1"
 
 _HOME = {
-    "And": "predicates",
+    "And": "declare.predicates",
     "Bits": "saved_tensors.rules",
     "Cast": "saved_tensors.rules",
-    "Eq": "predicates",
+    "Eq": "declare.predicates",
     "Explanation": "report",
-    "In": "predicates",
+    "In": "declare.predicates",
     "Keep": "saved_tensors.rules",
     "Match": "saved_tensors.rules",
-    "MultipleOf": "predicates",
+    "MultipleOf": "declare.predicates",
     "Offload": "saved_tensors.rules",
     "Options": "options",
     "OptionsError": "options",
-    "Predicate": "predicates",
-    "Range": "predicates",
+    "Predicate": "declare.predicates",
+    "Range": "declare.predicates",
     "Recompute": "saved_tensors.rules",
     "Rule": "saved_tensors.rules",
     "SavedHook": "saved_tensors.hooks",
     "Scaled": "saved_tensors.rules",
     "explain": "report",
     "limit_recordings": "cudagraphs.runtime",
-    "mark": "marks",
+    "mark": "declare.marks",
     "measure_gains": "gains",
     "multigraph": "backend",
     "reset_stats": "trace",

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from multigraph_backend import learning, naming
+from multigraph_backend import naming
 from multigraph_backend.capture import CapturedGraph, Mark, NamedSize
-from multigraph_backend.facts import Facts
-from multigraph_backend.predicates import Predicate, predicate_from_facts, unreachable
+from multigraph_backend.declare import probing
+from multigraph_backend.declare.facts import Facts
+from multigraph_backend.declare.predicates import Predicate, predicate_from_facts, unreachable
 
 
 @dataclass
@@ -159,7 +160,7 @@ def _from_mark(graph: CapturedGraph, mark: Mark, notes: list[str]) -> list[Condi
         notes.append(f"{mark.name} is marked, but the graph of {graph.code.function} does not take that tensor")
         return []
     learnt = _learn(mark.check)
-    if isinstance(learnt, learning.Opaque):
+    if isinstance(learnt, probing.Opaque):
         text = f"{_callable_name(mark.check)}({mark.name})"
         condition = Condition(text, None, check=mark.check, check_size=size, opaque_because=learnt.reason)
         if size.expr.is_Integer:
@@ -180,13 +181,13 @@ def _from_mark(graph: CapturedGraph, mark: Mark, notes: list[str]) -> list[Condi
     return conditions
 
 
-def _learn(check: Callable[[int], object]) -> learning.Understood | learning.Opaque:
+def _learn(check: Callable[[int], object]) -> probing.Understood | probing.Opaque:
     owner = getattr(check, "__self__", None)
     if isinstance(owner, Facts) and getattr(check, "__name__", "") == "holds":
         values = owner.values
         alternatives = (owner,) if values is None else tuple(Facts(values=(value,)) for value in values)
-        return learning.Understood(alternatives)
-    return learning.understand(check)
+        return probing.Understood(alternatives)
+    return probing.understand(check)
 
 
 def _callable_name(check: object) -> str:

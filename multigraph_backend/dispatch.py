@@ -23,7 +23,7 @@ from math import prod
 from types import FunctionType
 from typing import Any
 
-from multigraph_backend.facts import Facts
+from multigraph_backend.declare.facts import Facts
 
 MOST_REMEMBERED = 1 << 16  # sizes seen before that are kept; then the table starts anew
 MANY_MULTIPLES = 8  # of one column: from here on a table says which is the first that holds

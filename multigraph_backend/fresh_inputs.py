@@ -30,7 +30,7 @@ import torch
 from multigraph_backend import _compat
 from multigraph_backend.aliasing import any_overlap, sharing
 from multigraph_backend.capture import CapturedGraph, Input, TensorLayout, replace_with_number, write_known_items
-from multigraph_backend.predicates import Facts
+from multigraph_backend.declare.predicates import Facts
 
 OVERLAPPING = (
     "inputs that overlap in memory are changed in place, and AOTAutograd's code for that is not always right "

@@ -29,9 +29,9 @@ from multigraph_backend.capture import CapturedGraph, copy_structure
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition, added_condition
 from multigraph_backend.cudagraphs.bracket import from_outside
+from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
-from multigraph_backend.facts import Facts
 from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
 from multigraph_backend.options import Options
 from multigraph_backend.saved_tensors import account as saved_account

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from multigraph_backend.predicates import Predicate, did_you_mean, predicate_from_json, shown
+from multigraph_backend.declare.predicates import Predicate, did_you_mean, predicate_from_json, shown
 
 if TYPE_CHECKING:
     from multigraph_backend.saved_tensors.budget import Budget

@@ -28,10 +28,10 @@ from multigraph_backend.capture import CapturedGraph, NamedSize
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition
 from multigraph_backend.cudagraphs.bracket import from_outside
+from multigraph_backend.declare.facts import Facts
 from multigraph_backend.dispatch import Ready, Rule
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import SameSizes
-from multigraph_backend.facts import Facts
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.lowering import Lowered
 from multigraph_backend.options import Options

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multigraph_backend import marks, registry
 from multigraph_backend import region as regions
+from multigraph_backend import registry
+from multigraph_backend.declare import marks
 from multigraph_backend.distributed import groups
 from multigraph_backend.options import disabled_pieces
 from multigraph_backend.saved_tensors.account import SavedTensors

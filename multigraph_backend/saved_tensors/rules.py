@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.predicates import did_you_mean, shown
+from multigraph_backend.declare.predicates import did_you_mean, shown
 from multigraph_backend.saved_tensors.hooks import SavedHook
 
 SMALL_BYTES = 64 * 1024

@@ -13,8 +13,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from multigraph_backend import dispatch
+from multigraph_backend.declare.facts import Facts
 from multigraph_backend.dispatch import Rule
-from multigraph_backend.facts import Facts
 
 
 def first_match(rules: Sequence[Rule], values: Sequence[int], ask: Callable[[str, int], bool], generic: int) -> int:

@@ -18,8 +18,8 @@ import multigraph_backend
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.output_code import limits_of
 from multigraph_backend.cudagraphs.tree import Limits
+from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Range
 from multigraph_backend.options import LIMITS, Options, OptionsError
-from multigraph_backend.predicates import And, Eq, In, MultipleOf, Range
 from tests.simulated.pieces import Bench, call_right, values
 
 KNOBS: dict[str, tuple[object, type | None]] = {
@@ -464,10 +464,11 @@ import sys, types
 package = types.ModuleType("multigraph_backend")
 package.__path__ = [sys.argv[1]]
 sys.modules["multigraph_backend"] = package
-from multigraph_backend import learning, options
+from multigraph_backend import options
+from multigraph_backend.declare import probing
 built = options.Options.build({"specialize": [{"x[0]": 8}], "compile": "eager"}, None, (), {})
 assert len(built.specialize) == 1
-assert learning.understand(lambda n: n == 8)
+assert probing.understand(lambda n: n == 8)
 print("torch" in sys.modules)
 """
     where = multigraph_backend.__path__[0]

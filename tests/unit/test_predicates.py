@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 from expecttest import assert_expected_inline
 
-from multigraph_backend.facts import Facts
-from multigraph_backend.predicates import (
+from multigraph_backend.declare.facts import Facts
+from multigraph_backend.declare.predicates import (
     And,
     Eq,
     In,

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from multigraph_backend.facts import ANYTHING, Facts
+from multigraph_backend.declare.facts import ANYTHING, Facts
 
 __all__ = [
     "And",

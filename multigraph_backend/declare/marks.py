@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, trace
-from multigraph_backend.facts import Facts
-from multigraph_backend.predicates import predicate_from_json, shown
+from multigraph_backend.declare.facts import Facts
+from multigraph_backend.declare.predicates import predicate_from_json, shown
 
 Specialization = int | Mapping[str, int] | Callable[[int], object]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 from expecttest import assert_expected_inline
 
-from multigraph_backend.facts import Facts
-from multigraph_backend.learning import Opaque, Understood, understand
+from multigraph_backend.declare.facts import Facts
+from multigraph_backend.declare.probing import Opaque, Understood, understand
 
 # The text of a callable's body, and what must be learnt of it.
 UNDERSTOOD = {

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, cast
 
-from multigraph_backend.facts import ANYTHING, Facts
+from multigraph_backend.declare.facts import ANYTHING, Facts
 
 _MOST_RUNS = 64  # calls with a probe
 _MOST_ASKED = 1024  # questions within one such call
