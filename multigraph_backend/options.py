@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from multigraph_backend.declare.predicates import Predicate, did_you_mean, predicate_from_json, shown
+from multigraph_backend.declare.predicates import Predicate, predicate_from_json
+from multigraph_backend.spelling import did_you_mean, shown
 
 if TYPE_CHECKING:
     from multigraph_backend.saved_tensors.budget import Budget

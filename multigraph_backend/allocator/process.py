@@ -23,7 +23,7 @@ import torch
 from multigraph_backend import trace
 from multigraph_backend.allocator import library
 from multigraph_backend.allocator.library import Library, Options, Refused
-from multigraph_backend.declare.predicates import did_you_mean
+from multigraph_backend.spelling import did_you_mean
 
 Rule = Literal["strict", "own_stream", "graph_wide", "any_stream"]
 REUSE_RULES: tuple[Rule, ...] = get_args(Rule)

@@ -28,7 +28,7 @@ import torch
 from multigraph_backend import _compat
 from multigraph_backend.allocator import process
 from multigraph_backend.allocator.library import Library
-from multigraph_backend.declare.predicates import did_you_mean
+from multigraph_backend.spelling import did_you_mean
 
 Enabled = Literal["state", "all"]
 Context = Literal["state", "alloc", "all"]

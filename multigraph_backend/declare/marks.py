@@ -18,7 +18,8 @@ import torch
 
 from multigraph_backend import _compat, trace
 from multigraph_backend.declare.facts import Facts
-from multigraph_backend.declare.predicates import predicate_from_json, shown
+from multigraph_backend.declare.predicates import predicate_from_json
+from multigraph_backend.spelling import shown
 
 Specialization = int | Mapping[str, int] | Callable[[int], object]
 

@@ -17,7 +17,6 @@ predicates is decided by comparing facts, without search and without error in ei
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import math
@@ -26,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from multigraph_backend.declare.facts import ANYTHING, Facts
+from multigraph_backend.spelling import did_you_mean, shown
 
 __all__ = [
     "And",
@@ -35,10 +35,8 @@ __all__ = [
     "MultipleOf",
     "Predicate",
     "Range",
-    "did_you_mean",
     "predicate_from_facts",
     "predicate_from_json",
-    "shown",
     "unreachable",
 ]
 
@@ -384,15 +382,3 @@ def _facts_to_json(facts: Facts) -> object:
     factor = facts.multiple_of if facts.multiple_of > 1 else None
     said = {"min": facts.min, "max": facts.max, "multiple_of": factor}
     return {key: value for key, value in said.items() if value is not None}
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` with the nearest of `known`, or nothing if none is near `word`."""
-    nearest = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
-
-
-def shown(value: object) -> str:
-    """A value that was given, as an error's text shows it: shortened, and with its type."""
-    text = repr(value)
-    return f"{text if len(text) <= 200 else text[:197] + '...'} ({type(value).__name__})"

@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.declare.predicates import did_you_mean, shown
 from multigraph_backend.saved_tensors.hooks import SavedHook
+from multigraph_backend.spelling import did_you_mean, shown
 
 SMALL_BYTES = 64 * 1024
 

@@ -20,11 +20,11 @@ from multigraph_backend.declare.predicates import (
     MultipleOf,
     Predicate,
     Range,
-    did_you_mean,
     predicate_from_facts,
     predicate_from_json,
     unreachable,
 )
+from multigraph_backend.spelling import did_you_mean
 
 # Wide enough to tell any two of the facts below apart: beyond the constants that they mention it is longer,
 # at both ends, than the least common multiple of any two steps.
