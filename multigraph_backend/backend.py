@@ -22,10 +22,10 @@ import torch
 from multigraph_backend import _compat, capture, lowering, region, registry, trace, user_code
 from multigraph_backend.background import describe
 from multigraph_backend.compile_state import CompileState
-from multigraph_backend.cudagraphs.bracket import from_outside
 from multigraph_backend.declare import marks
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
+from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors import account
 from multigraph_backend.saved_tensors.hooks import stock_hooks
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 
-from multigraph_backend import frames
+from multigraph_backend.process import frames
 
 #: Python versions that do
 AFFECTED = sys.version_info < (3, 12)

@@ -23,7 +23,7 @@ import torch
 
 from multigraph_backend import registry
 from multigraph_backend.background import describe
-from multigraph_backend.cudagraphs.bracket import from_outside
+from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
 

@@ -28,12 +28,13 @@ from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import CapturedGraph, copy_structure
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition, added_condition
-from multigraph_backend.cudagraphs.bracket import from_outside
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
 from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
 from multigraph_backend.options import Options
+from multigraph_backend.process import rank
+from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.hooks import without_hooks
@@ -102,7 +103,7 @@ def lower(
     hooked = state.hooks is not None and options.compiler == "inductor"
     if state.hooks is not None and hooked:
         options = dataclasses.replace(options, saved_tensors=(*options.saved_tensors, *hook_rules(state.hooks)))
-    what = _compiled(graph, args, options, cache_tag, state.grad) if groups.live() else ""
+    what = _compiled(graph, args, options, cache_tag, state.grad) if rank.live() else ""
     packs = options.packing
     shared = bool(sharing(graph, args))
     bundled = recorded or packs or graph.communicates or state.grad

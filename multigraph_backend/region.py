@@ -27,7 +27,6 @@ from multigraph_backend.background import Interrupted, describe, reaching_the_ca
 from multigraph_backend.capture import CapturedGraph, NamedSize
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition
-from multigraph_backend.cudagraphs.bracket import from_outside
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.dispatch import Ready, Rule
 from multigraph_backend.distributed import sequence
@@ -35,6 +34,7 @@ from multigraph_backend.distributed.sequence import SameSizes
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.lowering import Lowered
 from multigraph_backend.options import Options
+from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.user_code import UserCode
 from multigraph_backend.variant import Form, Variant

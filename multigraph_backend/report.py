@@ -20,8 +20,8 @@ import torch
 from multigraph_backend import region as regions
 from multigraph_backend import registry
 from multigraph_backend.declare import marks
-from multigraph_backend.distributed import groups
 from multigraph_backend.options import disabled_pieces
+from multigraph_backend.process import rank
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.variant import Variant
 
@@ -132,7 +132,7 @@ def explain(model: object = None) -> Explanation:
     if model is not None:
         wanted = _names_of(model)
         entries = [entry for entry in entries if any(fnmatch.filter(entry.code.models, name) for name in wanted)]
-    where = groups.place()
+    where = rank.place()
     return Explanation(
         tuple(_report(entry, entries) for entry in entries),
         stance=regions.stance(),

@@ -36,7 +36,7 @@ from torch.fx import Graph, GraphModule, Node
 from multigraph_backend import _compat, trace
 from multigraph_backend.background import describe, reaching_the_caller
 from multigraph_backend.compile_state import patch_back
-from multigraph_backend.cudagraphs.bracket import from_outside
+from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
 

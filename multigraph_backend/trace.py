@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from multigraph_backend import _compat
-from multigraph_backend.distributed import groups
+from multigraph_backend.process import rank
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,6 @@ def warn_once(key: str, message: str, *args: object) -> None:
     with _lock:
         first = key not in _said
         _said.add(key)
-    if (where := groups.place()) is not None and where.world_size > 1:
+    if (where := rank.place()) is not None and where.world_size > 1:
         message = f"rank {where.rank}: {message}"
     log.log(logging.WARNING if first else logging.DEBUG, message, *args)

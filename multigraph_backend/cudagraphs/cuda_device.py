@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from multigraph_backend import _compat, garbage
+from multigraph_backend import _compat
 from multigraph_backend.allocator import process, statistics
 from multigraph_backend.allocator.recording_pool import ExtensionPool
 from multigraph_backend.cudagraphs import bracket, poison, staging
@@ -30,6 +30,8 @@ from multigraph_backend.cudagraphs.device import (
     is_plain,
 )
 from multigraph_backend.memory_pool import MemoryPool, State, TorchPool, capture_anchor, generator_set_free
+from multigraph_backend.process import garbage
+from multigraph_backend.process.interruptions import from_outside, without_frames
 
 
 class CudaDevice:
@@ -144,7 +146,7 @@ class CudaDevice:
             return self._pool.restore(state, blocks, owned)
         except BaseException as error:
             self.new_pool()
-            if bracket.from_outside(error):
+            if from_outside(error):
                 raise
             raise DeviceFailed(_first_line(error)) from error
 
@@ -171,11 +173,11 @@ class CudaDevice:
             return self._capture(function, outputs, random, generators)
         except CaptureFailed as error:
             cause = error.__cause__
-            if cause is None or not bracket.from_outside(cause):
+            if cause is None or not from_outside(cause):
                 raise
         except BaseException as error:  # a call of the driver around the capture failed, or was interrupted: what it
             self.new_pool()  # has done is not known
-            if bracket.from_outside(error):
+            if from_outside(error):
                 raise
             raise CaptureFailed(_first_line(error)) from error
         try:
@@ -227,8 +229,8 @@ class CudaDevice:
             result = None
             kept.clear()
             self._let_go(problem, broken)
-            if not bracket.from_outside(problem):
-                bracket.without_frames(problem)
+            if not from_outside(problem):
+                without_frames(problem)
             raise CaptureFailed(_first_line(problem)) from problem
         state = self._pool.adopt(kept.values())
         blocks = {address: storage.nbytes() for address, storage in kept.items()}

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from multigraph_backend import _compat, garbage
+from multigraph_backend import _compat
 from multigraph_backend.cudagraphs import bracket
 from multigraph_backend.cudagraphs.arena import ArenaState
 from multigraph_backend.cudagraphs.device import (
@@ -43,6 +43,8 @@ from multigraph_backend.cudagraphs.device import (
 from multigraph_backend.cudagraphs.poison import others
 from multigraph_backend.cudagraphs.simulated_capture import NOT_CAPTURED, Recorder
 from multigraph_backend.cudagraphs.simulated_memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
+from multigraph_backend.process import garbage
+from multigraph_backend.process.interruptions import from_outside, without_frames
 
 #: beyond every address that a process can have
 _FIRST_POOL = 1 << 48
@@ -376,9 +378,9 @@ class SimulatedDevice:
                 arena.high_water = high_water
                 if self.failures_spoil_the_pool:
                     self.new_pool()
-                if bracket.from_outside(problem):
+                if from_outside(problem):
                     raise problem
-                bracket.without_frames(problem)
+                without_frames(problem)
                 raise CaptureFailed(f"{type(problem).__name__}: {problem}") from problem
             finally:
                 del problem  # it holds this frame

@@ -36,14 +36,16 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, trace
-from multigraph_backend.cudagraphs import bracket, planning, recording, replay
+from multigraph_backend.cudagraphs import planning, recording, replay
 from multigraph_backend.cudagraphs.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
 from multigraph_backend.cudagraphs.turns import BESIDE, OUT_OF_TURN, Call, Turns
-from multigraph_backend.distributed import endings, groups
+from multigraph_backend.distributed import endings
 from multigraph_backend.distributed.watchdog import Launched
+from multigraph_backend.process import rank
+from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
 
@@ -394,7 +396,7 @@ class Tree:
                     node = self._node_for(function, inputs)
                 self._catch_up()
             except (NotRecorded, DeviceFailed, RuntimeError) as error:
-                if type(error) is not NotRecorded and bracket.from_outside(error):
+                if type(error) is not NotRecorded and from_outside(error):
                     raise
                 reason = str(error) if isinstance(error, NotRecorded) else f"the driver failed: {error}"
                 if isinstance(error, NotRecorded) and error.always:
@@ -603,7 +605,7 @@ class Tree:
         """
         if time.monotonic() < self._not_before:
             return False
-        settled = self.device.settle(_PATIENCE if groups.live() else _PATIENCE_ALONE)
+        settled = self.device.settle(_PATIENCE if rank.live() else _PATIENCE_ALONE)
         if not settled:
             self._not_before = time.monotonic() + _RETRY
             log.info("outputs that are held stay where they are: the device is busy, maybe with other ranks")

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from multigraph_backend import _compat, trace
-from multigraph_backend.distributed import groups
+from multigraph_backend.process import rank
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ QUIET: Mapping[str, object] = {
 
 def quiet(knobs: Sequence[tuple[str, object]]) -> tuple[tuple[str, object], ...]:
     """`knobs` of the user, and what keeps a compile from waiting for the device where other ranks may wait for it."""
-    if not groups.live():
+    if not rank.live():
         return tuple(knobs)
     known, chosen = _compat.inductor_config_names(), dict(knobs)
     more = [(name, value) for name, value in QUIET.items() if name in known and name not in chosen]
@@ -61,7 +61,7 @@ def patience(limit: float | None) -> float:
 def once_a_host(what: str, seconds: float) -> Iterator[None]:
     """Hold the lock of `what` in the body, where other ranks are; after `seconds` of waiting, or where there can be no
     lock, go on without."""
-    if not groups.live() or _compat.missing("one compile"):
+    if not rank.live() or _compat.missing("one compile"):
         yield
         return
     with contextlib.ExitStack() as stack:

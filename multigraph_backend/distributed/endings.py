@@ -31,7 +31,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from multigraph_backend import _compat, frames
+from multigraph_backend import _compat
+from multigraph_backend.process import frames
 
 log = logging.getLogger(__name__)
 

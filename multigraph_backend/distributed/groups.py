@@ -1,46 +1,26 @@
-"""What this process is among others: its rank, its process groups, and what their collectives can do.
+"""The process groups of this process, and what their collectives can do.
 
 In:  torch.distributed, as the program has set it up; nothing is set up here.
-Out: rank and size, the backend behind a group, why its collectives cannot be in a recording.
+Out: the backend behind a group, why its collectives cannot be in a recording.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from multigraph_backend import _compat
 from multigraph_backend.allocator import process
+from multigraph_backend.process.rank import live, place
 
 #: backends whose collectives a CUDA graph can hold
 RECORDABLE = frozenset(("nccl",))
 REGISTERED = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 #: NCCL registers the buffers of what is captured, unless this is 0
 REGISTERS_CAPTURED = "NCCL_GRAPH_REGISTER"
-
-
-class Place(NamedTuple):
-    """This process among others."""
-
-    rank: int
-    world_size: int
-
-
-def place() -> Place | None:
-    """Rank and size of the default group; None where the program runs no process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return Place(dist.get_rank(), dist.get_world_size())
-
-
-def live() -> bool:
-    """Whether other ranks may wait for this one."""
-    where = place()
-    return where is not None and where.world_size > 1
 
 
 def backend_of(group: str, device_type: str) -> str | None:

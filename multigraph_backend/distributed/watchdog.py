@@ -30,9 +30,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from multigraph_backend import _compat, frames, trace
-from multigraph_backend.distributed import groups, sequence
+from multigraph_backend import _compat, trace
+from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import Collective
+from multigraph_backend.process import frames, rank
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.output_code import RecordedCode
@@ -54,7 +55,7 @@ _said: deque[str] = deque(maxlen=64)
 def watch() -> None:
     """Called when there is code with collectives, just compiled or from a cache."""
     global _thread
-    if not groups.live():
+    if not rank.live():
         return
     with _lock:
         if _thread is None or not _thread.is_alive():
@@ -73,7 +74,7 @@ def _watch() -> None:
     while True:
         codes = _communicating()
         with _lock:
-            if not codes or not groups.live():
+            if not codes or not rank.live():
                 _thread = None
                 return
         timeout = min((_compat.group_timeout(group) or TIMEOUT for group in _groups(codes)), default=TIMEOUT)
@@ -81,7 +82,7 @@ def _watch() -> None:
         time.sleep(min(timeout / LOOKS, LONGEST))
         for text in looks.look(time.monotonic(), timeout * PART):
             trace.count("late_collectives")
-            place = groups.place()
+            place = rank.place()
             line = f"rank {place.rank}: {text}" if place is not None else text
             _said.append(line)
             log.warning("%s (the group's timeout is %g s)", line, timeout)

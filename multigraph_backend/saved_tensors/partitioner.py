@@ -25,8 +25,8 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, trace
-from multigraph_backend.cudagraphs.bracket import from_outside
 from multigraph_backend.distributed import groups
+from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors import (
     account,
     choosing,

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs.bracket import from_outside
+from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors import graphs
 from multigraph_backend.saved_tensors.choosing import Unit
 from multigraph_backend.saved_tensors.hooks import SavedHook

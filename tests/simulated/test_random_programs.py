@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from multigraph_backend import garbage
 from multigraph_backend.cudagraphs import bracket, planning, recording, replay
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import Slot
 from multigraph_backend.cudagraphs.simulated import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.tree import Node, Tree
+from multigraph_backend.process import garbage
 from tests.simulated.random_programs import Wrong, run
 
 SLICE = range(100)

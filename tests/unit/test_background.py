@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from multigraph_backend import _compat, background, frames
+from multigraph_backend import _compat, background
 from multigraph_backend.background import CompileTimeout, compile_within, describe
 from multigraph_backend.compile_state import CompileState
+from multigraph_backend.process import frames
 
 seen: contextvars.ContextVar[str] = contextvars.ContextVar("seen", default="nothing")
 

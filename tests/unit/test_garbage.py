@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from multigraph_backend import frames, garbage
+from multigraph_backend.process import frames, garbage
 from tests.simulated.pieces import Bench, call_right, values
 
 

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from multigraph_backend import garbage
+from multigraph_backend.process import garbage
 
 _lock = threading.Lock()
 
