@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.runtime import limit_recordings
     from multigraph_backend.declare.marks import mark
     from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Predicate, Range
+    from multigraph_backend.events import reset_stats, stats
     from multigraph_backend.gains import measure_gains
     from multigraph_backend.options import Options, OptionsError
     from multigraph_backend.report import Explanation, explain
     from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
     from multigraph_backend.saved_tensors.rules import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
-    from multigraph_backend.trace import reset_stats, stats
 
 __version__ = "0.1.1"
 
@@ -49,9 +49,9 @@ _HOME = {
     "mark": "declare.marks",
     "measure_gains": "gains",
     "multigraph": "backend",
-    "reset_stats": "trace",
+    "reset_stats": "events",
     "saved_hook": "saved_tensors.hooks",
-    "stats": "trace",
+    "stats": "events",
 }
 
 __all__ = [

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, capture, lowering, region, registry, trace, user_code
+from multigraph_backend import _compat, capture, events, lowering, region, registry, user_code
 from multigraph_backend.background import describe
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.declare import marks
@@ -58,7 +58,7 @@ class Multigraph:
         """
         marks.meet(example_inputs)
         for feature, line in _compat.switched_off():
-            trace.warn_once("recordings" if feature.startswith("cudagraphs") else f"off: {feature}", "%s", line)
+            events.warn_once("recordings" if feature.startswith("cudagraphs") else f"off: {feature}", "%s", line)
         code = user_code.current()
         accepted = Options.build(options, mode, code.models)
         disabled = disabled_pieces(os.environ)

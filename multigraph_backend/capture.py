@@ -21,7 +21,7 @@ from typing import Any, Literal
 import sympy
 import torch
 
-from multigraph_backend import _compat, naming, trace
+from multigraph_backend import _compat, events, naming
 from multigraph_backend.distributed import sequence
 from multigraph_backend.user_code import UserCode
 
@@ -378,7 +378,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         code=code,
         communicates=sequence.holds_collectives(gm),
         impure=_impure(gm),
-        compile_id=trace.current_compile_id(),
+        compile_id=events.current_compile_id(),
         notes=_lost_marks(inputs, example_inputs, code),
         computes_floats=_computes_floats(gm),
         zeros=zeros,

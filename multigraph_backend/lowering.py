@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, capture, changed_inputs, fresh_inputs, retained, trace
+from multigraph_backend import _compat, capture, changed_inputs, events, fresh_inputs, retained
 from multigraph_backend.aliasing import sharing
 from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import CapturedGraph, copy_structure
@@ -141,10 +141,10 @@ def lower(
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
 
     def compile(process_wide: contextlib.ExitStack) -> Lowered:
-        with trace.compile_phase(str(graph.code), name, graph.compile_id):
+        with events.compile_phase(str(graph.code), name, graph.compile_id):
             lowered = compile_packed(process_wide)
         facts = {"graph": str(graph.code), "condition": name, "facts": tag, "added": lowered.condition.code}
-        trace.compile_artifact(
+        events.compile_artifact(
             {**facts, "seconds": lowered.seconds},
             lambda: graph.module.print_readable(print_output=False),
             graph.compile_id,
@@ -210,8 +210,8 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
 def _retrying_unpacked(code: str, error: BaseException) -> str:
     """Count and log that code is compiled again without packs, after `error`; the reason, for reports."""
     reason = f"the compile with packed tensors failed: {describe(error)}"
-    trace.count("unpacked_retries")
-    trace.warn_once(f"{code}: {reason}", "%s: saved tensors stay as they are: %s", code, reason)
+    events.count("unpacked_retries")
+    events.warn_once(f"{code}: {reason}", "%s: saved tensors stay as they are: %s", code, reason)
     return reason
 
 

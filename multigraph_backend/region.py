@@ -21,7 +21,7 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, declared, dispatch, gains, lowering, naming, registry, trace
+from multigraph_backend import _compat, declared, dispatch, events, gains, lowering, naming, registry
 from multigraph_backend.aliasing import Sharing, sharing
 from multigraph_backend.background import Interrupted, describe, reaching_the_caller
 from multigraph_backend.capture import CapturedGraph, NamedSize
@@ -84,10 +84,10 @@ class Region:
         self._all_pending = options.compile == "eager"
         self._issued: Lowered | None = None  # what generic's first form issues: the reference for all others
         self._issued_lock = threading.Lock()
-        trace.count("regions")
+        events.count("regions")
         registry.add(self)
         for note in self.notes:
-            trace.warn_once(f"{self.code}: {note}", "%s: %s", self.code, note)
+            events.warn_once(f"{self.code}: {note}", "%s: %s", self.code, note)
 
     def dispatcher(self) -> Callable[..., Any]:
         """The function that runs a call: same arguments as the graph, same outputs."""
@@ -213,9 +213,9 @@ class Region:
         if different is None:
             return
         if variant.generic:  # nothing safer is left; each rank that comes here compiles the same
-            trace.warn_once(f"{self.code}: {different}", "%s: %s: ranks may wait forever", self.code, different)
+            events.warn_once(f"{self.code}: {different}", "%s: %s: ranks may wait forever", self.code, different)
             return
-        trace.count("refused_collectives")
+        events.count("refused_collectives")
         raise OtherCollectives(f"{different}; ranks that run generic would wait forever, or mix up data")
 
     def _sharing(self, args: Sequence[Any]) -> Sharing:
@@ -228,11 +228,11 @@ class Region:
             raise missed
         remedy = _remedy(error)
         if remedy is not None:  # a lack of this machine: every compile fails, and one line says it
-            trace.warn_once(remedy, "%s", remedy)
+            events.warn_once(remedy, "%s", remedy)
         elif isinstance(error, _compat.MissingSymbol):  # said at the first graph
             log.debug("%s: %s cannot be compiled: %s", self.code, variant.text, error)
         else:
-            trace.warn_once(
+            events.warn_once(
                 f"{self.code}: {variant.text} failed",
                 "%s: %s could not be compiled; calls run %s instead. %s",
                 self.code,
@@ -276,7 +276,7 @@ class Region:
             outputs = self._run_eagerly(args, wrong)
         variant.drop(form, problem, self._sharing(args))
         self._publish(variant)
-        trace.warn_once(
+        events.warn_once(
             f"{self.code}: {variant.text} wrong",
             "%s: the compiled %s was dropped: %s",
             self.code,
@@ -300,9 +300,9 @@ class Region:
         return None
 
     def _run_eagerly(self, args: Sequence[Any], why: str) -> Any:
-        trace.count("eager_calls")
+        events.count("eager_calls")
         if not self.generic.failures:  # else it was said when generic failed
-            trace.warn_once(f"{self.code}: eager", "%s: runs eagerly: %s", self.code, why)
+            events.warn_once(f"{self.code}: eager", "%s: runs eagerly: %s", self.code, why)
         return self._graph.module(*args)
 
     # ---------------------------------------------------------------- publishing
@@ -413,11 +413,11 @@ def compiled_at_once(
     region.plan, region._checks = dispatch.plan((), (), 0), {}
     region._ready, region._publish_lock, region._all_pending = [_NOT_READY], threading.RLock(), False
     region._publish(region.generic)
-    trace.count("regions")
+    events.count("regions")
     registry.add(region)
     # what torch lacks it lacks for every graph
     key = reason.partition(";")[0] if reason.startswith("this torch differs") else f"{code}: {reason}"
-    trace.warn_once(key, "%s: %s", code, region.notes[0])
+    events.warn_once(key, "%s: %s", code, region.notes[0])
     return region.dispatcher()
 
 
@@ -519,7 +519,7 @@ def _asking(variant: Variant, check: Callable[[int], object]) -> Callable[[int],
         except Exception as error:
             if from_outside(error):
                 raise
-            trace.warn_once(f"{text} raised", "%s raised, taken as no match: %s", text, describe(error))
+            events.warn_once(f"{text} raised", "%s raised, taken as no match: %s", text, describe(error))
             return False
 
     return ask

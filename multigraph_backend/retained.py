@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.background import describe, reaching_the_caller
 from multigraph_backend.compile_state import patch_back
 from multigraph_backend.process.interruptions import from_outside
@@ -138,7 +138,7 @@ class RetainedCode(_OutputCode):  # type: ignore[misc]
             return self.without(args)
         for index in self.written:
             args[index] = _copy_of(args[index])
-        trace.count("copied_backwards")
+        events.count("copied_backwards")
         return self.inner(args)
 
     def _compile_without(self) -> None:
@@ -151,12 +151,12 @@ class RetainedCode(_OutputCode):  # type: ignore[misc]
             try:
                 with reaching_the_caller():
                     self.without = again()
-                trace.count("retained_backwards")
+                events.count("retained_backwards")
             except Exception as error:
                 if from_outside(error):
                     raise
                 message = f"a backward without donated memory could not be compiled: {describe(error)}"
-                trace.warn_once(message, "%s; calls with retain_graph copy what they would write into", message)
+                events.warn_once(message, "%s; calls with retain_graph copy what they would write into", message)
                 log.debug("a backward without donated memory could not be compiled", exc_info=True)
             self._again = None
         finally:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import sympy
 
-from multigraph_backend import trace
+from multigraph_backend import events
 from multigraph_backend.aliasing import Sharing
 from multigraph_backend.background import describe
 from multigraph_backend.declared import Condition
@@ -69,7 +69,7 @@ class Variant:
         self.exact: int | None = None  # the one value that an opaque condition is compiled for
         self._retry_at: dict[Sharing, float] = {}
         self.clock = clock
-        self._calls = trace.call_counter("generic_calls" if condition is None else "variant_calls", self)
+        self._calls = events.call_counter("generic_calls" if condition is None else "variant_calls", self)
 
     @property
     def generic(self) -> bool:
@@ -136,7 +136,7 @@ class Variant:
         if not self._retry_at:
             self.failures = 0
             self.reason = self.details = self.user_stack = None
-        trace.count("generic_compiled" if self.generic else "variants_compiled")
+        events.count("generic_compiled" if self.generic else "variants_compiled")
 
     def drop(self, form: Form, error: BaseException, sharing: Sharing) -> None:
         """A form turned out wrong on its first call."""
@@ -151,7 +151,7 @@ class Variant:
         self.details = "".join(traceback.format_exception(error))
         self.user_stack = _user_stack(self.details)
         self._retry_at[sharing] = self.clock() + _FIRST_RETRY * 2 ** min(self.failures - 1, 10)
-        trace.count("failures")
+        events.count("failures")
 
 
 _TRACED_LINES = re.compile(r"^Original traceback:\n((?:[ \t]+\S.*\n?)+)", re.MULTILINE)

@@ -13,5 +13,5 @@ def _fresh_start() -> None:
         sys.modules["torch._dynamo"].reset()
         # torch 2.11 forgets to set it back where threads call code with dynamic=True at the same time
         sys.modules["torch._dynamo"].config.assume_static_by_default = True
-    if "multigraph_backend.trace" in sys.modules:
-        sys.modules["multigraph_backend.trace"].reset_stats()
+    if "multigraph_backend.events" in sys.modules:
+        sys.modules["multigraph_backend.events"].reset_stats()

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.allocator import library, process
 from multigraph_backend.allocator.library import Library, Refused
 
@@ -150,7 +150,7 @@ def pool(
         raise ValueError(f"pool: limit is a number of bytes from 1 on or None, got {limit!r}")
     if torch.version.cuda is None or process._gpus() == 0:
         reason = "there is no GPU that torch may use"
-        trace.warn_once("allocator pool", "a pool of the allocator extension does nothing: %s", reason)
+        events.warn_once("allocator pool", "a pool of the allocator extension does nothing: %s", reason)
         return Pool(_Nothing(), reason)
     torch.cuda.init()
     index = _index(device)
@@ -166,7 +166,7 @@ def pool(
         if made is not None:
             return Pool(made, None)
         lacking = "more pools than the extension can supply at a time"
-    trace.warn_once("allocator pool", "a pool's memory comes from torch, not from the extension: %s", lacking)
+    events.warn_once("allocator pool", "a pool's memory comes from torch, not from the extension: %s", lacking)
     return Pool(_OfTorch(index, use_on_oom), lacking)
 
 
@@ -180,7 +180,7 @@ def reuse_in_captures_of_torch() -> bool:
     try:
         _compat.set_allocator_settings(",".join([*said, "graph_capture_record_stream_reuse:True"]))
     except (RuntimeError, ValueError) as error:
-        trace.warn_once("allocator flag", "torch does not switch on reuse in captures: %s", error)
+        events.warn_once("allocator flag", "torch does not switch on reuse in captures: %s", error)
         return False
     return True
 

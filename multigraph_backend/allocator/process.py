@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from multigraph_backend import trace
+from multigraph_backend import events
 from multigraph_backend.allocator import library
 from multigraph_backend.allocator.library import Library, Options, Refused
 from multigraph_backend.spelling import did_you_mean
@@ -183,10 +183,10 @@ def install(
             made = _install(reuse, options, path)
             if isinstance(made, Installed):
                 _installed, _failure = made, None
-                trace.log.info("the allocator extension is installed; %s", status())
+                events.log.info("the allocator extension is installed; %s", status())
             else:
                 _failure = made
-                trace.warn_once("allocator", "the allocator extension is not in use, torch's own is: %s", made)
+                events.warn_once("allocator", "the allocator extension is not in use, torch's own is: %s", made)
     return status()
 
 

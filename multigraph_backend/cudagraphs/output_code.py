@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.cudagraphs import partition, runtime
 from multigraph_backend.cudagraphs.cuts import CPU_OP, CutRules
 from multigraph_backend.cudagraphs.opened import Opened
@@ -146,7 +146,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         if reason is not None:
             if self.wanted.required:
                 raise NotAllRecorded(f"{self.label}: cudagraphs='require', but nothing of it can be recorded: {reason}")
-            trace.warn_once(f"{self.label}: {reason}", "%s runs unrecorded: %s", self.label, reason)
+            events.warn_once(f"{self.label}: {reason}", "%s runs unrecorded: %s", self.label, reason)
             return
         if not self.spec.pieces:
             return

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multigraph_backend import trace
+from multigraph_backend import events
 from multigraph_backend.cudagraphs.device import Device, Layout
 from multigraph_backend.cudagraphs.recording import (
     FIRST_CALL,
@@ -126,7 +126,7 @@ def _may_be_fixed(function: Function, index: int, stays: bool, tried: int, limit
 def _copy_from_now_on(function: Function, index: int, limit: int) -> None:
     piece = function.piece
     function.copied.add(index)
-    trace.warn_once(
+    events.warn_once(
         f"{piece.label}: copied {piece.names[index]}",
         "%s: input %s came at more than %d addresses; it is copied at each call from now on",
         piece.label,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.allocator import process
 from multigraph_backend.cudagraphs.device import Device
 from multigraph_backend.cudagraphs.tree import Limits, Tree
@@ -33,7 +33,7 @@ def unavailable() -> str | None:
         reason = f"the allocator extension is installed, and this torch differs: {lacking[0]}"
     else:
         return None
-    trace.warn_once("recordings", "nothing is recorded in CUDA graphs: %s", reason)
+    events.warn_once("recordings", "nothing is recorded in CUDA graphs: %s", reason)
     return reason
 
 

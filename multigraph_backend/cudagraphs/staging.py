@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.cudagraphs.device import Layout
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def prepare(index: int, sources: int) -> None:
                 _launches[index, size] = _compat.triton_launch(_compiled(size))
         except Exception as error:  # no compiler, no driver of Triton's, another Triton
             reason = f"{type(error).__name__}: {error}"
-            trace.warn_once("staging", "inputs of recordings are copied by torch: no kernel could be made: %s", reason)
+            events.warn_once("staging", "inputs of recordings are copied by torch: no kernel could be made: %s", reason)
             log.debug("no kernel for %d sources", size, exc_info=True)
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.cudagraphs import planning, recording, replay
 from multigraph_backend.cudagraphs.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
@@ -314,9 +314,9 @@ class Tree:
         self._first, self.thread, self._caller = self.thread, None, None
         self._calls_alone = 0
         self.counts["shared"] += 1
-        trace.count("shared_by_threads")
+        events.count("shared_by_threads")
         names = " and ".join(repr(caller.name) for caller, _ in self._callers.values())
-        trace.warn_once(
+        events.warn_once(
             f"device {self.device.index}: shared",
             "threads %s call recordings of device %d: all outputs are copies while both do; keep one thread to a "
             "device, or let one that warms up end before the next begins",
@@ -531,10 +531,10 @@ class Tree:
     def _count_unrecorded(self, function: Function, why: str) -> None:
         function.reasons[why] += 1
         self.counts["unrecorded"] += 1
-        trace.count("unrecorded_pieces")
+        events.count("unrecorded_pieces")
         if why != FIRST_CALL and not function.unprofitable:  # that is a choice, and was logged as one
             label = function.piece.label
-            trace.warn_once(f"{label}: unrecorded: {why}", "%s runs unrecorded: %s", label, why)
+            events.warn_once(f"{label}: unrecorded: {why}", "%s runs unrecorded: %s", label, why)
 
     # ---------------------------------------------------------------- steps
 
@@ -586,14 +586,14 @@ class Tree:
             assert moved, "memory of a recording could not be moved out"
             node.function.piece.moved += 1
             self.counts["clones"] += 1
-            trace.count("moved_outputs")
+            events.count("moved_outputs")
         node.renew(slot, resized=not lies)
 
     def count_resized(self, node: Node) -> None:
         """Note that a user has resized an output of `node`."""
         assert node.function is not None
         self.counts["resized"] += 1
-        trace.count("resized_outputs")
+        events.count("resized_outputs")
         log.info("%s: an output was resized; it is handed out as a copy from now on", node.function.piece.label)
 
     def _settled(self) -> bool:
@@ -643,7 +643,7 @@ class Tree:
             made = self._captured(function.piece, inputs, plan, state, alive)
         except NotRecorded as why:
             self.counts["failed"] += 1
-            trace.count("failed_recordings")
+            events.count("failed_recordings")
             if first:  # it may be what a first call does
                 function.piece.warms_up = function.piece.each_warms_up = True
                 raise NotRecorded(FIRST_CALL) from why
@@ -686,7 +686,7 @@ class Tree:
         node.final = function.piece.uses.recorded(node)
         self._queue(node)
         self.counts["recordings"] += 1
-        trace.count("recordings")
+        events.count("recordings")
         if function.piece.groups:
             self.communicating.add(node)
             endings.watch(self)
@@ -721,7 +721,7 @@ class Tree:
         while self.size >= limits.per_device and (node := self._least_used()) is not None:
             self._unlink(node)
             self.counts["evicted"] += 1
-            trace.count("evicted_recordings")
+            events.count("evicted_recordings")
         self._leave_pools()  # the path stays: what is recorded next is recorded behind its last node
 
     def _queue(self, node: Node) -> None:
@@ -805,7 +805,7 @@ class Tree:
         function.piece.uses.wasted()
         self.counts["evicted"] += self.size
         for _ in range(self.size):
-            trace.count("evicted_recordings")
+            events.count("evicted_recordings")
         self._unlink_all()
         self._pool_used = True
         self._leave_pools()
@@ -818,7 +818,7 @@ class Tree:
         assert node.function is not None
         node.function.refused, node.function.unprofitable = why, True
         self.counts["not worth it"] += 1
-        trace.count("unprofitable_recordings")
+        events.count("unprofitable_recordings")
         log.info("%s: %s", node.function.piece.label, why)
         if self._linked(node):
             self._unlink(node)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.declare.predicates import predicate_from_json
 from multigraph_backend.spelling import shown
@@ -45,7 +45,7 @@ def mark(
     """
     _check_types(tensor, dim, specialize_on, unbacked, min, max)
     if lacking := _compat.missing("marks"):
-        trace.warn_once("off: marks", "%s", dict(_compat.switched_off()).get("marks", lacking[0]))
+        events.warn_once("off: marks", "%s", dict(_compat.switched_off()).get("marks", lacking[0]))
         return
     # what declares variants stays with torch's own dispatch where it cannot be taken over
     checks = [] if _compat.missing("variants") else [_as_check(entry) for entry in specialize_on]

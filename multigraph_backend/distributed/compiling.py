@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.process import rank
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def _locked(path: Path, seconds: float) -> Iterator[None]:
                 waited = True
                 time.sleep(PERIOD)
         if waited:
-            trace.count("waited_for_ranks")
+            events.count("waited_for_ranks")
         yield
     finally:
         os.close(file)  # and the lock goes with it

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import Collective
 from multigraph_backend.process import frames, rank
@@ -81,7 +81,7 @@ def _watch() -> None:
         del codes
         time.sleep(min(timeout / LOOKS, LONGEST))
         for text in looks.look(time.monotonic(), timeout * PART):
-            trace.count("late_collectives")
+            events.count("late_collectives")
             place = rank.place()
             line = f"rank {place.rank}: {text}" if place is not None else text
             _said.append(line)
@@ -146,7 +146,7 @@ class Looks:
         yield from self._at_devices(now, patience)
 
     def _at_host(self, now: float, patience: float) -> Iterator[str]:
-        calls = trace.stats()
+        calls = events.stats()
         number = calls["generic_calls"] + calls["variant_calls"]
         here = {Place(thread, key, at, number): text for thread, key, at, text in _inside_generated_code()}
         self.places = {place: self.places.get(place, now) for place in here}

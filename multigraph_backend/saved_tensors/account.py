@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from multigraph_backend import trace
+from multigraph_backend import events
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def pass_on(account: SavedTensors) -> None:
 
 def _count(account: SavedTensors) -> None:
     for entry in account.tensors:
-        trace.count("packed_tensors" if entry.packed is not None else "kept_tensors")
+        events.count("packed_tensors" if entry.packed is not None else "kept_tensors")
 
 
 def latest() -> SavedTensors | None:

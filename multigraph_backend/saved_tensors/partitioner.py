@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 from multigraph_backend.distributed import groups
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors import (
@@ -123,7 +123,7 @@ def pack_saved_tensors(
         if from_outside(error):
             raise
         reason_text = f"{type(error).__name__}: {error}"
-        trace.warn_once(f"packing failed: {reason_text}", "saved tensors stay as they are: %s", reason_text)
+        events.warn_once(f"packing failed: {reason_text}", "saved tensors stay as they are: %s", reason_text)
         log.debug("packing failed", exc_info=True)
         saved = choosing.saved_tensors(untouched[0], outputs)
         entries = [Kept(node, choosing.describe(node, node, "intermediate"), reason_text) for node in saved]

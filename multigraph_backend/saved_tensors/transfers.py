@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from multigraph_backend import _compat, trace
+from multigraph_backend import _compat, events
 
 USUAL_BYTES_PER_SECOND = 20e9  # of a link between host and device, where it cannot be measured
 _MEASURED_BYTES = 64 << 20
@@ -89,7 +89,7 @@ class CudaStream:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:  # copies from and to other memory are right, and hold up the caller
             reason = (str(error).splitlines() or [""])[0]
-            trace.warn_once("no pinned memory", "saved tensors are offloaded to memory that is not pinned: %s", reason)
+            events.warn_once("no pinned memory", "saved tensors are offloaded to memory that is not pinned: %s", reason)
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def bytes_per_second(self) -> tuple[float, float]:

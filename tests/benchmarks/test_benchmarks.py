@@ -623,12 +623,12 @@ def test_warnings_are_counted_once_each_without_the_deserved(load: Callable[[str
             warnings.warn("first line\nsecond", UserWarning, stacklevel=1)
         warnings.warn("old", DeprecationWarning, stacklevel=1)
         warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication available", stacklevel=1)
-        logging.getLogger("multigraph_backend.trace").warning("one of %s", "ours")
+        logging.getLogger("multigraph_backend.events").warning("one of %s", "ours")
         logging.getLogger("torch._dynamo.convert_frame").warning("one of torch's")
         logging.getLogger("torch._inductor").info("no warning")
     assert said.lines == {
         "UserWarning: first line": 2,
-        "multigraph_backend.trace: one of ours": 1,
+        "multigraph_backend.events: one of ours": 1,
         "torch._dynamo.convert_frame: one of torch's": 1,
     }
 

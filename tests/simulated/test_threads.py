@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigraph_backend import trace
+from multigraph_backend import events
 from multigraph_backend.cudagraphs import account
 from multigraph_backend.cudagraphs.tree import Limits
 from tests.simulated.pieces import Bench, assert_equal, call_right, values
@@ -54,7 +54,7 @@ def test_a_warming_thread_that_has_ended_makes_no_copies_any_more(caplog: pytest
     (said,) = [text for record in caplog.records if (text := record.getMessage()).startswith("threads ")]
     assert said.startswith("threads 'MainThread' and ")
     assert "all outputs are copies" in said
-    assert (bench.tree.counts["shared"], trace.stats()["shared_by_threads"]) == (1, 1)
+    assert (bench.tree.counts["shared"], events.stats()["shared_by_threads"]) == (1, 1)
     assert "  several threads called 1 times; now: all outputs are copies" in str(account.of(bench.tree))
     assert [shared.call() for _ in range(20)] == [False] * 20
     shared.threads.close()

@@ -30,7 +30,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_found", None)
     monkeypatch.setattr(process, "_installed", None)
     monkeypatch.setattr(process, "_failure", None)
-    monkeypatch.setattr("multigraph_backend.trace._said", set())
+    monkeypatch.setattr("multigraph_backend.events._said", set())
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import multigraph_backend
-from multigraph_backend import trace
+from multigraph_backend import events
 from multigraph_backend.cudagraphs import account, output_code, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
@@ -61,7 +61,7 @@ def test_code_that_cannot_be_recorded_runs_and_says_why_once(
     changes: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "unavailable", lambda: None)
-    trace.reset_stats()
+    events.reset_stats()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             made = code(dataclasses.replace(SPEC, **changes), f"label {reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from multigraph_backend import trace
+from multigraph_backend import events
 from multigraph_backend.conditions import AddedCondition
 from multigraph_backend.declared import Condition
 from multigraph_backend.lowering import Lowered
@@ -42,7 +42,7 @@ def test_the_first_form_that_holds_is_the_one() -> None:
     assert variant.fitting([50]) is large
     assert variant.fitting([500]) is None
     assert variant.compile_seconds == 1.0
-    assert trace.stats()["generic_compiled"] == 2
+    assert events.stats()["generic_compiled"] == 2
 
 
 def test_forms_are_few() -> None:
@@ -66,7 +66,7 @@ def test_after_a_failure_tries_come_later_and_later() -> None:
         clock.now += 1
     variant.add(form(1), ALONE)
     assert (variant.state, variant.reason, variant.failures) == ("ready", None, 0)
-    assert trace.stats()["failures"] == 3
+    assert events.stats()["failures"] == 3
 
 
 def test_a_failure_for_inputs_that_share_memory_says_nothing_of_others() -> None:

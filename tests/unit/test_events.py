@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from multigraph_backend import trace
+from multigraph_backend import events
 
 
 class Owner:
@@ -17,7 +17,7 @@ class Owner:
 
 def test_no_call_is_lost_when_threads_race() -> None:
     owner = Owner()
-    counter = trace.call_counter("variant_calls", owner)
+    counter = events.call_counter("variant_calls", owner)
 
     def work() -> None:
         for _ in range(5000):
@@ -31,32 +31,32 @@ def test_no_call_is_lost_when_threads_race() -> None:
         thread.join()
     assert counter.value == 40000
     assert reads == sorted(reads)
-    assert trace.stats()["variant_calls"] == 40000
+    assert events.stats()["variant_calls"] == 40000
 
 
 def test_calls_of_an_owner_that_is_gone_still_count() -> None:
     owner = Owner()
-    trace.call_counter("generic_calls", owner).tick()
-    before = trace.stats()["generic_calls"]
+    events.call_counter("generic_calls", owner).tick()
+    before = events.stats()["generic_calls"]
     del owner
     gc.collect()
-    assert before == trace.stats()["generic_calls"] == 1
+    assert before == events.stats()["generic_calls"] == 1
 
 
 def test_a_reset_starts_every_count_at_zero_and_keeps_the_owner_s_own() -> None:
     owner = Owner()
-    counter = trace.call_counter("generic_calls", owner)
+    counter = events.call_counter("generic_calls", owner)
     counter.tick()
-    trace.count("regions")
-    trace.reset_stats()
-    assert set(trace.stats().values()) == {0}
+    events.count("regions")
+    events.reset_stats()
+    assert set(events.stats().values()) == {0}
     counter.tick()
-    assert trace.stats()["generic_calls"] == 1
+    assert events.stats()["generic_calls"] == 1
     assert counter.value == 2
 
 
 def test_a_warning_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="multigraph_backend"):
         for _ in range(3):
-            trace.warn_once("a test's own key", "said %s", "once")
+            events.warn_once("a test's own key", "said %s", "once")
     assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG", "DEBUG"]
