@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.capture import CapturedGraph
+from multigraph_backend.capture.graph import CapturedGraph
 
 # groups of tensors that share memory: positions of inputs; tensors that the graph holds count on from there
 Sharing = tuple[tuple[int, ...], ...]

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, capture, events, lowering, region, registry, user_code
+from multigraph_backend import _compat, events, lowering, region, registry, user_code
 from multigraph_backend.background import describe
+from multigraph_backend.capture import from_dynamo
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.declare import marks
 from multigraph_backend.fresh_inputs import CannotLower
@@ -76,9 +77,9 @@ class Multigraph:
             if lacking:
                 return _compile_at_once(gm, example_inputs, accepted, code, f"this torch differs: {lacking[0]}")
             try:
-                graph = capture.capture(gm, example_inputs, code)
+                graph = from_dynamo.capture(gm, example_inputs, code)
                 state = CompileState.take()
-            except capture.CannotCapture as reason:
+            except from_dynamo.CannotCapture as reason:
                 return _compile_at_once(gm, example_inputs, accepted, code, str(reason))
             except Exception as error:  # what this torch does otherwise, and no row of `_compat` knows of
                 if accepted.on_failure == "raise" or from_outside(error):
@@ -88,7 +89,7 @@ class Multigraph:
             if "saved_tensors" in disabled:
                 state = dataclasses.replace(state, hooks=None)  # they run in eager
             if state.hooks is not None:  # ours to place; torch would look at their copies when it asks its cache
-                capture.forget_hooks(graph)
+                from_dynamo.forget_hooks(graph)
             return region.Region(graph, accepted, state, name).dispatcher()
         finally:
             _take_over_marks(example_inputs)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import sympy
 
 from multigraph_backend import naming
-from multigraph_backend.capture import CapturedGraph, Mark, NamedSize
+from multigraph_backend.capture.graph import CapturedGraph, Mark, NamedSize
 from multigraph_backend.declare import probing
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.declare.predicates import Predicate, predicate_from_facts, unreachable

@@ -29,7 +29,8 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.aliasing import any_overlap, sharing
-from multigraph_backend.capture import CapturedGraph, Input, TensorLayout, replace_with_number, write_known_items
+from multigraph_backend.capture.graph import CapturedGraph, Input, TensorLayout
+from multigraph_backend.capture.known_numbers import replace_with_number, write_known_items
 from multigraph_backend.declare.predicates import Facts
 
 OVERLAPPING = (

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, capture, changed_inputs, events, fresh_inputs, retained
+from multigraph_backend import _compat, changed_inputs, events, fresh_inputs, retained
 from multigraph_backend.aliasing import sharing
 from multigraph_backend.background import compile_within, describe
-from multigraph_backend.capture import CapturedGraph, copy_structure
+from multigraph_backend.capture import effects
+from multigraph_backend.capture.graph import CapturedGraph
+from multigraph_backend.capture.structure import copy_structure
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition, added_condition
 from multigraph_backend.declare.facts import Facts
@@ -280,7 +282,7 @@ def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Option
 def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     """The chosen compiler's code for `module`, in Dynamo's own trace.  Raises as `compile_module` does."""
     lacking = next(iter(_compat.missing("changed inputs")), None) or _compat.without("TracingContext")
-    if lacking and options.compiler == "inductor" and capture.may_change_inputs(module):
+    if lacking and options.compiler == "inductor" and effects.may_change_inputs(module):
         raise CannotLower(f"{CHANGES_INPUTS}: {lacking}")
     recorded = records(module, inputs, options)
     plain = not recorded and not options.packing

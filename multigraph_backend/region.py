@@ -24,7 +24,7 @@ import torch
 from multigraph_backend import _compat, declared, dispatch, events, gains, lowering, naming, registry
 from multigraph_backend.aliasing import Sharing, sharing
 from multigraph_backend.background import Interrupted, describe, reaching_the_caller
-from multigraph_backend.capture import CapturedGraph, NamedSize
+from multigraph_backend.capture.graph import CapturedGraph, NamedSize
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition
 from multigraph_backend.declare.facts import Facts

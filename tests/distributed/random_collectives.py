@@ -31,7 +31,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multigraph_backend import _compat, capture, declared, lowering, user_code
+from multigraph_backend import _compat, declared, lowering, user_code
+from multigraph_backend.capture import from_dynamo
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import Issued, SameSizes
@@ -141,7 +142,7 @@ def problems(entry: Made) -> Iterator[str]:
     told: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph = capture.capture(gm, example_inputs, user_code.current())
+        graph = from_dynamo.capture(gm, example_inputs, user_code.current())
         options, state = Options.build({"specialize": entry.conditions}), CompileState.take()
         conditions, _ = declared.resolve(graph, options.specialize)
 

@@ -13,7 +13,9 @@ from unittest import mock
 
 import torch
 
-from multigraph_backend import capture, conditions, declared, fresh_inputs, lowering, retained
+from multigraph_backend import conditions, declared, fresh_inputs, lowering, retained
+from multigraph_backend.capture import effects, from_dynamo, structure
+from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.conditions import AddedCondition
 
 
@@ -87,7 +89,7 @@ def constant_zero_and_one() -> Iterator[None]:
 @contextlib.contextmanager
 def cloned_weights() -> Iterator[None]:
     """A variant's copy of the graph has its own copies of the tensors that the graph holds."""
-    with mock.patch.object(capture, "_shared_objects", return_value={}):
+    with mock.patch.object(structure, "_shared_objects", return_value={}):
         yield
 
 
@@ -145,7 +147,7 @@ def any_overload_writes() -> Iterator[None]:
         names = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
         return node.all_input_nodes if any(getattr(packet, name)._schema.is_mutable for name in names) else []
 
-    with mock.patch.object(capture, "_written_by_schema", by_name):
+    with mock.patch.object(effects, "_written_by_schema", by_name):
         yield
 
 
@@ -153,12 +155,12 @@ def any_overload_writes() -> Iterator[None]:
 def weights_share_with_nobody() -> Iterator[None]:
     """Parameters and buffers are left out where it is asked which tensors share memory."""
 
-    def users(graph: capture.CapturedGraph) -> tuple[int, ...]:
+    def users(graph: CapturedGraph) -> tuple[int, ...]:
         return tuple(i for i, entry in enumerate(graph.inputs) if entry.layout and not (entry.static or entry.number))
 
     with (
-        mock.patch.object(capture.CapturedGraph, "tensor_inputs", property(users)),
-        mock.patch.object(capture.CapturedGraph, "held", ()),
+        mock.patch.object(CapturedGraph, "tensor_inputs", property(users)),
+        mock.patch.object(CapturedGraph, "held", ()),
     ):
         yield
 
@@ -178,7 +180,7 @@ def infinity_has_no_name() -> Iterator[None]:
 @contextlib.contextmanager
 def everything_is_pure() -> Iterator[None]:
     """Code that raises at its first call is run again, whatever it has called."""
-    with mock.patch.object(capture, "_impure", return_value=None):
+    with mock.patch.object(from_dynamo, "impure", return_value=None):
         yield
 
 
@@ -192,7 +194,7 @@ def refused_again() -> Iterator[None]:
 @contextlib.contextmanager
 def fakes_count_as_written() -> Iterator[None]:
     """What torch itself counts up on fakes that share memory is taken for a change by the graph."""
-    with mock.patch.object(capture, "_written_among_shared", return_value={}):
+    with mock.patch.object(effects, "_written_among_shared", return_value={}):
         yield
 
 

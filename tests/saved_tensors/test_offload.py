@@ -18,7 +18,8 @@ import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import multigraph_backend
-from multigraph_backend import Offload, Scaled, capture, lowering, user_code
+from multigraph_backend import Offload, Scaled, lowering, user_code
+from multigraph_backend.capture import from_dynamo
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.cudagraphs import cuts
 from multigraph_backend.options import Options
@@ -273,7 +274,7 @@ def test_a_graph_that_is_only_traced_has_no_code_to_read(late: Transfers) -> Non
     traced = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        graph = capture.capture(gm, example_inputs, user_code.current())
+        graph = from_dynamo.capture(gm, example_inputs, user_code.current())
         options, state = Options.build({"saved_tensors": rules(Offload())}), CompileState.take()
 
         def run(*args: Any) -> Any:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import multigraph_backend
-from multigraph_backend import Bits, Cast, Keep, Match, Rule, Scaled, _compat, capture
+from multigraph_backend import Bits, Cast, Keep, Match, Rule, Scaled, _compat
+from multigraph_backend.capture import from_dynamo
 from tests.saved_tensors.models import Block, Mlp, accounts, assert_step, compiled, rules, step
 
 BOUNDS = [(Scaled("int8", per=16), 0.05), (Cast("e4m3", stochastic=True), 0.4)]
@@ -253,9 +254,9 @@ def test_across_a_graph_break() -> None:
 
 def test_a_graph_that_is_compiled_at_once_packs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
-        raise capture.CannotCapture("the graph was split")
+        raise from_dynamo.CannotCapture("the graph was split")
 
-    monkeypatch.setattr(capture, "capture", refuse)
+    monkeypatch.setattr(from_dynamo, "capture", refuse)
     model = Mlp()
     assert_step(model, compiled(model, rules(Scaled("int8"))), torch.randn(8, 16), 0.05)
     assert accounts()[0].packed == 3
@@ -267,7 +268,7 @@ def test_a_graph_that_is_compiled_at_once_is_compiled_again_without_packs(
     monkeypatch: pytest.MonkeyPatch, step_that_fails: str
 ) -> None:
     def refuse(*args: Any) -> Any:
-        raise capture.CannotCapture("the graph was split")
+        raise from_dynamo.CannotCapture("the graph was split")
 
     inner = _compat.compile_fx_inner
 
@@ -276,7 +277,7 @@ def test_a_graph_that_is_compiled_at_once_is_compiled_again_without_packs(
             raise RuntimeError("type fp8e4nv is not supported here")
         return inner(gm, *args, **settings)
 
-    monkeypatch.setattr(capture, "capture", refuse)
+    monkeypatch.setattr(from_dynamo, "capture", refuse)
     monkeypatch.setitem(vars(_compat), "compile_fx_inner", refusing)
     model = Mlp()
     assert_step(model, compiled(model, rules(Cast("e4m3"))), torch.randn(8, 16), 0.0)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
-from multigraph_backend import capture
 from multigraph_backend.backend import multigraph
+from multigraph_backend.capture import effects
 from tests.specialization.activity import variants
 
 
@@ -201,7 +201,7 @@ def test_what_a_graph_writes_to_is_known_by_input(function: Callable[..., Any], 
     seen: dict[str, bool] = {}
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found = capture._written(gm)
+        found = effects.written(gm)
         seen.update({node.name: i in found for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))})
         return gm.forward
 
@@ -241,7 +241,7 @@ def test_what_a_graph_writes_to_is_known_where_its_inputs_share_memory(
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
-        found.append([tensors.index(i) for i in sorted(capture._written(gm))])
+        found.append([tensors.index(i) for i in sorted(effects.written(gm))])
         return gm.forward
 
     torch.compile(function, backend=backend, fullgraph=True)(*tied(torch.randn(8)))

@@ -1,0 +1,213 @@
+"""What a call of a graph does besides returning results: what it writes to, and what may be done once only.
+
+In:  a graph of a trace in progress, whose nodes have Dynamo's fake tensors.  Out: positions and reasons, as
+`CapturedGraph` keeps them.  When in doubt a graph writes, and may not be run twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.capture.structure import graph_modules, held_tensors
+
+
+def written(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """What the graph may write to, by the memory of Dynamo's fake tensors; positions as in `CapturedGraph.written`.
+
+    In-place operations of the trace have counted up the version of what they wrote to, `x.data` having one of its own.
+    Custom operators and kernels need not do so; what their schemas say counts.  Norms with running statistics do not
+    say so either.
+    """
+    written: set[Any] = set()
+    nodes = [node for module in graph_modules(gm) for node in module.graph.nodes]
+    placeholders, held = gm.graph.find_nodes(op="placeholder"), held_tensors(gm)
+    told = _written_among_shared(
+        [
+            *((getattr(node.meta.get("grapharg"), "example", None), node) for node in placeholders),
+            *((tensor, node) for tensor, taken in held.items() for node in taken),
+        ],
+        written,
+    )
+    for node in nodes:
+        value = node.meta.get("example_value")
+        counted = isinstance(value, torch.Tensor) and not value.is_inference() and value._version
+        if counted and id(_viewed(value)) not in told:
+            written.add(_memory(node))
+        written.update(map(_memory, (*_written_by_schema(node), *_running_statistics(node))))
+    tensors = [*([node] for node in placeholders), *held.values()]
+    return frozenset(index for index, taken in enumerate(tensors) if any(_memory(node) in written for node in taken))
+
+
+def _written_among_shared(entries: Iterable[tuple[Any, torch.fx.Node]], written: set[Any]) -> dict[int, torch.Tensor]:
+    """Adds to `written` the memory that several of these real tensors share and that versions say is written to.
+
+    torch makes the fake of at most one of them, which begins where the memory does, as of a tensor alone, and those of
+    the others by `set_`, which counts up their version once.  So one was written to where the version of any has been
+    counted up further, or, if that one may be among them, those of all have been.  Returned are the fakes about which
+    that is said, or which they are views of, by their `id`.
+    """
+    groups: dict[Any, dict[int, tuple[torch.Tensor, int]]] = {}
+    for real, node in entries:
+        value = node.meta.get("example_value")
+        if not isinstance(real, torch.Tensor) or not isinstance(value, torch.Tensor) or value.is_inference():
+            continue
+        if real.layout is value.layout is torch.strided and not _compat.is_traceable_wrapper_subclass(real):
+            memory = (_memory(node), real.untyped_storage()._cdata)
+            viewed = _viewed(value)
+            groups.setdefault(memory, {})[id(viewed)] = viewed, int(_viewed(real).storage_offset())
+    told: dict[int, torch.Tensor] = {}
+    for (memory, _), fakes in groups.items():
+        if len(fakes) > 1:
+            versions = [fake._version for fake, _ in fakes.values()]
+            one_alone = any(start == 0 for _, start in fakes.values())
+            if max(versions) > 1 or (one_alone and min(versions) > 0):
+                written.add(memory)
+            told.update((key, fake) for key, (fake, _) in fakes.items())
+    return told
+
+
+def _viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that `tensor` is a view of and counts versions with, or itself."""
+    return tensor._base if tensor._is_view() and tensor._base is not None else tensor
+
+
+def _memory(node: torch.fx.Node) -> Any:
+    """What tells the memory of a node's value from that of others; the node, where there is nothing but itself."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return node
+    return int(value.untyped_storage()._cdata)
+
+
+def _written_by_schema(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    """Operands that the operator called by `node` may write to, as far as it says."""
+    target = node.target
+    if isinstance(target, _compat.HigherOrderOperator):
+        kernel = "triton_kernel" in target.name() or "functionalized" in target.name()
+        return node.all_input_nodes if kernel else ()
+    if isinstance(target, _compat.OpOverload):
+        schemas = [target._schema]
+    elif isinstance(target, _compat.OpOverloadPacket):  # Dynamo leaves open which overload is meant
+        schemas = [getattr(target, name)._schema for name in target.overloads()]
+        schemas = [schema for schema in schemas if _takes(schema, node)]
+    else:
+        return ()
+    found: dict[torch.fx.Node, None] = {}
+    for schema in schemas:
+        for argument, given in _given(schema, node):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                torch.fx.node.map_arg(given, lambda operand: found.setdefault(operand))
+    return found
+
+
+def _running_statistics(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    """Operands of a batch or instance norm that may be running statistics, unless it only reads them."""
+    name = getattr(node.target, "__name__", "")
+    if node.op != "call_function" or not ("batch_norm" in name or "instance_norm" in name):
+        return ()
+    flags = [node.kwargs[key] for key in ("training", "use_input_stats") if key in node.kwargs]
+    if False in (*flags, *node.args[5:6]):  # all of them take it in this place
+        return ()
+    values = [(operand, operand.meta.get("example_value")) for operand in node.all_input_nodes[1:]]
+    return [operand for operand, value in values if not getattr(value, "requires_grad", False)]
+
+
+def _given(schema: Any, node: torch.fx.Node) -> Iterator[tuple[Any, Any]]:
+    """The arguments of `schema` that a call gives, with what it gives."""
+    positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+    yield from zip(positional, node.args, strict=False)
+    yield from ((argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs)
+
+
+def _takes(schema: Any, node: torch.fx.Node) -> bool:
+    """Whether a call may mean the overload with this schema, by number and names of arguments."""
+    given = [argument.name for argument, _ in _given(schema, node)]
+    needed = {argument.name for argument in schema.arguments if not argument.has_default_value()}
+    return len(given) == len(node.args) + len(node.kwargs) and needed <= set(given)
+
+
+# of torch's own operators; c10d has `communicates`
+_PURE_NAMESPACES = frozenset({
+    "aten", "prims", "prim", "inductor", "inductor_prims", "quantized", "quantized_decomposed", "mkldnn",
+    "_c10d_functional", "_c10d_functional_autograd", "symm_mem",
+})  # fmt: skip
+# higher-order operators that do something, or call an object that may; of others the bodies are looked at
+_EFFECTS = ("effect", "torchbind", "print", "callback", "opaque", "leaf", "hooks")
+
+
+def impure(gm: torch.fx.GraphModule) -> str | None:
+    """The first thing that the graph calls and that is not known to leave nothing behind but its results.
+
+    Known are torch's functions, methods and operators, whatever they write to (see `CapturedGraph.written`), and the
+    random numbers that they draw.
+    """
+    for module in graph_modules(gm):
+        for node in module.graph.nodes:
+            if not _known_pure(module, node):
+                return str(getattr(node.target, "__name__", node.target))
+    return None
+
+
+def _known_pure(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    target: Any = node.target
+    if node.op == "call_module":
+        return type(module.get_submodule(target)).__module__.startswith("torch.")
+    if node.op != "call_function":
+        return True
+    if isinstance(target, _compat.HigherOrderOperator):
+        return not any(word in target.name() for word in _EFFECTS)
+    if isinstance(target, _compat.OpOverload):
+        return target.namespace in _PURE_NAMESPACES
+    if isinstance(target, _compat.OpOverloadPacket):
+        return str(target).partition(".")[0] in _PURE_NAMESPACES
+    owner = getattr(target, "__module__", None) or type(getattr(target, "__self__", target)).__module__
+    return str(owner).partition(".")[0] in ("torch", "math", "operator", "_operator", "builtins", "numpy", "einops")
+
+
+def computes_floats(gm: torch.fx.GraphModule) -> bool:
+    """Whether a symbolic float is an operand of anything that makes no tensor.
+
+    torch simplifies such arithmetic as for real numbers: `2*n - n` is `n`, and `n/n` is 1.
+    """
+    return any(
+        isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+        and any(isinstance(operand.meta.get("example_value"), torch.SymFloat) for operand in node.all_input_nodes)
+        for module in graph_modules(gm)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+def may_change_inputs(gm: torch.fx.GraphModule) -> bool:
+    """Whether a graph of a trace in progress may write to its inputs; yes, where this torch does not let it be told."""
+    try:
+        told = all("example_value" in node.meta for node in gm.graph.find_nodes(op="placeholder"))
+        return not told or bool(written(gm))
+    except Exception:  # a symbol is missing
+        return True
+
+
+def _outputs(gm: torch.fx.GraphModule) -> Sequence[Any]:
+    (output,) = gm.graph.find_nodes(op="output")
+    values = output.args[0]
+    return values if isinstance(values, tuple | list) else (values,)
+
+
+def viewed_inputs(gm: torch.fx.GraphModule) -> tuple[int, ...]:
+    """Which inputs an output looks into without being one, by the memory of Dynamo's fake tensors."""
+    returned = {_memory(node) for node in _outputs(gm) if isinstance(node, torch.fx.Node) and node.op != "placeholder"}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return tuple(index for index, node in enumerate(placeholders) if _memory(node) in returned)
+
+
+def output_kinds(gm: torch.fx.GraphModule) -> tuple[str, ...]:
+    return tuple(
+        "tensor"
+        if isinstance(value, torch.fx.Node) and isinstance(value.meta.get("example_value"), torch.Tensor)
+        else "other"
+        for value in _outputs(gm)
+    )
