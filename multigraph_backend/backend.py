@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, events, lowering, region, registry, user_code
+from multigraph_backend import _compat, events, lowering, region, registry
 from multigraph_backend.background import describe
-from multigraph_backend.capture import from_dynamo
+from multigraph_backend.capture import from_dynamo, user_code
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.declare import marks
 from multigraph_backend.fresh_inputs import CannotLower

@@ -21,7 +21,7 @@ from typing import Any
 import sympy
 
 from multigraph_backend import _compat
-from multigraph_backend.aliasing import overlapping, sharing, written_alone
+from multigraph_backend.capture.aliasing import overlapping, sharing, written_alone
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.fresh_inputs import OVERLAPPING, CannotLower, FreshInputs
 

@@ -28,7 +28,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.aliasing import any_overlap, sharing
+from multigraph_backend.capture.aliasing import any_overlap, sharing
 from multigraph_backend.capture.graph import CapturedGraph, Input, TensorLayout
 from multigraph_backend.capture.known_numbers import replace_with_number, write_known_items
 from multigraph_backend.declare.predicates import Facts

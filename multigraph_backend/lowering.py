@@ -23,9 +23,9 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, changed_inputs, events, fresh_inputs, retained
-from multigraph_backend.aliasing import sharing
 from multigraph_backend.background import compile_within, describe
 from multigraph_backend.capture import effects
+from multigraph_backend.capture.aliasing import sharing
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.capture.structure import copy_structure
 from multigraph_backend.compile_state import CompileState

@@ -21,10 +21,12 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, declared, dispatch, events, gains, lowering, naming, registry
-from multigraph_backend.aliasing import Sharing, sharing
+from multigraph_backend import _compat, dispatch, events, gains, lowering, registry
 from multigraph_backend.background import Interrupted, describe, reaching_the_caller
+from multigraph_backend.capture import declared, size_names
+from multigraph_backend.capture.aliasing import Sharing, sharing
 from multigraph_backend.capture.graph import CapturedGraph, NamedSize
+from multigraph_backend.capture.user_code import UserCode
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition
 from multigraph_backend.declare.facts import Facts
@@ -36,7 +38,6 @@ from multigraph_backend.lowering import Lowered
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors.account import SavedTensors
-from multigraph_backend.user_code import UserCode
 from multigraph_backend.variant import Form, Variant
 
 log = logging.getLogger(__name__)
@@ -464,7 +465,7 @@ def _argument_names(graph: CapturedGraph) -> dict[str, str]:
             names.setdefault(info.location.code(), name)
     for index, entry in enumerate(graph.inputs):
         if entry.layout is not None:
-            traced = naming.input_name(_compat.source_name(entry.layout.source))
+            traced = size_names.input_name(_compat.source_name(entry.layout.source))
             name = graph.code.known_as(traced)
             names.setdefault(f"a[{index}].item()" if entry.number else f"a[{index}]", name)
     return names

@@ -23,9 +23,9 @@ from typing import Any, Literal
 import sympy
 
 from multigraph_backend import events
-from multigraph_backend.aliasing import Sharing
 from multigraph_backend.background import describe
-from multigraph_backend.declared import Condition
+from multigraph_backend.capture.aliasing import Sharing
+from multigraph_backend.capture.declared import Condition
 from multigraph_backend.gains import Gain
 from multigraph_backend.lowering import Lowered
 

@@ -15,13 +15,14 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, events, naming
+from multigraph_backend import _compat, events
+from multigraph_backend.capture import size_names
 from multigraph_backend.capture.effects import computes_floats, impure, output_kinds, viewed_inputs, written
 from multigraph_backend.capture.graph import CapturedGraph, Input, Location, Mark, NamedSize, SymbolInfo, TensorLayout
 from multigraph_backend.capture.known_numbers import write_known_items
 from multigraph_backend.capture.structure import KEPT_META, copy_structure, forget_tracer
+from multigraph_backend.capture.user_code import UserCode
 from multigraph_backend.distributed import sequence
-from multigraph_backend.user_code import UserCode
 
 
 class CannotCapture(Exception):
@@ -188,11 +189,11 @@ def _name_sizes(
         if entry.layout is not None and not entry.static and not entry.number:
             source = _compat.source_name(entry.layout.source)
             found = {
-                naming.size_name(source, dim): NamedSize(expr, Location("size", index, dim))
+                size_names.size_name(source, dim): NamedSize(expr, Location("size", index, dim))
                 for dim, expr in enumerate(entry.layout.size)
             }
         elif entry.expr is not None and not isinstance(entry.source, _compat.TensorPropertySource):
-            name = naming.input_name(_compat.source_name(entry.source))
+            name = size_names.input_name(_compat.source_name(entry.source))
             found = {name: NamedSize(entry.expr, Location("arg", index))}
         else:
             continue
@@ -203,7 +204,7 @@ def _name_sizes(
             continue
         for source in sources:
             if isinstance(source, _compat.TensorPropertySource) and source.prop is _compat.TensorProperty.SIZE:
-                name = naming.size_name(_compat.source_name(source.base), source.idx)
+                name = size_names.size_name(_compat.source_name(source.base), source.idx)
                 if "._base" not in name:  # the tensor that a view looks into is no input
                     named.setdefault(name, NamedSize(shape_env.replace(symbol), info.location))
     for traced, size in named.items():
@@ -219,7 +220,7 @@ def _marks(shape_env: Any, code: UserCode) -> tuple[Mark, ...]:
     marks = []
     for entry in shape_env.specializations:
         base, dim = _compat.source_name(entry.source.base), entry.source.idx
-        marks.append(Mark(code.known_as(naming.size_name(base, dim)), entry.check_fn))
+        marks.append(Mark(code.known_as(size_names.size_name(base, dim)), entry.check_fn))
     return tuple(marks)
 
 
@@ -233,7 +234,7 @@ def _lost_marks(inputs: Sequence[Input], example_inputs: Sequence[Any], code: Us
         marked = {*getattr(example, "_dynamo_dynamic_indices", ()), *getattr(example, "_dynamo_unbacked_indices", ())}
         lost = sorted(marked - set(table))
         for dim in lost:
-            name = code.known_as(naming.size_name(_compat.source_name(entry.layout.source), dim))
+            name = code.known_as(size_names.size_name(_compat.source_name(entry.layout.source), dim))
             notes.append(
                 f"{name}: torch lost what was marked on it (mark_unbacked forgets the specialize_on of other "
                 "dimensions); use multigraph_backend.mark or options"

@@ -23,9 +23,9 @@ from typing import Any, Literal
 import sympy
 import torch
 
-from multigraph_backend import naming
+from multigraph_backend.capture import size_names
 from multigraph_backend.capture.structure import copy_structure, held_tensors
-from multigraph_backend.user_code import UserCode
+from multigraph_backend.capture.user_code import UserCode
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class CapturedGraph:
 
     def find(self, declared: str) -> NamedSize | int | None:
         """What a declared name stands for: a size or integer input, a constant of the trace, or nothing."""
-        name = naming.normalized(declared)
+        name = size_names.normalized(declared)
         size = self.sizes.get(self.traced_names.get(name, name))
         return size if size is not None else self.code.integers.get(name)
 

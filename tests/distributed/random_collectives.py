@@ -31,8 +31,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multigraph_backend import _compat, declared, lowering, user_code
-from multigraph_backend.capture import from_dynamo
+from multigraph_backend import _compat, lowering
+from multigraph_backend.capture import declared, from_dynamo, user_code
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import Issued, SameSizes

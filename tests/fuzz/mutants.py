@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-from multigraph_backend import conditions, declared, fresh_inputs, lowering, retained
-from multigraph_backend.capture import effects, from_dynamo, structure
+from multigraph_backend import conditions, fresh_inputs, lowering, retained
+from multigraph_backend.capture import declared, effects, from_dynamo, structure
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.conditions import AddedCondition
 

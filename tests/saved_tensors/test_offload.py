@@ -18,8 +18,8 @@ import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import multigraph_backend
-from multigraph_backend import Offload, Scaled, lowering, user_code
-from multigraph_backend.capture import from_dynamo
+from multigraph_backend import Offload, Scaled, lowering
+from multigraph_backend.capture import from_dynamo, user_code
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.cudagraphs import cuts
 from multigraph_backend.options import Options

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from multigraph_backend import events
+from multigraph_backend.capture.declared import Condition
 from multigraph_backend.conditions import AddedCondition
-from multigraph_backend.declared import Condition
 from multigraph_backend.lowering import Lowered
 from multigraph_backend.variant import MOST_FORMS, MOST_GENERIC_FORMS, Form, Variant
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from multigraph_backend import naming
+from multigraph_backend.capture import size_names
 from multigraph_backend.capture.graph import CapturedGraph, Mark, NamedSize
 from multigraph_backend.declare import probing
 from multigraph_backend.declare.facts import Facts
@@ -83,7 +83,7 @@ def _from_predicate(graph: CapturedGraph, predicate: Predicate, notes: list[str]
 
 def unknown_name(graph: CapturedGraph, name: str) -> str:
     """The text for a name that this graph does not have."""
-    meant = naming.meant(name, graph.sizes)
+    meant = size_names.meant(name, graph.sizes)
     near = [meant] if isinstance(meant, str) else difflib.get_close_matches(name, graph.sizes, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     if isinstance(meant, list):

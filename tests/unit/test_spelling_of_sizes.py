@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import multigraph_backend
-from multigraph_backend import naming
 from multigraph_backend.backend import multigraph
+from multigraph_backend.capture import size_names
 from multigraph_backend.options import Options, OptionsError
 
 KNOWN = ("x[0]", "x[1]", "x[2]", "batch['ids'][0]", "batch['ids'][1]", "n")
@@ -35,7 +35,7 @@ KNOWN = ("x[0]", "x[1]", "x[2]", "batch['ids'][0]", "batch['ids'][1]", "n")
     ],
 )
 def test_a_name_as_python_has_it_stands_for_a_size(declared: str, meant: str | list[str] | None) -> None:
-    assert naming.meant(declared, KNOWN) == meant
+    assert size_names.meant(declared, KNOWN) == meant
 
 
 def f(x: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import multigraph_backend
-from multigraph_backend import naming
 from multigraph_backend.backend import multigraph
+from multigraph_backend.capture import size_names
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,11 @@ from multigraph_backend.backend import multigraph
     ],
 )
 def test_a_source_is_written_as_in_python(source: str, name: str) -> None:
-    assert naming.input_name(source) == name
+    assert size_names.input_name(source) == name
 
 
 def test_spaces_and_double_quotes_in_a_declared_name_do_not_matter() -> None:
-    assert naming.normalized('batch["ids"] [0]') == "batch['ids'][0]"
+    assert size_names.normalized('batch["ids"] [0]') == "batch['ids'][0]"
 
 
 def passes_on(function: Callable[..., Any]) -> Callable[..., Any]:
