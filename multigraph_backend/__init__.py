@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from multigraph_backend.declare.marks import mark
     from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.events import reset_stats, stats
-    from multigraph_backend.gains import measure_gains
     from multigraph_backend.options import Options, OptionsError
+    from multigraph_backend.region.gains import measure_gains
     from multigraph_backend.report import Explanation, explain
     from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
     from multigraph_backend.saved_tensors.rules import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
@@ -47,7 +47,7 @@ _HOME = {
     "explain": "report",
     "limit_recordings": "cudagraphs.runtime",
     "mark": "declare.marks",
-    "measure_gains": "gains",
+    "measure_gains": "region.gains",
     "multigraph": "backend",
     "reset_stats": "events",
     "saved_hook": "saved_tensors.hooks",

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from multigraph_backend import __version__, registry
+from multigraph_backend import __version__
+from multigraph_backend.region import registry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,7 +139,7 @@ class _Account:
 
     def _text(self) -> str:
         if not registry.living():
-            loaded = "multigraph_backend.region" in sys.modules
+            loaded = "multigraph_backend.region.region" in sys.modules
             return '{"regions": []}' if self.json_path is not None else "\n".join(self._nothing(loaded))
         from multigraph_backend.report import explain
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, events, lowering, region, registry
+from multigraph_backend import _compat, events, lowering
 from multigraph_backend.background import describe
 from multigraph_backend.capture import from_dynamo, user_code
 from multigraph_backend.compile_state import CompileState
@@ -27,6 +27,7 @@ from multigraph_backend.declare import marks
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
 from multigraph_backend.process.interruptions import from_outside
+from multigraph_backend.region import region, registry
 from multigraph_backend.saved_tensors import account
 from multigraph_backend.saved_tensors.hooks import stock_hooks
 

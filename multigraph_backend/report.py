@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multigraph_backend import region as regions
-from multigraph_backend import registry
 from multigraph_backend.declare import marks
 from multigraph_backend.options import disabled_pieces
 from multigraph_backend.process import rank
+from multigraph_backend.region import region as regions
+from multigraph_backend.region import registry
+from multigraph_backend.region.variant import Variant
 from multigraph_backend.saved_tensors.account import SavedTensors
-from multigraph_backend.variant import Variant
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.account import DeviceReport, GraphReport

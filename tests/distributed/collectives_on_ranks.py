@@ -27,8 +27,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import multigraph_backend
-from multigraph_backend import registry
 from multigraph_backend.lowering import Lowered
+from multigraph_backend.region import registry
 from tests.distributed import random_collectives as programs
 
 CALLS = 4  # on a GPU: the first warms up, the second records, the others replay

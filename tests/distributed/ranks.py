@@ -23,8 +23,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import multigraph_backend
-from multigraph_backend import registry
 from multigraph_backend.cudagraphs import output_code
+from multigraph_backend.region import registry
 
 PROGRAMS: dict[str, Callable[[int], None]] = {}
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import multigraph_backend
-from multigraph_backend import registry
+from multigraph_backend.region import registry
 from tests.distributed import random_collectives as programs
 
 c10d: Any = torch.ops._c10d_functional

@@ -309,5 +309,5 @@ def test_differences_from_run_to_run_are_ignored() -> None:
     assert normalized(first) == normalized(second)
     assert normalized(first) != normalized(second.replace("s0", "s1"))
     assert normalized(first) != normalized(second.replace("1 calls", "2 calls"))
-    logged = "I1121 07:00:47.521000 12881 multigraph_backend/region.py:171] f (/home/f.py:6): compiling generic"
-    assert normalized(logged) == "I multigraph_backend/region.py] f (f.py): compiling generic"
+    logged = "I1121 07:00:47.521000 12881 multigraph_backend/region/region.py:171] f (/home/f.py:6): compiling generic"
+    assert normalized(logged) == "I multigraph_backend/region/region.py] f (f.py): compiling generic"

@@ -13,9 +13,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
-from multigraph_backend import registry
 from multigraph_backend.backend import multigraph
-from multigraph_backend.region import Region
+from multigraph_backend.region import registry
+from multigraph_backend.region.region import Region
 from tests.specialization.activity import assert_right, compiles, ran, variants
 
 # what ends a compile that hangs may reach it inside a weakref callback, where Python drops it; then it is abandoned
@@ -415,7 +415,7 @@ def failing_for(rows: int, bad: Compiler) -> Compiler:
 def test_another_size_is_tried_where_the_first_that_an_opaque_check_accepts_fails(
     bad: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multigraph_backend.variant._FIRST_RETRY", 0.0)
+    monkeypatch.setattr("multigraph_backend.region.variant._FIRST_RETRY", 0.0)
     compiled = torch.compile(f, backend=multigraph, dynamic=None, options={"compiler": failing_for(8, bad)})
 
     def call(rows: int) -> None:

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import multigraph_backend
 from multigraph_backend.backend import multigraph
-from multigraph_backend.region import VariantFailed
+from multigraph_backend.region.region import VariantFailed
 from tests.specialization.activity import assert_right, compiles, ran, variants
 
 Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Any]

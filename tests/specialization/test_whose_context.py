@@ -20,7 +20,7 @@ import multigraph_backend
 from multigraph_backend import _compat, lowering
 from multigraph_backend.backend import multigraph
 from multigraph_backend.distributed.sequence import Issued
-from multigraph_backend.region import Region
+from multigraph_backend.region.region import Region
 from tests.specialization.activity import assert_right, ran
 
 request: contextvars.ContextVar[Any] = contextvars.ContextVar("request", default=None)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from expecttest import assert_expected_inline
 
-from multigraph_backend import dispatch
 from multigraph_backend.declare.facts import Facts
-from multigraph_backend.dispatch import Rule
+from multigraph_backend.region import dispatch
+from multigraph_backend.region.dispatch import Rule
 
 
 def first_match(rules: Sequence[Rule], values: Sequence[int], ask: Callable[[str, int], bool], generic: int) -> int:

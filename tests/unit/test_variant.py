@@ -9,7 +9,7 @@ from multigraph_backend import events
 from multigraph_backend.capture.declared import Condition
 from multigraph_backend.conditions import AddedCondition
 from multigraph_backend.lowering import Lowered
-from multigraph_backend.variant import MOST_FORMS, MOST_GENERIC_FORMS, Form, Variant
+from multigraph_backend.region.variant import MOST_FORMS, MOST_GENERIC_FORMS, Form, Variant
 
 ALONE = ()
 SHARED = ((0, 1),)

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import registry
 from multigraph_backend.background import describe
 from multigraph_backend.process.interruptions import from_outside
+from multigraph_backend.region import registry
 
 log = logging.getLogger(__name__)
 

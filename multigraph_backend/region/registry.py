@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from multigraph_backend.region import Region
+    from multigraph_backend.region.region import Region
 
 _alive: weakref.WeakSet[Region] = weakref.WeakSet()
 _kept: list[Region] | None = None

@@ -21,7 +21,7 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, dispatch, events, gains, lowering, registry
+from multigraph_backend import _compat, events, lowering
 from multigraph_backend.background import Interrupted, describe, reaching_the_caller
 from multigraph_backend.capture import declared, size_names
 from multigraph_backend.capture.aliasing import Sharing, sharing
@@ -30,15 +30,16 @@ from multigraph_backend.capture.user_code import UserCode
 from multigraph_backend.compile_state import CompileState
 from multigraph_backend.conditions import AddedCondition
 from multigraph_backend.declare.facts import Facts
-from multigraph_backend.dispatch import Ready, Rule
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import SameSizes
 from multigraph_backend.fresh_inputs import CannotLower
 from multigraph_backend.lowering import Lowered
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
+from multigraph_backend.region import dispatch, gains, registry
+from multigraph_backend.region.dispatch import Ready, Rule
+from multigraph_backend.region.variant import Form, Variant
 from multigraph_backend.saved_tensors.account import SavedTensors
-from multigraph_backend.variant import Form, Variant
 
 log = logging.getLogger(__name__)
 

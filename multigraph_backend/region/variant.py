@@ -26,8 +26,8 @@ from multigraph_backend import events
 from multigraph_backend.background import describe
 from multigraph_backend.capture.aliasing import Sharing
 from multigraph_backend.capture.declared import Condition
-from multigraph_backend.gains import Gain
 from multigraph_backend.lowering import Lowered
+from multigraph_backend.region.gains import Gain
 
 State = Literal["declared", "compiling", "ready", "failed", "inactive"]
 

@@ -1,0 +1,5 @@
+"""One Dynamo graph and its variants: which code runs a call, and what happens where there is none.
+
+`region` owns the graph; `dispatch` generates the function that finds the variant of a call; `variant` is the life of
+one; `gains` times variants against generic while the user asks for it; `registry` knows which regions are alive.
+"""
