@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, events, lowering
-from multigraph_backend.background import describe
+from multigraph_backend import _compat, events
 from multigraph_backend.capture import from_dynamo, user_code
-from multigraph_backend.compile_state import CompileState
 from multigraph_backend.declare import marks
-from multigraph_backend.fresh_inputs import CannotLower
+from multigraph_backend.lower import lowering
+from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.lower.first_compile import CompileState
+from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.options import Options, disabled_pieces
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import region, registry

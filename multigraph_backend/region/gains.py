@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend.background import describe
+from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import registry
 

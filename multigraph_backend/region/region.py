@@ -21,19 +21,20 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, events, lowering
-from multigraph_backend.background import Interrupted, describe, reaching_the_caller
+from multigraph_backend import _compat, events
 from multigraph_backend.capture import declared, size_names
 from multigraph_backend.capture.aliasing import Sharing, sharing
 from multigraph_backend.capture.graph import CapturedGraph, NamedSize
 from multigraph_backend.capture.user_code import UserCode
-from multigraph_backend.compile_state import CompileState
-from multigraph_backend.conditions import AddedCondition
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import SameSizes
-from multigraph_backend.fresh_inputs import CannotLower
-from multigraph_backend.lowering import Lowered
+from multigraph_backend.lower import lowering
+from multigraph_backend.lower.compile_thread import Interrupted, describe, reaching_the_caller
+from multigraph_backend.lower.first_compile import CompileState
+from multigraph_backend.lower.fresh_inputs import CannotLower
+from multigraph_backend.lower.guards import AddedCondition
+from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import dispatch, gains, registry

@@ -23,10 +23,10 @@ from typing import Any, Literal
 import sympy
 
 from multigraph_backend import events
-from multigraph_backend.background import describe
 from multigraph_backend.capture.aliasing import Sharing
 from multigraph_backend.capture.declared import Condition
-from multigraph_backend.lowering import Lowered
+from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.region.gains import Gain
 
 State = Literal["declared", "compiling", "ready", "failed", "inactive"]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import multigraph_backend
-from multigraph_backend.lowering import Lowered
+from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.region import registry
 from tests.distributed import random_collectives as programs
 

@@ -31,12 +31,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multigraph_backend import _compat, lowering
+from multigraph_backend import _compat
 from multigraph_backend.capture import declared, from_dynamo, user_code
-from multigraph_backend.compile_state import CompileState
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import Issued, SameSizes
-from multigraph_backend.lowering import Lowered
+from multigraph_backend.lower import lowering
+from multigraph_backend.lower.first_compile import CompileState
+from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.options import Options
 
 CHECKOUT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 
-from multigraph_backend import conditions, fresh_inputs, lowering, retained
 from multigraph_backend.capture import declared, effects, from_dynamo, structure
 from multigraph_backend.capture.graph import CapturedGraph
-from multigraph_backend.conditions import AddedCondition
+from multigraph_backend.lower import fresh_inputs, guards, lowering, retained
+from multigraph_backend.lower.guards import AddedCondition
 
 
 @contextlib.contextmanager
@@ -99,11 +99,11 @@ def swapped_order() -> Iterator[None]:
     resolve = declared.resolve
 
     def backwards(*args: Any, **kwargs: Any) -> tuple[list[declared.Condition], list[str]]:
-        conditions, notes = resolve(*args, **kwargs)
-        for condition in conditions:  # unreachable ones become reachable
+        guards, notes = resolve(*args, **kwargs)
+        for condition in guards:  # unreachable ones become reachable
             if condition.never is not None and condition.never.startswith("unreachable"):
                 condition.never = None
-        return conditions[::-1], notes
+        return guards[::-1], notes
 
     with mock.patch.object(declared, "resolve", backwards):
         yield
@@ -168,12 +168,12 @@ def weights_share_with_nobody() -> Iterator[None]:
 @contextlib.contextmanager
 def infinity_has_no_name() -> Iterator[None]:
     """The text of a condition on an infinite float uses a name that is not there, so no such compile succeeds."""
-    is_number = conditions._is_number
+    is_number = guards._is_number
 
     def nameless(code: str, number: float) -> str:
         return is_number(code, number).replace("inf", "infinity")
 
-    with mock.patch.object(conditions, "_is_number", nameless):
+    with mock.patch.object(guards, "_is_number", nameless):
         yield
 
 

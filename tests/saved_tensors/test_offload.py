@@ -18,10 +18,11 @@ import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import multigraph_backend
-from multigraph_backend import Offload, Scaled, lowering
+from multigraph_backend import Offload, Scaled
 from multigraph_backend.capture import from_dynamo, user_code
-from multigraph_backend.compile_state import CompileState
 from multigraph_backend.cudagraphs import cuts
+from multigraph_backend.lower import lowering
+from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.options import Options
 from multigraph_backend.saved_tensors import kept, links, offloading, transfers
 from multigraph_backend.saved_tensors.rules import Match, Rule, rule_from_json, rule_to_json

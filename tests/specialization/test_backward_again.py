@@ -14,7 +14,8 @@ import torch
 import torch._functorch.config as functorch_config
 
 import multigraph_backend
-from multigraph_backend import Cast, Match, Range, Rule, retained
+from multigraph_backend import Cast, Match, Range, Rule
+from multigraph_backend.lower import retained
 
 Function = Callable[..., Any]
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
-from multigraph_backend import fresh_inputs
 from multigraph_backend.backend import multigraph
+from multigraph_backend.lower import fresh_inputs
 
 PROGRAMS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "added": lambda x, n: x + n,

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import multigraph_backend
-from multigraph_backend import _compat, lowering
+from multigraph_backend import _compat
 from multigraph_backend.backend import multigraph
 from multigraph_backend.distributed.sequence import Issued
+from multigraph_backend.lower import lowering
 from multigraph_backend.region.region import Region
 from tests.specialization.activity import assert_right, ran
 

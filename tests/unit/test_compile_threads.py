@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from multigraph_backend import _compat, background
-from multigraph_backend.background import CompileTimeout, compile_within
+from multigraph_backend import _compat
+from multigraph_backend.lower import compile_thread
+from multigraph_backend.lower.compile_thread import CompileTimeout, compile_within
 
 
 def here() -> contextvars.Context:
@@ -79,8 +80,8 @@ def test_the_lock_is_not_taken_over_once_the_overdue_compile_has_given_it_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It ends just when it is abandoned, and another thread has its turn."""
-    monkeypatch.setattr(background, "_GRACE", 0.1)
-    monkeypatch.setattr(background, "_UNWINDING", 0.1)
+    monkeypatch.setattr(compile_thread, "_GRACE", 0.1)
+    monkeypatch.setattr(compile_thread, "_UNWINDING", 0.1)
     owner, unwinding, may_end = Owner(), threading.Event(), threading.Event()
 
     def undo() -> None:  # in the caller's thread, which goes on without the compile
@@ -252,9 +253,9 @@ def disturbed(seed: int, seconds: float) -> list[str]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "_GRACE", 0.005)
-    monkeypatch.setattr(background, "_UNWINDING", 0.01)
-    monkeypatch.setattr(background, "_LOOK", 0.002)
+    monkeypatch.setattr(compile_thread, "_GRACE", 0.005)
+    monkeypatch.setattr(compile_thread, "_UNWINDING", 0.01)
+    monkeypatch.setattr(compile_thread, "_LOOK", 0.002)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -268,14 +269,14 @@ def test_the_random_programs_notice_when_the_lock_is_taken_from_whoever_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The old mistake: whoever abandons a compile takes the lock over, whether that still has it or not."""
-    live_without = background._Job._live_without
+    live_without = compile_thread._Job._live_without
 
-    def takes_it(self: background._Job[Any], thread: threading.Thread) -> None:
+    def takes_it(self: compile_thread._Job[Any], thread: threading.Thread) -> None:
         time.sleep(0.005)
         live_without(self, thread)
         _compat.take_over_compile_lock()
 
-    monkeypatch.setattr(background._Job, "_live_without", takes_it)
+    monkeypatch.setattr(compile_thread._Job, "_live_without", takes_it)
     # which threads meet is chance, and rarer on a machine with other work: so it is tried for a while
     found = (disturbed(seed, 1.5) for seed in range(20))
     assert any("the lock was taken from its owner" in wrong for wrong in found)

@@ -7,8 +7,8 @@ from typing import Any
 
 from multigraph_backend import events
 from multigraph_backend.capture.declared import Condition
-from multigraph_backend.conditions import AddedCondition
-from multigraph_backend.lowering import Lowered
+from multigraph_backend.lower.guards import AddedCondition
+from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.region.variant import MOST_FORMS, MOST_GENERIC_FORMS, Form, Variant
 
 ALONE = ()

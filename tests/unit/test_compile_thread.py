@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from multigraph_backend import _compat, background
-from multigraph_backend.background import CompileTimeout, compile_within, describe
-from multigraph_backend.compile_state import CompileState
+from multigraph_backend import _compat
+from multigraph_backend.lower import compile_thread
+from multigraph_backend.lower.compile_thread import CompileTimeout, compile_within, describe
+from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.process import frames
 
 seen: contextvars.ContextVar[str] = contextvars.ContextVar("seen", default="nothing")
@@ -118,7 +119,7 @@ def test_a_compile_that_comes_back_after_it_was_given_up_undoes_nothing_any_more
 
 def test_a_compile_that_drops_what_should_end_it_is_parked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a weak reference's callback does, in which the exception happens to arrive."""
-    monkeypatch.setattr(background, "_UNWINDING", 0.5)
+    monkeypatch.setattr(compile_thread, "_UNWINDING", 0.5)
     dropped: list[str] = []
 
     def compile(process_wide: contextlib.ExitStack) -> None:

@@ -27,7 +27,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from multigraph_backend import _compat, circles
+from multigraph_backend import _compat
+from multigraph_backend.lower import circles
 
 Result = TypeVar("Result")
 

@@ -34,8 +34,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, events
-from multigraph_backend.background import describe, reaching_the_caller
-from multigraph_backend.compile_state import patch_back
+from multigraph_backend.lower.compile_thread import describe, reaching_the_caller
+from multigraph_backend.lower.first_compile import patch_back
 from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import sympy
 from multigraph_backend import _compat
 from multigraph_backend.capture.aliasing import overlapping, sharing, written_alone
 from multigraph_backend.capture.graph import CapturedGraph
-from multigraph_backend.fresh_inputs import OVERLAPPING, CannotLower, FreshInputs
+from multigraph_backend.lower.fresh_inputs import OVERLAPPING, CannotLower, FreshInputs
 
 _BASE = re.compile(r"a\[\d+\]\._base")
 

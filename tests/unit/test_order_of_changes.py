@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from multigraph_backend.changed_inputs import outlives, reads_elsewhere
+from multigraph_backend.lower.order_of_changes import outlives, reads_elsewhere
 
 Program = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 

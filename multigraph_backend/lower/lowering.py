@@ -22,18 +22,19 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, changed_inputs, events, fresh_inputs, retained
-from multigraph_backend.background import compile_within, describe
+from multigraph_backend import _compat, events
 from multigraph_backend.capture import effects
 from multigraph_backend.capture.aliasing import sharing
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.capture.structure import copy_structure
-from multigraph_backend.compile_state import CompileState
-from multigraph_backend.conditions import AddedCondition, added_condition
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
-from multigraph_backend.fresh_inputs import CannotLower, FreshInputs
+from multigraph_backend.lower import fresh_inputs, retained
+from multigraph_backend.lower.compile_thread import compile_within, describe
+from multigraph_backend.lower.first_compile import CompileState
+from multigraph_backend.lower.fresh_inputs import CannotLower, FreshInputs
+from multigraph_backend.lower.guards import AddedCondition, added_condition
 from multigraph_backend.options import Options
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
@@ -357,8 +358,10 @@ def compile_module(
         log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph
     elif how != "traced":
         inner = retained.inner_compile(inner, later)
+    from multigraph_backend.lower.inductor import compile_fx_settings  # loads Inductor
+
     run: CompiledFunction = _compat.compile_fx(
-        module, inputs, ignore_shape_env=ignore_shape_env, **changed_inputs.compile_fx_settings(knobs, inner, around)
+        module, inputs, ignore_shape_env=ignore_shape_env, **compile_fx_settings(knobs, inner, around)
     )
     return run
 

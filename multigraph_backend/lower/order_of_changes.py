@@ -1,83 +1,24 @@
-"""What Inductor gets wrong around inputs that a graph changes in place, kept out of our code.
+"""The order of a graph that changes its inputs in place: no change runs before a read of the old values.
 
-Such a change is the last thing of a forward graph: `copy_(input, new values)`.
+The change, `copy_(input, new values)`, may be fused with a read of old values at other places (`x[1:] = x.flip(0)[1:]`;
+seen in torch 2.11, 2.13 and 2.15, pytorch issues 198270 and 198280), and up to torch 2.12 also run before kernels that
+read old values for something else.  `compile_in_order` takes such a change out of the graph: it returns the new values,
+and they are copied afterwards.  Caches, states and statistics that are written, or updated in place, stay in the graph.
 
-- Gradients.  The min-cut partitioner does not see it: it may keep the input itself for the backward, and compute there
-  again what was read before the change, from what is there after it.  (Seen in torch 2.11, 2.13 and 2.15.)
-  `SafePartitioner` looks at the result and parts such a graph anew, with all that the backward needs from the forward.
-- Order.  The change may be fused with a read of old values at other places (`x[1:] = x.flip(0)[1:]`; seen in 2.11, 2.13
-  and 2.15, pytorch issues 198270 and 198280), and up to torch 2.12 also run before kernels that read old values for
-  something else.  `compile_in_order` takes such a change out of the graph: it returns the new values, and they are
-  copied afterwards.  Caches, states and statistics that are written, or updated in place, stay in the graph.
-
-In: Inductor's joint graph, or one that it compiles.  Out: the same contract as Inductor's own function, or
-`CannotLower`.
+In: a graph that Inductor compiles.  Out: the same contract as Inductor's own function.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.fresh_inputs import CannotLower
+from multigraph_backend.lower.changes import changes_of, is_view
 
 InnerCompile = Callable[..., Any]
-
-KEPT = "the backward needs an input as it was before the graph changed it in place, and nothing keeps those values"
-
-_COPY = torch.ops.aten.copy_.default
-
-
-def compile_fx_settings(
-    chosen: Mapping[str, object],
-    inner: InnerCompile | None = None,
-    around: Callable[[Any], Any] | None = None,
-) -> dict[str, object]:
-    """Keyword arguments for Inductor's `compile_fx`: the knobs `chosen`, and the two guards of this module.
-
-    `inner` compiles one graph in place of Inductor's own function; `around` makes the partitioner that is used out of
-    the one of this module.  Without what this module needs of torch only graphs that change no input may be compiled.
-    """
-    if _compat.missing("changed inputs"):
-        return {"config_patches": dict(chosen) or None, **({} if inner is None else {"inner_compile": inner})}
-    theirs = chosen.get("custom_partitioner_fn", _compat.partitioner_config.custom_partitioner_fn)
-    safe = SafePartitioner(theirs)
-    patches = {**chosen, "custom_partitioner_fn": safe if around is None else around(safe)}
-    return {"config_patches": patches, "inner_compile": functools.partial(compile_in_order, inner)}
-
-
-_Partitioner: Any = object if _compat.missing("changed inputs") else _compat.CustomPartitionerFn
-
-
-class SafePartitioner(_Partitioner):  # type: ignore[misc]
-    """Inductor's min-cut partitioner (or the user's own), and another one where its answer is wrong.
-
-    It is part of the key of Inductor's caches, so it can be pickled, and it is the same from process to process.
-    """
-
-    def __init__(self, theirs: Any = None) -> None:
-        self.theirs = theirs
-
-    def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **settings: Any) -> Any:
-        part = self.theirs or _compat.min_cut_rematerialization_partition
-        if not _changes(gm):
-            return part(gm, joint_inputs, **settings)
-        untouched = _copy(gm)
-        parts = part(gm, joint_inputs, **settings)
-        if _keeps_a_changed_input(parts[0], settings["num_fwd_outputs"]):
-            settings.pop("compiler", None)
-            parts = _compat.default_partition(untouched, joint_inputs, **settings)
-            if _keeps_a_changed_input(parts[0], settings["num_fwd_outputs"]):
-                raise CannotLower(KEPT)
-        return parts
-
-    def uuid(self) -> Any:
-        return _compat.get_hash_for_files((__file__,)), self.theirs and self.theirs.uuid()
 
 
 def compile_in_order(
@@ -87,7 +28,7 @@ def compile_in_order(
     compile_inner = inner or _compat.compile_fx_inner
     moved = {
         changed: writes
-        for changed, writes in _changes(gm).items()
+        for changed, writes in changes_of(gm).items()
         if reads_elsewhere(changed, writes) or (_compat.INDUCTOR_CHANGES_EARLY and outlives(changed, writes))
     }
     if not moved:
@@ -146,7 +87,7 @@ def _take_out(
     values = []
     for writes in moved.values():
         new: Any = writes[-1].args[1]
-        if new.op == "placeholder" or _is_view(new):  # memory that a copy of another new value might change
+        if new.op == "placeholder" or is_view(new):  # memory that a copy of another new value might change
             with gm.graph.inserting_before(output):
                 apart = gm.graph.call_function(torch.ops.aten.clone.default, (new,))
             apart.meta.update(new.meta)
@@ -159,35 +100,6 @@ def _take_out(
             gm.graph.erase_node(write)
     gm.recompile()
     return [placeholders.index(changed) for changed in moved], len(results)
-
-
-def _copy(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    graph = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    results: Any = graph.graph_copy(gm.graph, copies)
-    graph.output(results).meta.update(gm.graph.output_node().meta)
-    return torch.fx.GraphModule(gm, graph)
-
-
-def _changes(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """Inputs that the graph writes to, with the writes."""
-    found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-    for node in gm.graph.find_nodes(op="call_function", target=_COPY):
-        if node.args[0].op == "placeholder":
-            found.setdefault(node.args[0], []).append(node)
-    return found
-
-
-def _keeps_a_changed_input(forward: torch.fx.GraphModule, outputs: int) -> bool:
-    """Whether what the forward hands to the backward is, or is a view of, an input that it has changed by then."""
-    changed = _changes(forward)
-    results: Any = forward.graph.output_node().args[0]
-    for node in results[outputs:]:
-        while isinstance(node, torch.fx.Node) and node not in changed and _is_view(node):
-            node = node.args[0]
-        if node in changed:
-            return True
-    return False
 
 
 def outlives(changed: torch.fx.Node, writes: Sequence[torch.fx.Node]) -> bool:
@@ -293,9 +205,3 @@ def _ancestors(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
             seen.add(node)
             waiting.extend(node.all_input_nodes)
     return seen
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    return bool(getattr(node.target, "is_view", False)) or (node.target is operator.getitem and _is_view(node.args[0]))  # type: ignore[arg-type]
