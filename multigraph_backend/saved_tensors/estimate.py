@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, GraphModule, Node
 
-from multigraph_backend.saved_tensors import choosing, costs, graphs, placement, transfers
+from multigraph_backend.saved_tensors import choosing, costs, graphs, placement
+from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.rules import Offload, Recompute
 from multigraph_backend.saved_tensors.tracing import Traced
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step
-from multigraph_backend.saved_tensors.offloading import BEGIN, OFFLOAD, SETTLE
+from multigraph_backend.saved_tensors.offload.operators import BEGIN, OFFLOAD, SETTLE
 
 _SHARES_FIRST = {
     getattr(torch.ops.aten, name).default for name in ("_unsafe_view", "copy_") if hasattr(torch.ops.aten, name)

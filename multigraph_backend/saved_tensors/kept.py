@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from multigraph_backend.saved_tensors.offloading import OFFLOAD, SETTLE
+from multigraph_backend.saved_tensors.offload.operators import OFFLOAD, SETTLE
 
 
 class NotKept(RuntimeError):

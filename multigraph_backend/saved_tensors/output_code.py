@@ -18,7 +18,7 @@ import torch
 from multigraph_backend import _compat
 from multigraph_backend.saved_tensors import account, kept
 from multigraph_backend.saved_tensors.account import SavedTensors
-from multigraph_backend.saved_tensors.offloading import OFFLOAD
+from multigraph_backend.saved_tensors.offload.operators import OFFLOAD
 
 InnerCompile = Callable[..., Any]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend.saved_tensors import offloading, transfers
+from multigraph_backend.saved_tensors.offload import operators, transfers
 from multigraph_backend.saved_tensors.rules import Bits, Cast, Offload, Scaled
 
 PackFunction = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -139,8 +139,8 @@ def _offload(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
     if value.dim() == 0:
         return "it is a single number"
     return (
-        lambda x: (offloading.OFFLOAD(x),),
-        lambda packed: offloading.RELOAD(packed[0], dtype, device, [], []),
+        lambda x: (operators.OFFLOAD(x),),
+        lambda packed: operators.RELOAD(packed[0], dtype, device, [], []),
     )
 
 

@@ -35,7 +35,6 @@ from multigraph_backend.saved_tensors import (
     placement,
     recompute,
     surgery,
-    transfers,
     units,
     within_budget,
 )
@@ -44,6 +43,7 @@ from multigraph_backend.saved_tensors.budget import Budget
 from multigraph_backend.saved_tensors.choosing import Kept, Unit
 from multigraph_backend.saved_tensors.estimate import Estimate
 from multigraph_backend.saved_tensors.hooks import SavedHook
+from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.rules import Recompute, Rule, rule_to_json
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
 from multigraph_backend.saved_tensors.units import Tracer

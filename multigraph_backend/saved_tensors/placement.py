@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from multigraph_backend.saved_tensors import windows
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step, inserted, live_bytes, peak
+from multigraph_backend.saved_tensors.offload import windows
 
 FAR = 8  # steps between two uses from which on unpacking twice is tried
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from multigraph_backend.saved_tensors import budget, choosing, costs, graphs, recompute, transfers, units
+from multigraph_backend.saved_tensors import budget, choosing, costs, graphs, recompute, units
 from multigraph_backend.saved_tensors.budget import Budget, Move
 from multigraph_backend.saved_tensors.choosing import Choice, Kept, Unit
 from multigraph_backend.saved_tensors.estimate import Estimate
+from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.rules import Bits, Keep, Match, Offload, Recompute, Role, Rule
 from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
 from multigraph_backend.saved_tensors.units import Tracer

@@ -99,11 +99,11 @@ def swapped_order() -> Iterator[None]:
     resolve = declared.resolve
 
     def backwards(*args: Any, **kwargs: Any) -> tuple[list[declared.Condition], list[str]]:
-        guards, notes = resolve(*args, **kwargs)
-        for condition in guards:  # unreachable ones become reachable
+        found, notes = resolve(*args, **kwargs)
+        for condition in found:  # unreachable ones become reachable
             if condition.never is not None and condition.never.startswith("unreachable"):
                 condition.never = None
-        return guards[::-1], notes
+        return found[::-1], notes
 
     with mock.patch.object(declared, "resolve", backwards):
         yield

@@ -14,10 +14,11 @@ import torch.utils.checkpoint
 import multigraph_backend
 from multigraph_backend import Bits, Cast, Match, Offload, Rule, Scaled
 from multigraph_backend.cudagraphs import cuts, runtime
-from multigraph_backend.saved_tensors import packs, transfers
+from multigraph_backend.saved_tensors import packs
 from multigraph_backend.saved_tensors.account import SavedTensors
+from multigraph_backend.saved_tensors.offload import transfers
+from multigraph_backend.saved_tensors.offload.transfers import CudaStream, Transfers
 from multigraph_backend.saved_tensors.rules import Pack
-from multigraph_backend.saved_tensors.transfers import CudaStream, Transfers
 from tests.gpu.programs import CUDA, compiled, fresh, tree_counts
 from tests.saved_tensors.models import Block, Grouped
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend.saved_tensors import transfers
+from multigraph_backend.saved_tensors.offload import transfers
 
 CPU = torch.device("cpu")
 

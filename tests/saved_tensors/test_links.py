@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from multigraph_backend.saved_tensors import windows
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step, live_bytes
+from multigraph_backend.saved_tensors.offload import windows
 from multigraph_backend.saved_tensors.placement import Packing, Transfer, packed_backward, place
 from tests.saved_tensors.test_placement import BIG, layers
 

@@ -24,9 +24,10 @@ from multigraph_backend.cudagraphs import cuts
 from multigraph_backend.lower import lowering
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.options import Options
-from multigraph_backend.saved_tensors import kept, links, offloading, transfers
+from multigraph_backend.saved_tensors import kept
+from multigraph_backend.saved_tensors.offload import links, operators, transfers
+from multigraph_backend.saved_tensors.offload.transfers import Transfers
 from multigraph_backend.saved_tensors.rules import Match, Rule, rule_from_json, rule_to_json
-from multigraph_backend.saved_tensors.transfers import Transfers
 from tests.saved_tensors.late_stream import CPU, LateStream, late_stream
 from tests.saved_tensors.models import Block, Grouped, Mlp, accounts, compiled, rules, step
 from tests.saved_tensors.partitioned import everything, gradients, partition, text
@@ -146,10 +147,10 @@ def test_the_links_of_both_graphs(late: Transfers) -> None:
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     forward, backward = parted.forward[0].graph, parted.backward[0].graph
-    offloads = forward.find_nodes(op="call_function", target=offloading.OFFLOAD)
-    reloads = backward.find_nodes(op="call_function", target=offloading.RELOAD)
+    offloads = forward.find_nodes(op="call_function", target=operators.OFFLOAD)
+    reloads = backward.find_nodes(op="call_function", target=operators.RELOAD)
     assert len(offloads) == len(reloads) > 3
-    *earlier, last = forward.find_nodes(op="call_function", target=offloading.SETTLE)
+    *earlier, last = forward.find_nodes(op="call_function", target=operators.SETTLE)
     order = {node: index for index, node in enumerate(forward.nodes)}
     let_go = [copy for node in (*earlier, last) for copy in node.args[1]]
     assert let_go == offloads
@@ -158,7 +159,7 @@ def test_the_links_of_both_graphs(late: Transfers) -> None:
         assert all(order[copy] < order[node] for copy in node.args[1])
     assert last.args[2] == earlier != []
     assert last in forward.output_node().args[0]
-    begins = backward.find_nodes(op="call_function", target=offloading.BEGIN)
+    begins = backward.find_nodes(op="call_function", target=operators.BEGIN)
     first = min((*begins, *reloads), key=list(backward.nodes).index)
     assert first.args[2 if first in begins else 4][-1].name == last.name
     begun = [copy for node in begins for copy in node.args[0]]
@@ -214,7 +215,7 @@ def test_the_stand_in_sees_a_missing_link(late: Transfers, monkeypatch: pytest.M
 
     def without(graph: torch.fx.Graph, *arguments: Any) -> torch.fx.Node:
         settled = whole(graph, *arguments)
-        for node in graph.find_nodes(op="call_function", target=offloading.SETTLE):
+        for node in graph.find_nodes(op="call_function", target=operators.SETTLE):
             node.update_arg(0, [])
         return settled
 
@@ -252,7 +253,7 @@ def test_code_that_keeps_another_buffer_is_compiled_again_without_packs(
 
     def of_others(graph: torch.fx.Graph, *arguments: Any) -> torch.fx.Node:
         settled = whole(graph, *arguments)
-        for node in graph.find_nodes(op="call_function", target=offloading.SETTLE):
+        for node in graph.find_nodes(op="call_function", target=operators.SETTLE):
             with graph.inserting_before(node):
                 others = [graph.call_function(torch.ops.aten.neg.default, (entry,)) for entry in node.args[0]]
             for made, entry in zip(others, node.args[0], strict=True):
@@ -399,7 +400,7 @@ def test_no_recording_holds_a_transfer(late: Transfers) -> None:
     for gm in (*parted.forward, *parted.backward):
         never = cuts.operators_never_recorded(gm, cuts.CutRules(device_type="cpu"))
         assert set(never.values()) == {cuts.TRANSFER}
-        assert never.keys() <= {offloading.OFFLOAD, offloading.RELOAD, offloading.SETTLE, offloading.BEGIN}
+        assert never.keys() <= {operators.OFFLOAD, operators.RELOAD, operators.SETTLE, operators.BEGIN}
 
 
 def test_the_rule_as_json() -> None:

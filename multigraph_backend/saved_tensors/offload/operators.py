@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 import torch
 
-from multigraph_backend.saved_tensors import transfers
-from multigraph_backend.saved_tensors.transfers import host_shape
+from multigraph_backend.saved_tensors.offload import transfers
+from multigraph_backend.saved_tensors.offload.transfers import host_shape
 
 _library = torch.library.Library("multigraph", "DEF")
 

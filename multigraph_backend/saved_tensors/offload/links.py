@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from multigraph_backend.saved_tensors import graphs
-from multigraph_backend.saved_tensors.offloading import BEGIN, RELOAD, SETTLE
+from multigraph_backend.saved_tensors.offload.operators import BEGIN, RELOAD, SETTLE
 
 
 def link_forward(graph: Graph, offloads: Mapping[str, Node], settles: Sequence[tuple[str, Sequence[str]]]) -> Node:
