@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from multigraph_backend.cudagraphs.partition.graph_spec import Cut
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL
-from multigraph_backend.cudagraphs.spec import Cut
 from multigraph_backend.cudagraphs.tree import Node, Tree
 
 if TYPE_CHECKING:

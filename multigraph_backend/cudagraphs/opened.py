@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from multigraph_backend.cudagraphs.spec import PartitionSpec
+from multigraph_backend.cudagraphs.partition.graph_spec import PartitionSpec
 
 
 class Opened:

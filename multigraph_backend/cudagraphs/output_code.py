@@ -22,12 +22,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.cudagraphs import partition, runtime
-from multigraph_backend.cudagraphs.cuts import CPU_OP, CutRules
+from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.opened import Opened
+from multigraph_backend.cudagraphs.partition import of_inductor
+from multigraph_backend.cudagraphs.partition.cuts import CPU_OP, CutRules
+from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.piece import MOST, Piece
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
-from multigraph_backend.cudagraphs.spec import GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.tree import Limits, Tree
 from multigraph_backend.cudagraphs.turns import Awaited, Call
 from multigraph_backend.distributed import watchdog
@@ -268,14 +269,14 @@ def _compile_inner(
     settings["cudagraphs"] = _compat.BoxedBool(False)
     backward = bool(settings.get("is_backward"))
     label = f"{label}, {'backward' if backward else 'forward'}"
-    taken = partition.take(gm, settings.get("static_input_idxs") or (), backward, rules)  # Inductor changes the graph
+    taken = of_inductor.take(gm, settings.get("static_input_idxs") or (), backward, rules)  # Inductor changes the graph
     config = _compat.inductor_config
     cut = [*config.custom_should_partition_ops, *taken.cut_ops]
     with config.patch({"custom_should_partition_ops": cut, **(APART if cut or taken.graph.cuts else {})}):
         code = _compat.compile_fx_inner(gm, example_inputs, **settings)
     if not isinstance(code, _compat.CompiledFxGraph):
         return code
-    spec = partition.from_inductor(code, taken)
+    spec = of_inductor.from_inductor(code, taken)
     log.debug("%s:\n%s", label, spec.describe())
     if wanted.required:
         _check_all_recorded(spec, label)
@@ -287,11 +288,11 @@ def _compile_unrecorded(
 ) -> Any:
     """Inductor's compile of a graph of which nothing is to be recorded, or no compile at all."""
     backward = bool(settings.get("is_backward"))
-    taken = partition.take(gm, settings.get("static_input_idxs") or (), backward, CutRules(device_type="none"))
+    taken = of_inductor.take(gm, settings.get("static_input_idxs") or (), backward, CutRules(device_type="none"))
     code = _unattached if trace_only else _compat.compile_fx_inner(gm, example_inputs, **settings)
     if not trace_only and not isinstance(code, _compat.CompiledFxGraph):
         return code
-    spec = taken.graph if trace_only else partition.from_inductor(code, taken)
+    spec = taken.graph if trace_only else of_inductor.from_inductor(code, taken)
     label = f"{label}, {'backward' if backward else 'forward'}"
     return RecordedCode(code, spec, label, Wanted(False, True, MOST), bool(settings.get("is_inference")))
 

@@ -22,9 +22,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs import cuts, partition
-from multigraph_backend.cudagraphs.cuts import CutRules
-from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, PartitionSpec
+from multigraph_backend.cudagraphs.partition import cuts, of_inductor
+from multigraph_backend.cudagraphs.partition.cuts import CutRules
+from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.straight_code import (
     Boxed,
     StraightCode,
@@ -53,7 +53,7 @@ class Split:
 
 def split(gm: GraphModule, rules: CutRules, static: Iterable[int] = (), is_backward: bool = False) -> Split:
     """Cut a graph.  `static`: positions of inputs that keep their address."""
-    graph = partition.take(gm, static, is_backward, rules).graph
+    graph = of_inductor.take(gm, static, is_backward, rules).graph
     (runs, apart), memory, results = _parted(gm, rules), _Memory(gm), _results(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     place = {node: at for at, node in enumerate(placeholders)}

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from multigraph_backend.cudagraphs import cuts
+from multigraph_backend.cudagraphs.partition import cuts
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 

@@ -23,8 +23,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import multigraph_backend
-from multigraph_backend.cudagraphs import cuts, output_code, runtime
+from multigraph_backend.cudagraphs import output_code, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode
+from multigraph_backend.cudagraphs.partition import cuts
 from multigraph_backend.distributed import groups
 
 PROGRAMS: dict[str, Callable[[int], None]] = {}

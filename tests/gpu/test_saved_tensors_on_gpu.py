@@ -13,7 +13,8 @@ import torch.utils.checkpoint
 
 import multigraph_backend
 from multigraph_backend import Bits, Cast, Match, Offload, Rule, Scaled
-from multigraph_backend.cudagraphs import cuts, runtime
+from multigraph_backend.cudagraphs import runtime
+from multigraph_backend.cudagraphs.partition import cuts
 from multigraph_backend.saved_tensors import packs
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.offload import transfers

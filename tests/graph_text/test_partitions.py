@@ -14,11 +14,11 @@ import torch
 from expecttest import assert_expected_inline
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs import partition
-from multigraph_backend.cudagraphs.cuts import CutRules
-from multigraph_backend.cudagraphs.generated_code import GeneratedCode, NotUnderstood
-from multigraph_backend.cudagraphs.partition import BrokenCode, Taken
-from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, Placeholder
+from multigraph_backend.cudagraphs.partition import of_inductor
+from multigraph_backend.cudagraphs.partition.cuts import CutRules
+from multigraph_backend.cudagraphs.partition.generated_code import GeneratedCode, NotUnderstood
+from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, Placeholder
+from multigraph_backend.cudagraphs.partition.of_inductor import BrokenCode, Taken
 
 FIXTURES = Path(__file__).parent.parent / "unit" / "fixtures_partitions"
 
@@ -94,7 +94,7 @@ class Example:
             devices=(0,),
         )
         code = Code(self.source if source is None else source, self.maps, self.mutated)
-        spec = partition.from_inductor(code, Taken(graph, (), self.forbidden))
+        spec = of_inductor.from_inductor(code, Taken(graph, (), self.forbidden))
         spec.verify()
         return spec
 
@@ -276,7 +276,7 @@ def test_an_operator_that_may_be_in_no_recording_is_looked_for_in_the_pieces() -
 def test_what_inductor_keeps_out_by_itself_is_named() -> None:
     example = a_cpu_op()
     example.cuts = ()
-    assert [cut.reason for cut in example.read().cuts] == [partition.LEFT_OUT]
+    assert [cut.reason for cut in example.read().cuts] == [of_inductor.LEFT_OUT]
     assert a_data_dependent_op().read().cuts[0].ops == ("aten.select", "aten.nonzero", "mgparts.attn")
 
 
@@ -307,10 +307,10 @@ def compiled(function: Callable[..., Any], specs: list[GraphSpec], **how: Any) -
     def inner_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         settings["cudagraphs"] = _compat.BoxedBool(False)
         static, backward = settings.get("static_input_idxs") or (), bool(settings.get("is_backward"))
-        taken = partition.take(gm, static, backward, CutRules(device_type="cpu"))
+        taken = of_inductor.take(gm, static, backward, CutRules(device_type="cpu"))
         with _compat.inductor_config.patch(custom_should_partition_ops=list(taken.cut_ops)):
             code = _compat.compile_fx_inner(gm, inputs, **settings)
-        spec = partition.from_inductor(code, taken)
+        spec = of_inductor.from_inductor(code, taken)
         assert spec.refused is None
         spec.verify()
         specs.append(spec)
@@ -436,7 +436,7 @@ def test_pieces_around_an_operator_with_two_results() -> None:
 
 def refused(function: Callable[..., Any], *inputs: torch.Tensor, cut: Sequence[str] = ()) -> str | None:
     gm = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*inputs)
-    return partition.take(gm, (), False, CutRules(cut=frozenset(cut), device_type="cpu")).graph.refused
+    return of_inductor.take(gm, (), False, CutRules(cut=frozenset(cut), device_type="cpu")).graph.refused
 
 
 def test_an_operator_that_inductor_cannot_cut_around_is_in_no_recording_all_the_same() -> None:
@@ -456,6 +456,6 @@ def test_an_operator_that_inductor_cannot_cut_around_is_in_no_recording_all_the_
 
 def test_a_size_that_comes_as_no_number_speaks_against_recording() -> None:
     gm = torch.fx.experimental.proxy_tensor.make_fx(lambda x: x.sin(), tracing_mode="symbolic")(torch.randn(5, 3))
-    reason = partition.take(gm, (), False, CutRules(device_type="cpu")).graph.refused
+    reason = of_inductor.take(gm, (), False, CutRules(device_type="cpu")).graph.refused
     assert reason is not None
     assert reason.endswith("of input x_1 is no input")

@@ -20,7 +20,7 @@ from torch._inductor.utils import run_and_get_code
 import multigraph_backend
 from multigraph_backend import Offload, Scaled
 from multigraph_backend.capture import from_dynamo, user_code
-from multigraph_backend.cudagraphs import cuts
+from multigraph_backend.cudagraphs.partition import cuts
 from multigraph_backend.lower import lowering
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.options import Options

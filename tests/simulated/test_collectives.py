@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from multigraph_backend.allocator import process
-from multigraph_backend.cudagraphs import cuts, partition
-from multigraph_backend.cudagraphs.cuts import CutRules
-from multigraph_backend.cudagraphs.generated_code import GeneratedCode
-from multigraph_backend.cudagraphs.partition import Taken
+from multigraph_backend.cudagraphs.partition import cuts, of_inductor
+from multigraph_backend.cudagraphs.partition.cuts import CutRules
+from multigraph_backend.cudagraphs.partition.generated_code import GeneratedCode
+from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, Placeholder
+from multigraph_backend.cudagraphs.partition.of_inductor import Taken
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.simulated import SimulatedDevice
-from multigraph_backend.cudagraphs.spec import GraphSpec, Placeholder
 from multigraph_backend.cudagraphs.splitter import Split, split
 from multigraph_backend.cudagraphs.tree import Tree
 from multigraph_backend.distributed import groups
@@ -196,7 +196,7 @@ def as_inductor_says(code: GeneratedCode, source: str) -> GraphSpec:
     compiled = SimpleNamespace(source_code=source, partition_maps=[entry], mutated_input_idxs=[])
     names = (Placeholder("buf0"), Placeholder("arg1_1"))
     graph = GraphSpec(False, names, 1, (), (), (True,), (), False, (), (0,))
-    return partition.from_inductor(compiled, Taken(graph, (), {}))
+    return of_inductor.from_inductor(compiled, Taken(graph, (), {}))
 
 
 def test_a_piece_with_half_of_a_collective_is_a_piece_that_is_not_recorded() -> None:

@@ -14,8 +14,8 @@ import torch
 
 from multigraph_backend.cudagraphs import account, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
+from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
-from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.tree import Limits
 from multigraph_backend.cudagraphs.turns import OUT_OF_TURN, Awaited, Call
 from tests.simulated.pieces import Bench, assert_equal, boxed, call_right, values

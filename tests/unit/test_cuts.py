@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from multigraph_backend.cudagraphs import cuts
-from multigraph_backend.cudagraphs.cuts import CutRules, cuts_of, operators_never_recorded, unsupported
+from multigraph_backend.cudagraphs.partition import cuts
+from multigraph_backend.cudagraphs.partition.cuts import CutRules, cuts_of, operators_never_recorded, unsupported
 
 CPU = CutRules(device_type="cpu")
 

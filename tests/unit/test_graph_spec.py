@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, PartitionSpec, Placeholder
+from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec, Placeholder
 
 PIECE = PartitionSpec(
     number=0,

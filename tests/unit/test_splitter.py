@@ -13,8 +13,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from multigraph_backend.cudagraphs.cuts import CutRules
-from multigraph_backend.cudagraphs.spec import GraphSpec
+from multigraph_backend.cudagraphs.partition.cuts import CutRules
+from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec
 from multigraph_backend.cudagraphs.splitter import Split, split
 
 Function = Callable[..., Any]

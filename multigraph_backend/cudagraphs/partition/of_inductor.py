@@ -22,10 +22,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs import cuts
-from multigraph_backend.cudagraphs.cuts import CutRules
-from multigraph_backend.cudagraphs.generated_code import GeneratedCode, NotUnderstood, Parameters, PieceCall
-from multigraph_backend.cudagraphs.spec import Cut, GraphSpec, PartitionSpec, Placeholder
+from multigraph_backend.cudagraphs.partition import cuts
+from multigraph_backend.cudagraphs.partition.cuts import CutRules
+from multigraph_backend.cudagraphs.partition.generated_code import GeneratedCode, NotUnderstood, Parameters, PieceCall
+from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec, Placeholder
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import Collective
 

@@ -26,7 +26,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs.spec import Cut
+from multigraph_backend.cudagraphs.partition.graph_spec import Cut
 from multigraph_backend.distributed import groups, sequence
 
 LISTED = "the option 'cut'"
