@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import events
-from multigraph_backend.cudagraphs.device import Device, Layout
+from multigraph_backend.cudagraphs.devices.device import Device, Layout
 from multigraph_backend.cudagraphs.recording import (
     FIRST_CALL,
     InputPlan,

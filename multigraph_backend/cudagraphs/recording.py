@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend.cudagraphs.cost import Trial
-from multigraph_backend.cudagraphs.device import (
+from multigraph_backend.cudagraphs.devices.device import (
     Captured,
     CaptureFailed,
     Device,

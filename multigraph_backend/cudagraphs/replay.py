@@ -18,7 +18,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs import poison
-from multigraph_backend.cudagraphs.device import Device, Layout
+from multigraph_backend.cudagraphs.devices.device import Device, Layout
 from multigraph_backend.cudagraphs.recording import Constant, Empty, OfInput, OfSlot, Recording, Slot
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.allocator import process
-from multigraph_backend.cudagraphs.device import Device
+from multigraph_backend.cudagraphs.devices.device import Device
 from multigraph_backend.cudagraphs.tree import Limits, Tree
 from multigraph_backend.options import LIMITS, debugging_aids
 
@@ -42,7 +42,7 @@ def tree(index: int, make: Callable[[int], Device] | None = None) -> Tree:
     with _lock:
         if index not in _trees:
             if make is None:
-                from multigraph_backend.cudagraphs.cuda_device import CudaDevice
+                from multigraph_backend.cudagraphs.devices.cuda import CudaDevice
 
                 make = CudaDevice
             # asked for inside a compile, under its modes

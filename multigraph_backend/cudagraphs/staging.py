@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.cudagraphs.device import Layout
+from multigraph_backend.cudagraphs.devices.device import Layout
 
 log = logging.getLogger(__name__)
 

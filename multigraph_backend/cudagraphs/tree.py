@@ -38,7 +38,7 @@ import torch
 from multigraph_backend import _compat, events
 from multigraph_backend.cudagraphs import planning, recording, replay
 from multigraph_backend.cudagraphs.cost import NOT_REPLAYED
-from multigraph_backend.cudagraphs.device import Device, DeviceFailed, PoolState
+from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.piece import Function, Piece
 from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
 from multigraph_backend.cudagraphs.turns import BESIDE, OUT_OF_TURN, Call, Turns

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from multigraph_backend.allocator.library import Library
-from multigraph_backend.allocator.recording_pool import ExtensionPool
-from multigraph_backend.memory_pool import State
+from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
+from multigraph_backend.cudagraphs.devices.memory_pool import State
 
 SIZES = (1, 512, 5000, 1 << 19, 1 << 20, 3 << 20, 7 << 20, 20 << 20)
 

@@ -14,7 +14,7 @@ from tests.allocator.under_torch import run
 
 SCRIPT = """
 import gc, threading, time
-from multigraph_backend.allocator.recording_pool import ExtensionPool
+from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
 from tests.allocator import recording_programs as programs
 from tests.allocator.recording_programs import storage
 

@@ -10,7 +10,7 @@ import pytest
 from tests.allocator.under_torch import run
 
 SCRIPT = """
-from multigraph_backend.allocator.recording_pool import ExtensionPool
+from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
 from multigraph_backend.cudagraphs import runtime
 from tests.allocator import recording_programs as programs
 from tests.allocator.recording_programs import refused, storage

@@ -12,7 +12,7 @@ from tests.allocator.under_torch import run
 SCRIPT = """
 import sys, threading, time
 from multigraph_backend.allocator import stacks
-from multigraph_backend.allocator.recording_pool import ExtensionPool
+from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
 from tests.allocator import recording_programs as programs
 from tests.allocator.recording_programs import storage
 from torch.cuda import _memory_viz

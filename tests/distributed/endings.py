@@ -74,9 +74,9 @@ def simulated(rank: int) -> Any:
     """A recorded piece with a collective on the simulated device, as a function of a tensor."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
     from multigraph_backend.cudagraphs.partition.cuts import CutRules
     from multigraph_backend.cudagraphs.piece import Piece
-    from multigraph_backend.cudagraphs.simulated import SimulatedDevice
     from multigraph_backend.cudagraphs.splitter import split
 
     tree = runtime.tree(0, make=lambda index: SimulatedDevice())

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.piece import Piece
-from multigraph_backend.cudagraphs.simulated import SimulatedDevice
 from multigraph_backend.cudagraphs.tree import Tree
 from multigraph_backend.distributed import endings
 from tests.distributed import endings as program

@@ -16,8 +16,8 @@ import torch
 
 import multigraph_backend
 from multigraph_backend import allocator
-from multigraph_backend.allocator.recording_pool import ExtensionPool
 from multigraph_backend.cudagraphs import runtime
+from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
 from tests.gpu.allocator_process import (
     MIB,
     check,

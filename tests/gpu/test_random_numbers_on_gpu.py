@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from multigraph_backend.memory_pool import generator_set_free
+from multigraph_backend.cudagraphs.devices.memory_pool import generator_set_free
 from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
 
 

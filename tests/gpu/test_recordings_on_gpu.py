@@ -19,12 +19,12 @@ import torch.utils.checkpoint
 
 import multigraph_backend
 from multigraph_backend import allocator
-from multigraph_backend.allocator.recording_pool import ExtensionPool
 from multigraph_backend.backend import multigraph
 from multigraph_backend.cudagraphs import runtime
-from multigraph_backend.cudagraphs.cuda_device import CudaDevice
+from multigraph_backend.cudagraphs.devices.cuda import CudaDevice
+from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
+from multigraph_backend.cudagraphs.devices.memory_pool import TorchPool
 from multigraph_backend.cudagraphs.recording import NotAllRecorded
-from multigraph_backend.memory_pool import TorchPool
 from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
 
 

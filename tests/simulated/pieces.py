@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.piece import MOST, Piece
-from multigraph_backend.cudagraphs.simulated import SimulatedDevice
 from multigraph_backend.cudagraphs.tree import Limits, Tree
 
 Body = Callable[..., tuple[Any, ...]]

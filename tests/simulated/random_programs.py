@@ -31,10 +31,10 @@ from typing import Any
 import torch
 import torch._dynamo  # the first kernel without memory would import it, in the midst of a program
 
-from multigraph_backend.cudagraphs.device import DeviceFailed
+from multigraph_backend.cudagraphs.devices.device import DeviceFailed
+from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
+from multigraph_backend.cudagraphs.devices.simulated.memory import bytes_of
 from multigraph_backend.cudagraphs.piece import Piece
-from multigraph_backend.cudagraphs.simulated import CALLS, SimulatedDevice
-from multigraph_backend.cudagraphs.simulated_memory import bytes_of
 from multigraph_backend.cudagraphs.tree import Limits, Tree
 from multigraph_backend.process import frames
 from tests.simulated.pieces import boxed

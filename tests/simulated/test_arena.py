@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from multigraph_backend.cudagraphs.arena import Arena, ArenaState, Timeline
+from multigraph_backend.cudagraphs.devices.simulated.arena import Arena, ArenaState, Timeline
 
 
 class Granules:

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from multigraph_backend.allocator import process
+from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.partition import cuts, of_inductor
 from multigraph_backend.cudagraphs.partition.cuts import CutRules
 from multigraph_backend.cudagraphs.partition.generated_code import GeneratedCode
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, Placeholder
 from multigraph_backend.cudagraphs.partition.of_inductor import Taken
 from multigraph_backend.cudagraphs.piece import Piece
-from multigraph_backend.cudagraphs.simulated import SimulatedDevice
 from multigraph_backend.cudagraphs.splitter import Split, split
 from multigraph_backend.cudagraphs.tree import Tree
 from multigraph_backend.distributed import groups

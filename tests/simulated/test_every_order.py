@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from multigraph_backend.cudagraphs import replay
-from multigraph_backend.cudagraphs.device import PoolState
+from multigraph_backend.cudagraphs.devices.device import PoolState
+from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.recording import Slot
-from multigraph_backend.cudagraphs.simulated import SimulatedDevice
 from multigraph_backend.cudagraphs.tree import Limits, Tree
 from tests.simulated.pieces import Bench
 

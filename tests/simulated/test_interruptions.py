@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from multigraph_backend import cudagraphs
-from multigraph_backend.cudagraphs import bracket
+from multigraph_backend.cudagraphs.devices import bracket
 from multigraph_backend.cudagraphs.piece import Piece
 from tests.simulated.pieces import Bench, assert_equal, call_right, values
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from multigraph_backend.cudagraphs import bracket, planning, recording, replay
+from multigraph_backend.cudagraphs import planning, recording, replay
+from multigraph_backend.cudagraphs.devices import bracket
+from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.piece import Piece
 from multigraph_backend.cudagraphs.recording import Slot
-from multigraph_backend.cudagraphs.simulated import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.tree import Node, Tree
 from multigraph_backend.process import garbage
 from tests.simulated.random_programs import Wrong, run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigraph_backend.cudagraphs.device import DeviceFailed
+from multigraph_backend.cudagraphs.devices.device import DeviceFailed
 from multigraph_backend.cudagraphs.tree import Limits
 from tests.simulated.pieces import Bench, assert_equal, call_right, values
 

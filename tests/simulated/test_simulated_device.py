@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from multigraph_backend.cudagraphs.device import Captured, CaptureFailed, DeviceFailed, Layout
-from multigraph_backend.cudagraphs.simulated import SimulatedDevice
+from multigraph_backend.cudagraphs.devices.device import Captured, CaptureFailed, DeviceFailed, Layout
+from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from multigraph_backend import _compat
 from multigraph_backend.allocator.library import Block, Library, Refused
 from multigraph_backend.allocator.pools import PoolId, new_id
-from multigraph_backend.memory_pool import State
+from multigraph_backend.cudagraphs.devices.memory_pool import State
 
 
 class _Saved:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs.device import Layout
-from multigraph_backend.cudagraphs.simulated_memory import Mapped, Memory, Outside, Pool, Reference, tensor_over
+from multigraph_backend.cudagraphs.devices.device import Layout
+from multigraph_backend.cudagraphs.devices.simulated.memory import Mapped, Memory, Outside, Pool, Reference, tensor_over
 
 NOT_CAPTURED = "operation not permitted when stream is capturing"
 

@@ -29,9 +29,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs import bracket
-from multigraph_backend.cudagraphs.arena import ArenaState
-from multigraph_backend.cudagraphs.device import (
+from multigraph_backend.cudagraphs.devices import bracket
+from multigraph_backend.cudagraphs.devices.device import (
     Captured,
     CaptureFailed,
     Device,
@@ -40,9 +39,10 @@ from multigraph_backend.cudagraphs.device import (
     PoolState,
     is_plain,
 )
+from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState
+from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED, Recorder
+from multigraph_backend.cudagraphs.devices.simulated.memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
 from multigraph_backend.cudagraphs.poison import others
-from multigraph_backend.cudagraphs.simulated_capture import NOT_CAPTURED, Recorder
-from multigraph_backend.cudagraphs.simulated_memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
 from multigraph_backend.process import garbage
 from multigraph_backend.process.interruptions import from_outside, without_frames
 

@@ -18,9 +18,9 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.allocator import process, statistics
-from multigraph_backend.allocator.recording_pool import ExtensionPool
-from multigraph_backend.cudagraphs import bracket, poison, staging
-from multigraph_backend.cudagraphs.device import (
+from multigraph_backend.cudagraphs import poison, staging
+from multigraph_backend.cudagraphs.devices import bracket
+from multigraph_backend.cudagraphs.devices.device import (
     Captured,
     CaptureFailed,
     DeviceFailed,
@@ -29,7 +29,14 @@ from multigraph_backend.cudagraphs.device import (
     PoolState,
     is_plain,
 )
-from multigraph_backend.memory_pool import MemoryPool, State, TorchPool, capture_anchor, generator_set_free
+from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
+from multigraph_backend.cudagraphs.devices.memory_pool import (
+    MemoryPool,
+    State,
+    TorchPool,
+    capture_anchor,
+    generator_set_free,
+)
 from multigraph_backend.process import garbage
 from multigraph_backend.process.interruptions import from_outside, without_frames
 

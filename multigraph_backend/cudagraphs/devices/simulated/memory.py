@@ -23,8 +23,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs.arena import Arena, Timeline
-from multigraph_backend.cudagraphs.device import Layout
+from multigraph_backend.cudagraphs.devices.device import Layout
+from multigraph_backend.cudagraphs.devices.simulated.arena import Arena, Timeline
 
 #: what memory holds that nothing was written to: NaN in every floating-point type
 POISON = 0xFF

@@ -1,0 +1,5 @@
+"""What recordings need of a device (`device`), and who serves it: `cuda`, and `simulated` for machines without a GPU.
+
+`memory_pool` is where recordings live; torch's own allocator serves it there, `extension_pool` where the allocator
+extension is the process's allocator.  `bracket` ends a capture, whatever arrives in between.
+"""
