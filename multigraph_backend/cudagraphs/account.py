@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut
-from multigraph_backend.cudagraphs.piece import Piece
-from multigraph_backend.cudagraphs.recording import FIRST_CALL
-from multigraph_backend.cudagraphs.tree import Node, Tree
+from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL
+from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.output_code import RecordedCode

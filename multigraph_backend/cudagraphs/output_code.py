@@ -27,10 +27,10 @@ from multigraph_backend.cudagraphs.opened import Opened
 from multigraph_backend.cudagraphs.partition import of_inductor
 from multigraph_backend.cudagraphs.partition.cuts import CPU_OP, CutRules
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, PartitionSpec
-from multigraph_backend.cudagraphs.piece import MOST, Piece
-from multigraph_backend.cudagraphs.recording import NotAllRecorded
-from multigraph_backend.cudagraphs.tree import Limits, Tree
-from multigraph_backend.cudagraphs.turns import Awaited, Call
+from multigraph_backend.cudagraphs.recordings.piece import MOST, Piece
+from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
+from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
+from multigraph_backend.cudagraphs.recordings.turns import Awaited, Call
 from multigraph_backend.distributed import watchdog
 from multigraph_backend.options import Options
 

@@ -12,7 +12,7 @@ import torch
 from multigraph_backend import _compat, events
 from multigraph_backend.allocator import process
 from multigraph_backend.cudagraphs.devices.device import Device
-from multigraph_backend.cudagraphs.tree import Limits, Tree
+from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
 from multigraph_backend.options import LIMITS, debugging_aids
 
 _lock = threading.Lock()

@@ -37,7 +37,7 @@ from multigraph_backend.process import frames, rank
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.output_code import RecordedCode
-    from multigraph_backend.cudagraphs.tree import Tree
+    from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 log = logging.getLogger(__name__)
 

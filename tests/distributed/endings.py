@@ -76,7 +76,7 @@ def simulated(rank: int) -> Any:
 
     from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
     from multigraph_backend.cudagraphs.partition.cuts import CutRules
-    from multigraph_backend.cudagraphs.piece import Piece
+    from multigraph_backend.cudagraphs.recordings.piece import Piece
     from multigraph_backend.cudagraphs.splitter import split
 
     tree = runtime.tree(0, make=lambda index: SimulatedDevice())

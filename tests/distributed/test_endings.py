@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
-from multigraph_backend.cudagraphs.piece import Piece
-from multigraph_backend.cudagraphs.tree import Tree
+from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.distributed import endings
 from tests.distributed import endings as program
 from tests.distributed import soak_endings

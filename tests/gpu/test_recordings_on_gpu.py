@@ -24,7 +24,7 @@ from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.devices.cuda import CudaDevice
 from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
 from multigraph_backend.cudagraphs.devices.memory_pool import TorchPool
-from multigraph_backend.cudagraphs.recording import NotAllRecorded
+from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
 from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
-from multigraph_backend.cudagraphs.piece import MOST, Piece
-from multigraph_backend.cudagraphs.tree import Limits, Tree
+from multigraph_backend.cudagraphs.recordings.piece import MOST, Piece
+from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
 
 Body = Callable[..., tuple[Any, ...]]
 

@@ -19,9 +19,9 @@ from multigraph_backend.cudagraphs.partition.cuts import CutRules
 from multigraph_backend.cudagraphs.partition.generated_code import GeneratedCode
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, Placeholder
 from multigraph_backend.cudagraphs.partition.of_inductor import Taken
-from multigraph_backend.cudagraphs.piece import Piece
+from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.splitter import Split, split
-from multigraph_backend.cudagraphs.tree import Tree
 from multigraph_backend.distributed import groups
 from tests.simulated.pieces import Bench, call_right, values
 

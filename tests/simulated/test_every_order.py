@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from multigraph_backend.cudagraphs import replay
 from multigraph_backend.cudagraphs.devices.device import PoolState
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
-from multigraph_backend.cudagraphs.recording import Slot
-from multigraph_backend.cudagraphs.tree import Limits, Tree
+from multigraph_backend.cudagraphs.recordings import replay
+from multigraph_backend.cudagraphs.recordings.recording import Slot
+from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
 from tests.simulated.pieces import Bench
 
 ROUNDS = 6

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from multigraph_backend.cudagraphs import poison
-from multigraph_backend.cudagraphs.recording import Slot
+from multigraph_backend.cudagraphs.recordings import poison
+from multigraph_backend.cudagraphs.recordings.recording import Slot
 from tests.simulated.pieces import Bench, assert_equal, call_right, values
 
 

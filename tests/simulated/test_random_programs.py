@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from multigraph_backend.cudagraphs import planning, recording, replay
 from multigraph_backend.cudagraphs.devices import bracket
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
-from multigraph_backend.cudagraphs.piece import Piece
-from multigraph_backend.cudagraphs.recording import Slot
-from multigraph_backend.cudagraphs.tree import Node, Tree
+from multigraph_backend.cudagraphs.recordings import planning, recording, replay
+from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.recording import Slot
+from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
 from multigraph_backend.process import garbage
 from tests.simulated.random_programs import Wrong, run
 
@@ -180,7 +180,7 @@ def _given_up_pools_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def _failures_are_not_contained(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("multigraph_backend.cudagraphs.tree.DeviceFailed", ZeroDivisionError)
+    patch.setattr("multigraph_backend.cudagraphs.recordings.tree.DeviceFailed", ZeroDivisionError)
 
 
 def _given_up_recordings_get_children(patch: pytest.MonkeyPatch) -> None:

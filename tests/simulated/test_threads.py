@@ -12,7 +12,7 @@ import torch
 
 from multigraph_backend import events
 from multigraph_backend.cudagraphs import account
-from multigraph_backend.cudagraphs.tree import Limits
+from multigraph_backend.cudagraphs.recordings.tree import Limits
 from tests.simulated.pieces import Bench, assert_equal, call_right, values
 from tests.simulated.random_programs import Threads
 

@@ -15,9 +15,9 @@ import torch
 from multigraph_backend.cudagraphs import account, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
-from multigraph_backend.cudagraphs.recording import NotAllRecorded
-from multigraph_backend.cudagraphs.tree import Limits
-from multigraph_backend.cudagraphs.turns import OUT_OF_TURN, Awaited, Call
+from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
+from multigraph_backend.cudagraphs.recordings.tree import Limits
+from multigraph_backend.cudagraphs.recordings.turns import OUT_OF_TURN, Awaited, Call
 from tests.simulated.pieces import Bench, assert_equal, boxed, call_right, values
 from tests.unit.test_recorded_code import PIECE, SPEC
 
@@ -223,7 +223,7 @@ def test_two_threads_that_do_not_wait_for_each_other_take_turns(monkeypatch: pyt
 
 
 def test_where_all_has_to_be_recorded_a_call_out_of_turn_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigraph_backend.cudagraphs.tree._PATIENCE", 0.02)
+    monkeypatch.setattr("multigraph_backend.cudagraphs.recordings.tree._PATIENCE", 0.02)
     bench = Bench(SOON)
     other = bench.piece(double, 1, 1, required=True, label="strict")
 

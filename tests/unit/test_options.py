@@ -17,7 +17,7 @@ from expecttest import assert_expected_inline
 import multigraph_backend
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.output_code import limits_of
-from multigraph_backend.cudagraphs.tree import Limits
+from multigraph_backend.cudagraphs.recordings.tree import Limits
 from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Range
 from multigraph_backend.options import LIMITS, Options, OptionsError
 from tests.simulated.pieces import Bench, call_right, values

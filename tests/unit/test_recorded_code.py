@@ -17,7 +17,7 @@ from multigraph_backend import events
 from multigraph_backend.cudagraphs import account, output_code, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec, Placeholder
-from multigraph_backend.cudagraphs.recording import NotAllRecorded
+from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
 from tests.simulated.pieces import Bench, boxed
 
 PIECE = PartitionSpec(0, (0,), (0,), (), (), (True,), ("x",))

@@ -42,7 +42,7 @@ from multigraph_backend.cudagraphs.devices.device import (
 from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState
 from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED, Recorder
 from multigraph_backend.cudagraphs.devices.simulated.memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
-from multigraph_backend.cudagraphs.poison import others
+from multigraph_backend.cudagraphs.recordings.poison import others
 from multigraph_backend.process import garbage
 from multigraph_backend.process.interruptions import from_outside, without_frames
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs import poison
 from multigraph_backend.cudagraphs.devices.device import Device, Layout
-from multigraph_backend.cudagraphs.recording import Constant, Empty, OfInput, OfSlot, Recording, Slot
+from multigraph_backend.cudagraphs.recordings import poison
+from multigraph_backend.cudagraphs.recordings.recording import Constant, Empty, OfInput, OfSlot, Recording, Slot
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.tree import Node, Tree
+    from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
 
 Run = Callable[["Node", list[Any]], tuple[Any, ...]]
 Holds = Callable[[list[Any]], bool]

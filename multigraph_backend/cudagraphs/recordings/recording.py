@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from multigraph_backend.cudagraphs.cost import Trial
 from multigraph_backend.cudagraphs.devices.device import (
     Captured,
     CaptureFailed,
@@ -30,9 +29,10 @@ from multigraph_backend.cudagraphs.devices.device import (
     PoolState,
     overrides_functions,
 )
+from multigraph_backend.cudagraphs.recordings.cost import Trial
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.piece import Piece
+    from multigraph_backend.cudagraphs.recordings.piece import Piece
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 

@@ -20,7 +20,7 @@ import torch
 
 from multigraph_backend import events
 from multigraph_backend.cudagraphs.devices.device import Device, Layout
-from multigraph_backend.cudagraphs.recording import (
+from multigraph_backend.cudagraphs.recordings.recording import (
     FIRST_CALL,
     InputPlan,
     NotRecorded,
@@ -29,8 +29,8 @@ from multigraph_backend.cudagraphs.recording import (
 )
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.piece import Function
-    from multigraph_backend.cudagraphs.tree import Node, Tree
+    from multigraph_backend.cudagraphs.recordings.piece import Function
+    from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.recording import Slot
-    from multigraph_backend.cudagraphs.tree import Node
+    from multigraph_backend.cudagraphs.recordings.recording import Slot
+    from multigraph_backend.cudagraphs.recordings.tree import Node
 
 BYTE = 0xFF
 

@@ -36,12 +36,12 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.cudagraphs import planning, recording, replay
-from multigraph_backend.cudagraphs.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
-from multigraph_backend.cudagraphs.piece import Function, Piece
-from multigraph_backend.cudagraphs.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
-from multigraph_backend.cudagraphs.turns import BESIDE, OUT_OF_TURN, Call, Turns
+from multigraph_backend.cudagraphs.recordings import planning, recording, replay
+from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
+from multigraph_backend.cudagraphs.recordings.piece import Function, Piece
+from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
+from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
 from multigraph_backend.distributed import endings
 from multigraph_backend.distributed.watchdog import Launched
 from multigraph_backend.process import rank

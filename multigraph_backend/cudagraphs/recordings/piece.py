@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multigraph_backend.cudagraphs.cost import Uses
-from multigraph_backend.cudagraphs.turns import Awaited, Call
+from multigraph_backend.cudagraphs.recordings.cost import Uses
+from multigraph_backend.cudagraphs.recordings.turns import Awaited, Call
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.recording import Boxed
-    from multigraph_backend.cudagraphs.tree import Limits, Node, Tree
+    from multigraph_backend.cudagraphs.recordings.recording import Boxed
+    from multigraph_backend.cudagraphs.recordings.tree import Limits, Node, Tree
 
 MOST = 5
 FUNCTIONS = 256  # that are kept without a recording

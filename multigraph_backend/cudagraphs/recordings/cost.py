@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.tree import Node
+    from multigraph_backend.cudagraphs.recordings.tree import Node
 
 REPLAYS = 8  # of which the quickest counts: the first loads the recording, others may wait for the device
 

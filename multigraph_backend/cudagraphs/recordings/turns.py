@@ -22,7 +22,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.tree import Tree
+    from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 BESIDE = "another thread runs compiled code of this device, beside which nothing can be captured"
 FOR_CAPTURES = 10  # times as long is a capture waited for
