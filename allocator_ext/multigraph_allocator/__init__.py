@@ -33,12 +33,12 @@ def autoload() -> None:
             warnings.warn(f"{VARIABLE} is 1 or 0, not {said!r}: torch's own allocator is used", stacklevel=2)
             return
         try:
-            from multigraph_backend.allocator import process
+            from multigraph_backend.allocator import installing
         except ModuleNotFoundError as error:
             remedy = "it needs the package multigraph (in a checkout: pip install .)"
             raise ModuleNotFoundError(f"{error}; {remedy}", name=error.name) from None
 
-        process.install_as_asked(os.environ)
+        installing.install_as_asked(os.environ)
     except Exception as error:
         with contextlib.suppress(Warning):  # where warnings are errors
             warnings.warn(f"{VARIABLE}=1 has no effect: {type(error).__name__}: {error}", stacklevel=2)

@@ -28,8 +28,8 @@ Origin: PyTorch pull requests 158352 and 162186 (reuse within a capture), 151487
 
 from __future__ import annotations
 
+from multigraph_backend.allocator.installing import REUSE_RULES, Status, install, status
 from multigraph_backend.allocator.pools import Pool, pool
-from multigraph_backend.allocator.process import REUSE_RULES, Status, install, status
 from multigraph_backend.allocator.stacks import record_memory_history
 from multigraph_backend.allocator.statistics import (
     empty_cache,

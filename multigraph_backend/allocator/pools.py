@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.allocator import library, process
+from multigraph_backend.allocator import installing, library
 from multigraph_backend.allocator.library import Library, Refused
 
 PoolId = tuple[int, int]
@@ -148,19 +148,19 @@ def pool(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"pool: limit is a number of bytes from 1 on or None, got {limit!r}")
-    if torch.version.cuda is None or process._gpus() == 0:
+    if torch.version.cuda is None or installing._gpus() == 0:
         reason = "there is no GPU that torch may use"
         events.warn_once("allocator pool", "a pool of the allocator extension does nothing: %s", reason)
         return Pool(_Nothing(), reason)
     torch.cuda.init()
     index = _index(device)
-    installed = process.installed()
+    installed = installing.installed()
     if installed is not None:
         return Pool(_OfTheExtension(installed.library, index, use_on_oom, limit), None)
     if reuse_in_captures:
         reuse_in_captures_of_torch()
     found = library.load()
-    lacking: str | None = found.reason or process.unusable(found.library)
+    lacking: str | None = found.reason or installing.unusable(found.library)
     if found.library is not None and lacking is None:
         made = _OfTorch.with_segments(found.library, index, use_on_oom, limit)
         if made is not None:

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.allocator import process
+from multigraph_backend.allocator import installing
 from multigraph_backend.allocator.library import Library
 from multigraph_backend.spelling import did_you_mean
 
@@ -99,20 +99,20 @@ def record_memory_history(
         raise ValueError(f"record_memory_history: stacks is 'python', got {stacks!r}")
     if not 1 <= max_entries <= _MOST:
         raise ValueError(f"record_memory_history: max_entries is a number from 1 to {_MOST}, got {max_entries!r}")
-    installed = process.installed()
+    installed = installing.installed()
     if installed is not None:
         _record(installed, enabled, context, max_entries if enabled == "all" else 0)
-    elif torch.version.cuda is not None and process._gpus() > 0:
+    elif torch.version.cuda is not None and installing._gpus() > 0:
         torch.cuda.init()
         _compat.record_memory_history(enabled, context=context, stacks=stacks, max_entries=max_entries)
 
 
-def _record(installed: process.Installed, enabled: Enabled | None, context: Context | None, entries: int) -> None:
+def _record(installed: installing.Installed, enabled: Enabled | None, context: Context | None, entries: int) -> None:
     global _recording
     loaded = installed.library
     with _lock:
         _stop(loaded)
-        process.keep_history(installed, entries)
+        installing.keep_history(installed, entries)
         if enabled is None or context is None:
             return
         _compat.skip_code(_number.__code__)  # Dynamo would compile it

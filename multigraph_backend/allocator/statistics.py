@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.allocator import process, stacks
+from multigraph_backend.allocator import installing, stacks
 from multigraph_backend.allocator.library import Library
 
 # the extension's levels, in its order, by torch's names
@@ -45,7 +45,7 @@ def memory_stats(device: torch.device | int | None = None) -> dict[str, int]:
     `freed_in_captures`, of these `proven` reusable before the capture's end, `parked` until it, `moved` to another
     stream, and `stitched`: allocations made of pieces of several pages.
     """
-    installed = process.installed()
+    installed = installing.installed()
     if installed is None:
         return dict(torch.cuda.memory_stats(device)) if torch.cuda.is_initialized() else {}
     handle = _handle(installed.library, device)
@@ -89,7 +89,7 @@ def max_memory_reserved(device: torch.device | int | None = None) -> int:
 
 def reset_peak_memory_stats(device: torch.device | int | None = None) -> None:
     """Let every peak be what is now."""
-    installed = process.installed()
+    installed = installing.installed()
     if installed is None:
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats(device)
@@ -102,7 +102,7 @@ def reset_peak_memory_stats(device: torch.device | int | None = None) -> None:
 def empty_cache() -> int:
     """Give cached segments back to the driver, on all devices; bytes.  Does nothing while a capture is under way, and
     leaves the segments of pools that somebody holds.  Where torch's allocator is current: torch's, and 0."""
-    installed = process.installed()
+    installed = installing.installed()
     if installed is None:
         torch.cuda.empty_cache()
         return 0
@@ -123,14 +123,14 @@ def memory_snapshot() -> dict[str, Any]:
     `pickle.dump(memory_snapshot(), file)`, then drop the file on pytorch.org/memory_viz.  The history is as long as
     `install(history=...)` or `record_memory_history` said, which also keeps stacks.
     """
-    installed = process.installed()
+    installed = installing.installed()
     if installed is None:
         if not torch.cuda.is_initialized():
             return {"segments": [], "device_traces": []}
         snapshot: dict[str, Any] = _compat.memory_snapshot()
         return snapshot
     loaded = installed.library
-    handles = [loaded.call("mg_torch_device", index) for index in range(process._gpus())]
+    handles = [loaded.call("mg_torch_device", index) for index in range(installing._gpus())]
     live = stacks.of_live_blocks(loaded)
     made = merged([{} if handle is None else snapshot_of(loaded, handle) for handle in handles])
     stacks.put_into(made, loaded, live)
@@ -169,7 +169,7 @@ def segments_of(loaded: Library, handle: int, pool: tuple[int, int]) -> list[dic
 
 def memory_summary(device: torch.device | int | None = None) -> str:
     """The statistics of a device as a table to read."""
-    installed = process.installed()
+    installed = installing.installed()
     if installed is None:
         return torch.cuda.memory_summary(device) if torch.cuda.is_initialized() else "CUDA has not started"
     return table(memory_stats(device))
@@ -212,5 +212,5 @@ def _handle(loaded: Library, device: torch.device | int | None) -> int | None:
 
 
 def _handles(loaded: Library) -> list[int]:
-    found = (loaded.call("mg_torch_device", index) for index in range(process._gpus()))
+    found = (loaded.call("mg_torch_device", index) for index in range(installing._gpus()))
     return [handle for handle in found if handle is not None]

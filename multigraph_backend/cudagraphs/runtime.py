@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.allocator import process
+from multigraph_backend.allocator import installing
 from multigraph_backend.cudagraphs.devices.device import Device
 from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
 from multigraph_backend.options import LIMITS, debugging_aids
@@ -27,7 +27,7 @@ def unavailable() -> str | None:
         reason = f"this torch differs: {lacking[0]}"
     elif torch.cuda.get_allocator_backend() != "pluggable":
         return None
-    elif process.installed() is None:
+    elif installing.installed() is None:
         reason = "the process's allocator is a pluggable one, whose pools torch cannot save and restore"
     elif lacking := _compat.missing("recordings in the extension on CUDA"):
         reason = f"the allocator extension is installed, and this torch differs: {lacking[0]}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from multigraph_backend import _compat
-from multigraph_backend.allocator import process
+from multigraph_backend.allocator import installing
 from multigraph_backend.process.rank import live, place
 
 #: backends whose collectives a CUDA graph can hold
@@ -60,7 +60,7 @@ def growing_ranges() -> str | None:
     NCCL takes a buffer for one allocation.  In a range that grows it is several, and ranks were seen to hang (PyTorch
     issue 158029, with torch's own expandable segments).
     """
-    installed = process.installed()
+    installed = installing.installed()
     if installed is None or not installed.expandable or os.environ.get(REGISTERS_CAPTURED, "").strip() == "0":
         return None
     return f"a collective over memory of the allocator extension's expandable segments ({REGISTERS_CAPTURED}=0 lets it)"

@@ -40,9 +40,9 @@ class AllocatorFacts:
 def allocator_facts(environ: Mapping[str, str]) -> AllocatorFacts:
     """Look at this process; torch must be importable."""
     from multigraph_backend import _compat
-    from multigraph_backend.allocator import process
+    from multigraph_backend.allocator import installing
 
-    status = process.status()
+    status = installing.status()
     try:
         version: str | None = importlib.metadata.version("multigraph-allocator")
     except importlib.metadata.PackageNotFoundError:

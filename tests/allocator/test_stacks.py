@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from multigraph_backend import _compat
-from multigraph_backend.allocator import process, record_memory_history, stacks
+from multigraph_backend.allocator import installing, record_memory_history, stacks
 from multigraph_backend.allocator.stacks import Call, stacks_of
 from tests.allocator.extension import SOURCE
 
@@ -132,10 +132,10 @@ def test_torch_s_own_is_called_where_the_extension_is_not_installed(monkeypatch:
     )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(process, "_gpus", lambda: 0)
+    monkeypatch.setattr(installing, "_gpus", lambda: 0)
     record_memory_history()
     assert said == []
-    monkeypatch.setattr(process, "_gpus", lambda: 1)
+    monkeypatch.setattr(installing, "_gpus", lambda: 1)
     record_memory_history("state", context="alloc", max_entries=7)
     assert said == [(("state",), {"context": "alloc", "stacks": "python", "max_entries": 7})]
 

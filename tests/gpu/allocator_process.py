@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, allocator
-from multigraph_backend.allocator import library, process, statistics
+from multigraph_backend.allocator import installing, library, statistics
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -102,7 +102,7 @@ def start(group: str) -> None:
     if group in ("compiled", "recorded"):
         expect(bool(allocator.install(reuse="any_stream", history=1000)), allocator.status())
     if group != "pools":
-        expect(process.installed() is not None, allocator.status())
+        expect(installing.installed() is not None, allocator.status())
         torch.cuda.init()
         torch.empty(1, device="cuda")
         torch.cuda.current_blas_handle()

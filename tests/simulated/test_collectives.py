@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from multigraph_backend.allocator import process
+from multigraph_backend.allocator import installing
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.partition import cuts, of_inductor
 from multigraph_backend.cudagraphs.partition.cuts import CutRules
@@ -124,8 +124,8 @@ def test_registered_buffers_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_lies_in_ranges_that_grow_is_cut_unless_nccl_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def cuts_with(*, expandable: bool, environ: str) -> list[tuple[str, str]]:
-        installed = process.Installed(None, None, "any_stream", expandable, "", None)  # type: ignore[arg-type]
-        monkeypatch.setattr(process, "_installed", installed)
+        installed = installing.Installed(None, None, "any_stream", expandable, "", None)  # type: ignore[arg-type]
+        monkeypatch.setattr(installing, "_installed", installed)
         monkeypatch.setenv(groups.REGISTERS_CAPTURED, environ)
         return reasons(cut(waited, RECORDED))
 

@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 
 import multigraph_backend
 from multigraph_backend import _compat, allocator
-from multigraph_backend.allocator import library, pools, process, statistics
+from multigraph_backend.allocator import installing, library, pools, statistics
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.doctor.allocator import AllocatorFacts
 from multigraph_backend.doctor.allocator import allocator as findings
@@ -28,8 +28,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has asked for nothing yet, without the extension."""
     monkeypatch.setattr(library, "PACKAGE", "multigraph_allocator_that_is_not_there")
     monkeypatch.setattr(library, "_found", None)
-    monkeypatch.setattr(process, "_installed", None)
-    monkeypatch.setattr(process, "_failure", None)
+    monkeypatch.setattr(installing, "_installed", None)
+    monkeypatch.setattr(installing, "_failure", None)
     monkeypatch.setattr("multigraph_backend.events._said", set())
 
 
@@ -52,8 +52,8 @@ def test_without_the_extension_one_line_says_so_and_torch_s_allocator_serves(cap
 
 def test_a_process_that_nobody_asked(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_found", library.Found(library=None, reason=None))
-    monkeypatch.setattr(process, "unusable", lambda loaded: None)
-    assert allocator.status().reason == process.NOT_ASKED
+    monkeypatch.setattr(installing, "unusable", lambda loaded: None)
+    assert allocator.status().reason == installing.NOT_ASKED
 
 
 def test_wrong_arguments_are_errors() -> None:
@@ -78,10 +78,12 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append((reuse, options.expandable, options.history))
         return "this test"
 
-    monkeypatch.setattr(process, "_install", install)
-    process.install_as_asked({})
-    process.install_as_asked({process.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7}'})
-    process.install_as_asked({process.OPTIONS_VARIABLE: '{"stitch": false}'})
+    monkeypatch.setattr(installing, "_install", install)
+    installing.install_as_asked({})
+    installing.install_as_asked(
+        {installing.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7}'}
+    )
+    installing.install_as_asked({installing.OPTIONS_VARIABLE: '{"stitch": false}'})
     assert asked == [("any_stream", 1, 0), ("own_stream", 0, 7), ("any_stream", 2, 0)]
     for said, error in (
         ('{"expendable": false}', r"install takes no 'expendable' \(did you mean 'expandable'\?\)"),
@@ -90,7 +92,7 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         ('{"reuse": "all"}', "reuse is one of"),
     ):
         with pytest.raises(ValueError, match=error):
-            process.install_as_asked({process.OPTIONS_VARIABLE: said})
+            installing.install_as_asked({installing.OPTIONS_VARIABLE: said})
     assert len(asked) == 3
 
 
@@ -98,7 +100,7 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_pool_without_a_gpu_does_nothing_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_gpus", lambda: 0)
+    monkeypatch.setattr(installing, "_gpus", lambda: 0)
     for _ in range(2):
         pool = allocator.pool(limit=1 << 20)
         with pool, pool:
@@ -231,8 +233,8 @@ def test_nothing_is_recorded_in_another_pluggable_allocator_or_without_torch_s_p
     monkeypatch.setattr(_compat, "missing", lambda feature: lacking.get(feature, ()))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     assert str(runtime.unavailable()).startswith("the process's allocator is a pluggable one")
-    installed: Any = process.Installed(None, None, "any_stream", True, "", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(process, "_installed", installed)
+    installed: Any = installing.Installed(None, None, "any_stream", True, "", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(installing, "_installed", installed)
     assert runtime.unavailable() is None
     lacking["recordings in the extension on CUDA"] = ("no such symbol",)
     assert runtime.unavailable() == "the allocator extension is installed, and this torch differs: no such symbol"
@@ -249,7 +251,7 @@ def test_a_torch_whose_setters_were_not_checked_is_left_alone(monkeypatch: pytes
 
     found = library.Found(library=Loaded(), abi=1)  # type: ignore[arg-type]
     monkeypatch.setattr(library, "_found", found)
-    monkeypatch.setattr(process, "unusable", lambda loaded: None)
+    monkeypatch.setattr(installing, "unusable", lambda loaded: None)
     monkeypatch.setattr(torch.version, "__version__", version)
     status = allocator.install()
     assert not status
@@ -260,4 +262,4 @@ def test_a_torch_whose_setters_were_not_checked_is_left_alone(monkeypatch: pytes
 
 
 def test_this_torch_was_checked() -> None:
-    assert process._unchecked() is None
+    assert installing._unchecked() is None

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.allocator import process, statistics
+from multigraph_backend.allocator import installing, statistics
 from multigraph_backend.cudagraphs.devices import bracket
 from multigraph_backend.cudagraphs.devices.device import (
     Captured,
@@ -120,7 +120,7 @@ class CudaDevice:
 
     def _make_pool(self, anchor: torch.cuda.CUDAGraph) -> MemoryPool:
         """A pool of the allocator that the process has."""
-        installed = process.installed()
+        installed = installing.installed()
         if installed is None:
             return TorchPool(self.index, anchor, self._capture_stream)
 
