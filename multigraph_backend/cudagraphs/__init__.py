@@ -1,6 +1,7 @@
 """Recordings of compiled code in CUDA graphs: what is recorded, what a recording needs, and which one answers a call.
 
-The way of the data: `partition` (or `splitter`) reads what may be recorded into a `GraphSpec`; `output_code` makes a
-`Piece` of each part and puts them where the code was called; a call goes from `piece` through `tree` to a node, whose
-recording `recording` has made and `replay` runs; `device` is all that they know of a GPU.
+The way of the data: `partition` reads what may be recorded of a graph's code into a `GraphSpec`; `output_code` makes a
+piece of each part and puts them where the code was called (`opened` takes apart what they are given, `direct_call` is
+the short way from the dispatcher to them); `recordings` run, over one of `devices`, with one tree per device
+(`runtime`); `account` is what `explain()` shows of them.
 """
