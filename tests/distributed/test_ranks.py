@@ -113,7 +113,7 @@ def test_alone_there_is_no_lock_and_inductors_knobs_are_the_users(tmp_path: Path
 def test_under_a_process_group_nothing_is_measured_on_the_device_unless_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiling.groups, "live", lambda: True)
+    monkeypatch.setattr(compiling.rank, "live", lambda: True)
     knobs = dict(compiling.quiet((("benchmark_fusion", True), ("epilogue_fusion", False))))
     assert knobs["shape_padding"] is False
     assert knobs["autotune_in_subproc"] is True

@@ -27,7 +27,7 @@ def load() -> None:
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    for name in ("piece", "runtime", "simulated", "splitter"):
+    for name in ("recordings.piece", "runtime", "devices.simulated", "splitter"):
         importlib.import_module(f"multigraph_backend.cudagraphs.{name}")
     for name in ("torch._inductor.cudagraph_trees", "torch.distributed._functional_collectives"):
         importlib.import_module(name)
