@@ -23,6 +23,7 @@ from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.splitter import Split, split
 from multigraph_backend.distributed import groups
+from multigraph_backend.process import rank
 from tests.simulated.pieces import Bench, call_right, values
 
 c10d: Any = torch.ops._c10d_functional
@@ -262,7 +263,7 @@ def doubled(x: torch.Tensor) -> tuple[torch.Tensor]:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "live", lambda: True)
+    monkeypatch.setattr(rank, "live", lambda: True)
 
 
 @pytest.mark.usefixtures("ranks")
