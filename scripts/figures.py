@@ -218,7 +218,7 @@ def _where(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: s
 
 def _script(benchmark: str) -> str:
     """What wrote a file that says it is of `benchmark`: one beside the benchmarks, or else one among the tests."""
-    found = CHECKOUT.glob(f"tests/*/*_{benchmark}.py")
+    found = CHECKOUT.glob(f"tests/**/*_{benchmark}.py")
     others = [path.relative_to(CHECKOUT) for path in found if not path.name.startswith("test_")]
     own = Path("benchmarks") / f"{benchmark}.py"
     return str(own if (CHECKOUT / own).exists() or len(others) != 1 else others[0])

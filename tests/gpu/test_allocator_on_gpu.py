@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.allocator_process import all_checks
+from tests.support.gpu.allocator_process import all_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def group(name: str) -> dict[str, Any]:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1"}
     environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
     environ["MULTIGRAPH_ALLOCATOR"] = "1" if name == "installed" else "0"  # the other way in is install()
-    command = [sys.executable, "-c", f"from tests.gpu.allocator_process import main; main({name!r})"]
+    command = [sys.executable, "-c", f"from tests.support.gpu.allocator_process import main; main({name!r})"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300, env=environ, cwd=ROOT)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"ran"')]
     assert lines, f"ended with status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

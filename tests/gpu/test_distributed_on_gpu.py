@@ -8,14 +8,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from multigraph_backend.allocator import library
-from tests.distributed import endings, processes, soak_endings
+from tests.support.distributed import endings, processes, soak_endings
 
-PROGRAM = Path(__file__).with_name("ranks_on_gpu.py")
+PROGRAM = processes.CHECKOUT / "tests/support/gpu/ranks_on_gpu.py"
 
 
 def names(kind: str = "program") -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.devices.memory_pool import TorchPool
-from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
+from tests.support.gpu.programs import CUDA, close, compiled, fresh, tree_counts
 
 DRIVER: list[tuple[Any, str]] = [
     (torch.cuda.CUDAGraph, "capture_begin"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multigraph_backend.cudagraphs.devices.memory_pool import generator_set_free
-from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
+from tests.support.gpu.programs import CUDA, close, compiled, fresh, tree_counts
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from multigraph_backend.cudagraphs.devices.cuda import CudaDevice
 from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
 from multigraph_backend.cudagraphs.devices.memory_pool import TorchPool
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
-from tests.gpu.programs import CUDA, close, compiled, fresh, tree_counts
+from tests.support.gpu.programs import CUDA, close, compiled, fresh, tree_counts
 
 
 @pytest.fixture(autouse=True)
@@ -564,7 +564,7 @@ def test_a_piece_that_pays_is_kept() -> None:
 def test_what_loading_a_kernel_takes_is_no_cost_of_copying() -> None:
     # in a process of its own: the first copy of a number of two bytes loads torch's kernel for that
     environment = {name: value for name, value in os.environ.items() if name != "MULTIGRAPH_DEBUG"}
-    words = [sys.executable, str(Path(__file__).with_name("paying.py"))]
+    words = [sys.executable, str(Path(__file__).parents[1] / "support/gpu/paying.py")]
     run = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout == ""

@@ -20,8 +20,8 @@ from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.offload.transfers import CudaStream, Transfers
 from multigraph_backend.saved_tensors.rules import Pack
-from tests.gpu.programs import CUDA, compiled, fresh, tree_counts
-from tests.saved_tensors.models import Block, Grouped
+from tests.support.gpu.programs import CUDA, compiled, fresh, tree_counts
+from tests.support.saved_tensors.models import Block, Grouped
 
 WIDTH, TOKENS, BATCH = 256, 128, 8
 CYCLES = 20_000_000  # of a GPU: some 10 ms, longer than any step here

@@ -9,7 +9,7 @@ import torch
 
 import multigraph_backend
 from multigraph_backend.cudagraphs import runtime
-from tests.gpu.programs import close, compiled, fresh
+from tests.support.gpu.programs import close, compiled, fresh
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from multigraph_backend.cudagraphs import account
-from tests.simulated.pieces import Bench, call_right, values
+from tests.support.simulated.pieces import Bench, call_right, values
 
 
 def test_the_account_of_a_tree() -> None:

@@ -24,7 +24,7 @@ from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.splitter import Split, split
 from multigraph_backend.distributed import groups
 from multigraph_backend.process import rank
-from tests.simulated.pieces import Bench, call_right, values
+from tests.support.simulated.pieces import Bench, call_right, values
 
 c10d: Any = torch.ops._c10d_functional
 RECORDED = CutRules(device_type="cpu", backends=frozenset({"gloo"}))

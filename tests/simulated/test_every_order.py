@@ -19,7 +19,7 @@ from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevi
 from multigraph_backend.cudagraphs.recordings import replay
 from multigraph_backend.cudagraphs.recordings.recording import Slot
 from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
-from tests.simulated.pieces import Bench
+from tests.support.simulated.pieces import Bench
 
 ROUNDS = 6
 

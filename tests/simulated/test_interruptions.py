@@ -16,7 +16,7 @@ import torch
 from multigraph_backend import cudagraphs
 from multigraph_backend.cudagraphs.devices import bracket
 from multigraph_backend.cudagraphs.recordings.piece import Piece
-from tests.simulated.pieces import Bench, assert_equal, call_right, values
+from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 FOLDER = str(Path(cudagraphs.__file__).parent)
 

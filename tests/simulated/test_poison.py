@@ -9,7 +9,7 @@ import torch
 
 from multigraph_backend.cudagraphs.recordings import poison
 from multigraph_backend.cudagraphs.recordings.recording import Slot
-from tests.simulated.pieces import Bench, assert_equal, call_right, values
+from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 
 def test_ranges_are_what_segments_hold_beside_what_is_kept() -> None:

@@ -20,7 +20,7 @@ from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.recording import Slot
 from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
 from multigraph_backend.process import garbage
-from tests.simulated.random_programs import Wrong, run
+from tests.support.simulated.random_programs import Wrong, run
 
 SLICE = range(100)
 
@@ -226,7 +226,7 @@ def _the_lock_is_held_while_code_runs(patch: pytest.MonkeyPatch) -> None:
             return as_it_is(tree, code, inputs)
 
     patch.setattr(Tree, "as_it_is", locked)
-    patch.setattr("tests.simulated.random_programs.LONG", 2.0)
+    patch.setattr("tests.support.simulated.random_programs.LONG", 2.0)
 
 
 def _pools_are_left_with_recordings_in_them(patch: pytest.MonkeyPatch) -> None:

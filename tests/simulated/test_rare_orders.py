@@ -13,7 +13,7 @@ import torch
 
 from multigraph_backend.cudagraphs.devices.device import DeviceFailed
 from multigraph_backend.cudagraphs.recordings.tree import Limits
-from tests.simulated.pieces import Bench, assert_equal, call_right, values
+from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 
 def double(x: torch.Tensor) -> tuple[torch.Tensor]:

@@ -13,8 +13,8 @@ import torch
 from multigraph_backend import events
 from multigraph_backend.cudagraphs import account
 from multigraph_backend.cudagraphs.recordings.tree import Limits
-from tests.simulated.pieces import Bench, assert_equal, call_right, values
-from tests.simulated.random_programs import Threads
+from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
+from tests.support.simulated.random_programs import Threads
 
 LONG = Limits(idle=1e6)
 

@@ -17,7 +17,7 @@ from multigraph_backend.cudagraphs import account
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED, Uses
 from multigraph_backend.cudagraphs.recordings.piece import FUNCTIONS
 from multigraph_backend.cudagraphs.recordings.tree import NO_ROOM, Limits, Node
-from tests.simulated.pieces import Bench, call_right, values
+from tests.support.simulated.pieces import Bench, call_right, values
 
 
 @pytest.fixture

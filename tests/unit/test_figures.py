@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scripts import load
+from tests.support.scripts import load
 
 figures = load("figures")
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -148,7 +148,7 @@ def test_a_result_that_no_benchmark_wrote_is_an_error(
 
 def test_what_a_script_among_the_tests_wrote_names_that_script() -> None:
     assert figures._script("dispatch") == "benchmarks/dispatch.py"
-    assert figures._script("endings") == "tests/distributed/soak_endings.py"
+    assert figures._script("endings") == "tests/support/distributed/soak_endings.py"
     assert figures._short("0123456789abcdef, fedcba9876543210-dirty") == "0123456789ab and fedcba987654-dirty"
 
 

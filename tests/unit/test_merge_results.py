@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests.unit.scripts import load
+from tests.support.scripts import load
 
 merge_results = load("merge_results")
 

@@ -20,7 +20,7 @@ from multigraph_backend.cudagraphs.output_code import limits_of
 from multigraph_backend.cudagraphs.recordings.tree import Limits
 from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Range
 from multigraph_backend.options import LIMITS, Options, OptionsError
-from tests.simulated.pieces import Bench, call_right, values
+from tests.support.simulated.pieces import Bench, call_right, values
 
 KNOBS: dict[str, tuple[object, type | None]] = {
     "max_autotune": (False, bool),

@@ -1,0 +1,179 @@
+"""For any two allocations that overlap in address within one graph, every use of one precedes every use of the other.
+
+All small programs, then long random ones; the stress programs are in `allocator_ext/stress` and say what they leave
+out.  A rule that is broken on purpose has to be found by the same runs, else they prove nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.allocator.extension import build, stress
+
+# one file at a time would be compiled for most of the test's time
+QUICK_BUILD = ("-DMULTIGRAPH_STRESS=ON", "-DCMAKE_BUILD_TYPE=", "-DCMAKE_UNITY_BUILD=ON")
+
+MUTANTS = {
+    1: "record_stream is not heard",
+    2: "one marker that precedes is taken for all",
+    3: "a stream outside of the capture is taken for one without terminals",
+    4: "replaced dependencies are not noticed",
+    5: "programmatic edges prove completion",
+    6: "a block from before the capture counts as allocated in it",
+    7: "what one capture freed is given to another beside it",
+    8: "another stream takes what was freed after it last waited",
+    9: "outside of captures other streams' uses are not waited for",
+    10: "what cannot be proven is given back at once",
+    11: "a capture that ended before a body of it is taken for one that came before",
+    12: "memory that came by proof is given back as if one stream alone had used it",
+    13: "what was in use outside of captures goes to any stream",
+    14: "a capture takes memory of a pool that others use outside of captures",
+    15: "what other streams did with a block of an earlier capture is taken to be over",
+    16: "an owner that has lost its block frees what is there now",
+    17: "a pool is restored while a capture uses it",
+    18: "whoever may have one block of a run is given its neighbour too",
+    19: "the last piece of a window is taken under whichever condition",
+    20: "of a window's block only the first piece waits for the streams that used it",
+    21: "a window is made where kernels begin early",
+    22: "a window is unmapped when its block is freed",
+    23: "a page is taken for given back while a window maps it",
+    24: "of a window's block only the first piece is taken when a state comes back",
+    25: "an open scope is taken for a capture that is under way",
+    27: "what graphs use is lent while one of them may be running",
+    28: "a pool that has lent memory says that it has not",
+    29: "a free looks at a capture that another thread drives",
+    30: "what another thread has freed waits for the end of the capture",
+    31: "what an earlier capture left is over for one into the same graph",
+    32: "a capture is taken for the only one though another has begun before it",
+    33: "what a stream used that the driver no longer knows never comes back",
+}
+ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
+ELSEWHERE = {29, 30}  # these need frees by another thread
+# these need little memory, states of pools, blocks of several sizes, or streams that go
+SEEDS = {28: 1000}  # near a program that shows it
+RANDOM = {14, 16, 17, 18, 21, 24, 25, 27, 28, 33}
+STITCHED = {19, 20, 22, 23}  # these need blocks that are made of pieces of pages
+
+
+@pytest.mark.parametrize("options", [("own",), ("any",), ("any", "--expandable")], ids=" ".join)
+def test_every_program_of_five_operations(simulated: Path, options: tuple[str, ...]) -> None:
+    found = stress(simulated / "exhaustive", "--operations", "5", "--reuse", *options)
+    assert found["wrong"] == ""
+    assert found["programs"] > 200_000
+    assert found["branches_run"] == found["branches"]
+    # the allocator did reuse memory that several streams had used, and the runs checked that it did where it can
+    assert found["reused_crossed"] > (5_000 if options == ("own",) else 40_000)
+    assert (found["stitched"] > 100_000) == ("--expandable" in options)
+
+
+@pytest.mark.parametrize("rule", ["strict", "graph"])
+def test_every_program_of_four_operations(simulated: Path, rule: str) -> None:
+    found = stress(simulated / "exhaustive", "--operations", "4", "--reuse", rule)
+    assert found["wrong"] == ""
+    assert found["reused"] > 1_000
+    assert (found["reused_crossed"] == 0) == (rule == "strict")
+
+
+@pytest.mark.parametrize("options", [(), ("--empty-nodes",), ("--verify", "--reuse", "any", "--expandable")])
+def test_every_program_with_early_kernels_and_replaced_dependencies(simulated: Path, options: tuple[str, ...]) -> None:
+    found = stress(simulated / "exhaustive", "--operations", "4", "--odd", *options)
+    assert found["wrong"] == ""
+    assert found["programs"] > 40_000
+    assert found["reused_crossed"] > 0
+
+
+@pytest.mark.parametrize("rule", ["own", "any"])
+def test_every_program_with_frees_by_another_thread(simulated: Path, rule: str) -> None:
+    found = stress(simulated / "exhaustive", "--operations", "4", "--elsewhere", "--reuse", rule)
+    assert found["wrong"] == ""
+    assert found["programs"] > 30_000
+    assert found["reused_crossed"] > 4_000
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=MUTANTS.__getitem__)
+def test_a_broken_rule_is_found(simulated: Path, mutant: int) -> None:
+    if mutant in RANDOM:
+        seed = SEEDS.get(mutant, 9000)
+        found = stress(simulated / "fuzz", "--operations", "1000000", "--seed", str(seed), "--mutant", str(mutant))
+    else:
+        more = ["--odd"] if mutant in ODD else ["--expandable", "--start", "stitched"] if mutant in STITCHED else []
+        rule = "own" if mutant in ELSEWHERE else "any"
+        operations = "4" if mutant in ELSEWHERE else "5"
+        more += ["--elsewhere"] if mutant in ELSEWHERE else []
+        arguments = ("--operations", operations, "--reuse", rule, "--mutant", str(mutant), *more)
+        found = stress(simulated / "exhaustive", *arguments)
+    assert found["wrong"] != ""
+
+
+def test_left_out_orders_find_nothing_more(simulated: Path) -> None:
+    # of programs that differ in the order of steps alone one is run: it finds what all of them find
+    found = set()
+    for mutant in MUTANTS.keys() - RANDOM - ELSEWHERE:
+        start = ("--expandable", "--start", "stitched") if mutant in STITCHED else ()
+        arguments = ("--operations", "4", "--odd", "--reuse", "any", "--mutant", str(mutant), *start)
+        one = stress(simulated / "exhaustive", *arguments)
+        assert bool(one["wrong"]) == bool(stress(simulated / "exhaustive", *arguments, "--every-order")["wrong"]), (
+            mutant
+        )
+        if one["wrong"]:
+            found.add(mutant)
+    assert len(found) >= 10
+
+
+def test_a_run_in_parts_is_the_whole(simulated: Path) -> None:
+    arguments = (simulated / "exhaustive", "--operations", "4")
+    whole = stress(*arguments)
+    parts = [stress(*arguments, "--part", f"{part}/2") for part in range(2)]
+    assert sum(part["programs"] for part in parts) == whole["programs"]
+    # a run that its time limit ended says how far it came, and another goes on there
+    begun = stress(*arguments, "--stop-after", "1000")
+    rest = stress(*arguments, "--from", str(begun["next_branch"]))
+    assert begun["branches_run"] == begun["next_branch"] == 1000
+    assert begun["programs"] + rest["programs"] == whole["programs"]
+
+
+def test_long_random_programs(simulated: Path) -> None:
+    found = stress(simulated / "fuzz", "--operations", "1000000")
+    assert found["wrong"] == ""
+    assert found["reused_crossed"] > 100
+    assert found["failed_calls"] > 1_000
+    assert found["restored"] > 1_000
+    assert found["stitched"] > 1_000
+    assert found["out_of_memory"] > 1_000
+    assert found["lent"] > 5
+    assert found["again"] > 200
+
+
+def test_each_call_of_the_driver_fails_once(simulated: Path) -> None:
+    found = stress(simulated / "fuzz", "--operations", "1000000", "--length", "60", "--each-call")
+    assert found["wrong"] == ""
+    assert found["failed_calls"] > 10_000
+    assert found["stitched"] > 500
+
+
+def test_what_is_timed_is_right(simulated: Path) -> None:
+    found = stress(simulated / "speed", "--rounds", "1000", "--expandable")
+    assert set(found) == {"one", "sizes", "nested", "random", "wrong"}
+    assert found["wrong"] == ""
+
+
+def test_threads(simulated: Path) -> None:
+    assert stress(simulated / "threads", "--operations", "20000")["wrong"] == ""
+
+
+def test_under_address_and_undefined_behaviour_sanitizers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    sanitizers = "-DMULTIGRAPH_SANITIZE=address,undefined"
+    # compiled as fast as without any optimization, and twice as fast then
+    options = (*QUICK_BUILD, "-DCMAKE_CXX_FLAGS=-O1", sanitizers)
+    folder = build(tmp_path_factory.mktemp("address"), *options, targets=("fuzz",))
+    assert stress(folder / "fuzz", "--operations", "200000")["wrong"] == ""
+    assert stress(folder / "fuzz", "--operations", "200000", "--length", "60", "--each-call")["wrong"] == ""
+
+
+def test_under_the_thread_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = build(
+        tmp_path_factory.mktemp("thread"), *QUICK_BUILD, "-DMULTIGRAPH_SANITIZE=thread", targets=("threads",)
+    )
+    assert stress(folder / "threads", "--operations", "1000")["wrong"] == ""

@@ -1,0 +1,174 @@
+"""Recorded code where nothing can be recorded: it runs as it is, and says why once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import multigraph_backend
+from multigraph_backend import events
+from multigraph_backend.cudagraphs import account, output_code, runtime
+from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
+from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec, Placeholder
+from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
+from tests.support.simulated.pieces import Bench, boxed
+
+PIECE = PartitionSpec(0, (0,), (0,), (), (), (True,), ("x",))
+SPEC = GraphSpec(
+    is_backward=False,
+    inputs=(Placeholder("x", "the user's line"),),
+    outputs=1,
+    static=(),
+    mutated=(),
+    visible=(True,),
+    pieces=(PIECE,),
+    whole=True,
+    cuts=(),
+    devices=(0,),
+)
+WANTED = Wanted(required=False, must_pay=True, most=5)
+
+
+class Inner:
+    """Stands for Inductor's code."""
+
+    constants: dict[str, Any] | None = None
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return ["ran", *inputs]
+
+
+def code(spec: GraphSpec, label: str) -> RecordedCode:
+    return RecordedCode(Inner(), spec, label, WANTED, inference=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"devices": (0, 1)}, "it spans 2 devices"),
+        ({"refused": "size s1 of input x is no input"}, "size s1 of input x is no input"),
+        ({"devices": (), "pieces": ()}, None),
+    ],
+)
+def test_code_that_cannot_be_recorded_runs_and_says_why_once(
+    changes: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    events.reset_stats()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            made = code(dataclasses.replace(SPEC, **changes), f"label {reason}")
+            assert made.pieces == ()
+            assert made([1]) == ["ran", 1]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if reason is None else [f"label {reason} runs unrecorded: {reason}"])
+
+
+def test_a_device_that_cannot_be_set_up_costs_the_recordings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(index: int) -> Any:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", fail)
+    made = code(SPEC, "no device")
+    assert (made.pieces, made([2])) == ((), ["ran", 2])
+
+
+def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
+    with output_code.attached() as codes:
+        made = code(SPEC, "whole")
+    (piece,) = made.pieces
+    assert codes == [made]
+    assert (piece.names, piece.traces, piece.must_pay, piece.most) == (("x",), ("the user's line",), True, 5)
+    assert made.run is piece
+
+
+class Parted:
+    """Two pieces around an operator with two results, as Inductor's code calls them."""
+
+    constants: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []  # no address comes twice by chance, and is taken for one that stays
+        self.partitions = [boxed(lambda x: (x * 2,)), boxed(lambda both, x: (both[0] - both[1] * x,))]
+
+    def recursively_apply_fns(self, wrappers: list[Any]) -> None:
+        self.partitions = [wrap(piece) for wrap, piece in zip(wrappers, self.partitions, strict=True)]
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        (x,) = inputs
+        inputs.clear()
+        (doubled,) = self.partitions[0]([x])
+        both = doubled.sin(), doubled.cos()
+        self.made += both
+        given = [both, x]
+        result = self.partitions[1](given)
+        assert given == []  # as from Inductor's own function
+        return result
+
+
+def test_results_that_come_as_one_tuple_are_inputs_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
+    first = dataclasses.replace(PIECE, outputs=(None,), visible=(False,))
+    second = PartitionSpec(1, (None, 0), (0,), (1,), (), (True,), ("buf1", "x"), results=(2, 0))
+    cut = Cut("a Python custom operator", ("my::two",))
+    spec = dataclasses.replace(SPEC, static=(0,), pieces=(first, second), whole=False, cuts=(cut,))
+    spec.verify()
+    made = RecordedCode(Parted(), spec, "parted", WANTED, inference=True)
+    _, piece = made.pieces
+    assert (piece.names, piece.static, piece.reused) == (("buf1[0]", "buf1[1]", "x"), {2}, {0, 1})
+    x = torch.empty(8)
+    for _ in range(5):
+        x.normal_()
+        torch.testing.assert_close(made([x]), ((2 * x).sin() - (2 * x).cos() * x,))
+    assert bench.recorded() == 2
+    assert bench.replays() == 2 * 4
+    assert bench.unrecorded(*made.pieces) == {}
+
+
+def test_the_account_has_cuts_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    cut = Cut("a copy between devices", ("aten::_to_copy",), 'File "model.py", line 3, in forward\n    x = x.cpu()')
+    made = [code(dataclasses.replace(SPEC, cuts=(cut,), pieces=()), "b"), code(SPEC, "a")]
+    made[1].refused = "it spans 2 devices"
+    said = [str(report) for report in account.graphs(made)]
+    assert said == [
+        "a: nothing is recorded: it spans 2 devices",
+        "b: 0 pieces\n  cut by a copy between devices: aten::_to_copy\n"
+        '    File "model.py", line 3, in forward\n    x = x.cpu()',
+    ]
+    explanation = multigraph_backend.explain()
+    assert {report.label for report in explanation.graphs} >= {"a", "b"}
+    assert said[1] in str(explanation)
+    assert json.loads(explanation.to_json())["graphs"]
+
+
+def test_require_raises_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "unavailable", lambda: "this torch differs: no such symbol")
+    required = Wanted(required=True, must_pay=False, most=5)
+    with pytest.raises(NotAllRecorded, match=r"strict: cudagraphs='require', but nothing .* no such symbol"):
+        RecordedCode(Inner(), SPEC, "strict", required, inference=True)
+
+
+def test_a_pickled_copy_holds_no_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "unavailable", lambda: "not here")
+    made = code(SPEC, "pickled")
+    made.inner = SimpleNamespace(prepare_for_serialization=lambda: None)  # type: ignore[assignment]
+    made.prepare_for_serialization()
+    made.inner = None
+    copy = pickle.loads(pickle.dumps(made))
+    assert (copy.spec, copy.wanted, copy.label, copy.inference) == (SPEC, WANTED, "pickled", True)
+    with pytest.raises(RuntimeError, match="called before it was loaded"):
+        copy([1])

@@ -1,0 +1,720 @@
+"""What the benchmarks are made of, and each as scripts/gpu runs it: a process of its own that writes JSON.
+
+How fast anything is, is not asked. What records runs on a GPU alone: here its forms run unrecorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+FACTS = {"benchmark", "title", "quick", "commit", "date", "torch", "triton", "python", "device", "columns", "rows"}
+
+
+def run(name: str, folder: Path) -> list[dict[str, Any]]:
+    """The rows of a quick run on the CPU, none of which failed."""
+    path = folder / "out" / f"{name}.json"
+    command = [sys.executable, str(CHECKOUT / "benchmarks" / f"{name}.py"), "--quick", "--device", "cpu"]
+    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "MULTIGRAPH_COMMIT": "abc",
+        "OMP_WAIT_POLICY": "passive",
+    }
+    done = subprocess.run(
+        [*command, "--json", str(path)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    said = f"{done.stdout}\n{done.stderr}"
+    assert path.exists(), said
+    written = json.loads(path.read_text())
+    assert written.keys() >= FACTS
+    assert (written["benchmark"], written["commit"], written["quick"]) == (name, "abc", True)
+    rows: list[dict[str, Any]] = written["rows"]
+    assert [row["error"] for row in rows] == [None] * len(rows), said
+    assert done.returncode == 0, said
+    assert f"{len(rows)} rows, 0 failed" in done.stdout
+    assert list(path.parent.iterdir()) == [path]
+    shown = {column["key"] for column in written["columns"]}
+    assert all(shown & row.keys() for row in rows)
+    return rows
+
+
+def positive(rows: list[dict[str, Any]], *keys: str) -> bool:
+    return all(row[key] > 0 for row in rows for key in keys)
+
+
+def test_dispatch(tmp_path: Path) -> None:
+    rows = run("dispatch", tmp_path)
+    kinds = ("Eq", "Range", "MultipleOf", "mixed")
+    ours = [("multigraph", kind, 16, calls) for calls in ("missed", "hit", "first seen") for kind in kinds]
+    stock = [("stock", "Eq", 16, calls) for calls in ("missed", "first seen")]
+    assert [(row["backend"], row["kind"], row["count"], row["calls"]) for row in rows] == [*ours, *stock]
+    assert positive(rows, "us", "generic_us")
+    assert all(isinstance(row["over_us"], float) for row in rows)
+
+
+@pytest.mark.slow
+def test_variants(tmp_path: Path) -> None:
+    rows = run("variants", tmp_path)
+    assert Counter((row["workload"], row["shape"]) for row in rows) == {
+        ("softmax x std", "8x1008"): 3,
+        ("matmul chain", "32"): 3,
+    }
+    assert {row["condition"] for row in rows} == {"Eq", "MultipleOf", "Range"}
+    assert positive(rows, "us", "generic_us", "static_us", "dynamic_us", "over_static", "over_generic", "over_dynamic")
+
+
+@pytest.mark.slow
+def test_compile_time(tmp_path: Path) -> None:
+    rows = run("compile_time", tmp_path)
+    assert [(row["model"], row["passes"], row["condition"]) for row in rows] == [
+        ("mlp", "forward", "generic"),
+        ("mlp", "forward", "Eq"),
+    ]
+    assert positive(rows, "seconds", "stock_seconds", "over_stock", "compile_seconds", "stock_compile_seconds")
+
+
+def test_replay(tmp_path: Path) -> None:
+    rows = run("replay", tmp_path)
+    forms, parts = ("eager", "inductor", "stock", "multigraph"), ("guards + wrappers", "input copy")
+    named = [(row["program"], row["form"]) for row in rows]
+    order = (*forms[:3], *parts, "multigraph")  # what a GPU records by hand is not there
+    assert named == [(program, form) for program in ("tiny function", "32 copied inputs") for form in order]
+    assert positive(rows, "host_us")
+    whole = [row for row in rows if row["form"] in forms]
+    assert positive(whole, "end_us", "record_ms", "first_call_s", "over_stock", "end_over_stock")
+    assert all(row["counts"]["generic_calls"] > 0 for row in whole if row["form"] == "multigraph")
+
+
+@pytest.mark.slow
+def test_distributed(tmp_path: Path) -> None:
+    rows = run("distributed", tmp_path)
+    assert [(row["work"], row["ranks"], row["form"]) for row in rows] == [
+        ("decoder", 2, form) for form in ("eager", "inductor", "multigraph")
+    ]
+    assert positive(rows, "us")
+
+
+def test_capture_sizes(tmp_path: Path) -> None:
+    rows = run("capture_sizes", tmp_path)
+    assert [(row["form"], row["order"], row["sizes"]) for row in rows] == [
+        ("stock", "descending", 3),
+        ("multigraph", "descending", 3),
+    ]
+    assert positive(rows, "ms", "median_ms", "all_ms", "first_ms", "second_ms", "third_ms", "over_stock")
+    assert [list(row["each_size_ms"]) for row in rows] == [["4", "3", "2"]] * 2
+
+
+def test_memory(tmp_path: Path) -> None:
+    rows = run("memory", tmp_path)
+    assert Counter(row["program"] for row in rows) == {"two lengths": 4}
+    # each form computes what eager does, on the same inputs: else its row would have failed
+    assert all(len(row["numbers"]) >= 3 for row in rows)
+
+
+def test_staging(tmp_path: Path) -> None:
+    rows = run("staging", tmp_path)
+    assert [(row["inputs"], row["kib"], row["kernel"]) for row in rows] == [(2, 16, "no"), (4, 16, "no")]
+    assert positive(rows, "ours_host", "stock_host", "host_ratio")
+
+
+def test_models(tmp_path: Path) -> None:
+    rows = run("models", tmp_path)
+    assert [(row["model"], row["mode"]) for row in rows] == [("decoder", "inference"), ("decoder", "checkpointed")]
+    for row in rows:
+        assert (row["steps"], row["raised"], row["wrong"]) == (3, 0, 0)
+        assert not [line for line in row["warned"] if line.startswith("multigraph_backend")]
+        assert (row["stock_steps"], row["stock_raised"], row["stock_wrong"], row["stock_said"]) == (3, 0, 0, None)
+        assert float(row["worst"]) < 1e-4
+        assert row["counts"]["generic_calls"] > 0
+
+
+def test_saved_tensors(tmp_path: Path) -> None:
+    rows = run("saved_tensors", tmp_path)
+    by_form = {row["form"]: row for row in rows}
+    inductor, stock, ours = (by_form[form] for form in ("inductor", "inductor, int8", "multigraph, int8"))
+    assert list(by_form) == ["eager", "eager, save_on_cpu", "inductor", "inductor, int8", "multigraph, int8"]
+    assert positive(rows, "step_ms", "first_step_s", "over_inductor", "forward_mib", "saved_mib", "backward_mib")
+    assert positive([ours], "packed", "forward_over_stock", "backward_over_stock")
+    assert set(stock["hook_calls"]) == {"traced"}
+    for row in (stock, ours):
+        assert row["saved_mib"] < inductor["saved_mib"] / 2
+        assert inductor["gradient_error"] < 1e-4 < row["gradient_error"] < 0.05
+
+
+def test_allocator(tmp_path: Path) -> None:
+    rows = run("allocator", tmp_path)
+    names = ["ping-pong", "late frees", "random, 2 streams", "random, 4 streams", "no use"]
+    assert [(row["program"], row["form"]) for row in rows] == [(name, "bound") for name in names]
+    assert [row["bound_mib"] for row in rows if "random" not in row["program"]] == [4, 10, 3]
+    assert positive(rows, "live_mib", "bound_mib", "bound_any_mib")
+
+
+# ---------------------------------------------------------------- what they are made of
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A benchmark as a module."""
+    monkeypatch.syspath_prepend(str(CHECKOUT / "benchmarks"))
+    return importlib.import_module
+
+
+def test_a_difference_is_relative_to_what_is_usual(load: Callable[[str], Any]) -> None:
+    worst = load("measure").worst_difference
+    large, small = torch.ones(100), torch.full((100,), 1e-8)
+    assert worst([large, small], [large, small]) == 0
+    assert worst([large * 1.01, small], [large, small]) == pytest.approx(0.01, rel=1e-3)
+    assert worst([large, small * 3], [large, small]) < 1e-6  # noise about zero
+    assert worst([large, large * 0], [large, large]) == pytest.approx(1)
+    assert math.isnan(worst([large, large * math.nan, large], [large] * 3))
+    assert worst([torch.ones(10, 10)], [large]) == worst([large.double()], [large]) == math.inf
+    assert worst([torch.ones(3)], [torch.zeros(3)]) > 1
+
+
+def test_goals_say_whether_they_are_met(load: Callable[[str], Any]) -> None:
+    measure = load("measure")
+    few = measure.Goal("host/floor", "over_floor", 1.35)
+    many = measure.Goal("in graphs", "share", 95, at_least=True)
+    named = measure.Goal("pool", "pool_mib", "stock_pool_mib")
+    row = {"over_floor": 1.4, "share": 97.5, "pool_mib": 200.0, "stock_pool_mib": 228.0}
+    said = "host/floor <= 1.35 MISSED, in graphs >= 95 met, pool <= 228 met"
+    assert measure.goals_text((few, many, named), row) == said
+    assert measure.goals_text((few, named), {"pool_mib": 1.0}) == "host/floor <= 1.35 ?, pool <= stock_pool_mib ?"
+
+
+def test_the_exit_status_is_about_our_rows(load: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    measure = load("measure")
+    args = argparse.Namespace(device="cpu", json=None, threads=torch.get_num_threads(), quick=True)
+
+    def ours(row: dict[str, Any]) -> bool:
+        return bool(row["form"] == "multigraph")
+
+    results = measure.Results("some", "Some", (measure.Column("form", "form"),), args)
+    assert (results.finish(ours), results.finish()) == (1, 1)  # nothing was measured
+    results.add({"form": "stock"}, {}, "RuntimeError: overwritten\nand more")
+    results.add({"form": "multigraph"}, {})
+    assert (results.finish(ours), results.finish()) == (0, 1)
+    results.add({"form": "multigraph"}, {}, "RuntimeError: wrong")
+    assert results.finish(ours) == 1
+    assert "FAILED: RuntimeError: overwritten\n" in capsys.readouterr().out
+
+
+def test_a_process_of_its_own_answers_or_says_how_it_ended(load: Callable[[str], Any], tmp_path: Path) -> None:
+    measure = load("measure")
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, sys, pathlib\nsys.path[:0] = [{str(CHECKOUT)!r}, {str(CHECKOUT / 'benchmarks')!r}]\n"
+        "if sys.argv[1] == 'dies':\n    print('about to', file=sys.stderr, flush=True)\n    os.abort()\n"
+        "from measure import answer\n"
+        "path = pathlib.Path(sys.argv[-1])\n"
+        "sys.exit(answer(path, lambda: {'words': sys.argv[1:-2], 'ratio': 1 / int(sys.argv[1])}))\n"
+    )
+    value, error = measure.in_own_process(str(script), ["2", "a b"], 120)
+    assert (value, error) == ({"words": ["2", "a b"], "ratio": 0.5}, None)
+    value, error = measure.in_own_process(str(script), ["0"], 120)
+    assert value is None
+    assert error.startswith("ZeroDivisionError: ")
+    value, error = measure.in_own_process(str(script), ["dies"], 120)
+    assert value is None
+    assert error.startswith("ended with status -6: about to")
+
+
+def test_pools_are_the_segments_of_private_ones(load: Callable[[str], Any]) -> None:
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 1 << 30},
+        {"segment_pool_id": (0, 1), "total_size": 3},
+        {"segment_pool_id": [7, 0], "total_size": 4},
+    ]
+    assert load("measure").pool_bytes(segments) == 7
+
+
+@pytest.mark.parametrize("name", ["tiny", "many_inputs", "many_parameters", "decoder", "training"])
+def test_what_a_program_gives_depends_on_each_input_and_parameter(load: Callable[[str], Any], name: str) -> None:
+    replay, measure = load("replay"), load("measure")
+    torch.manual_seed(1)
+    program = getattr(replay, name)("cpu")
+    call = replay.step(program, program.function)
+
+    def results(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        with torch.set_grad_enabled(program.training):
+            given = [call(*inputs).detach()]
+        return given + ([each.grad for each in program.parameters] if program.training else [])
+
+    inputs = program.inputs()
+    wanted = results(inputs)
+    assert all(result is not None and result.isfinite().all() for result in wanted)
+    assert measure.worst_difference(results(inputs), wanted) < program.bound / 10
+    for number in range(len(inputs)):
+        other = tuple(torch.randn_like(x) if i == number else x for i, x in enumerate(inputs))
+        assert measure.worst_difference(results(other), wanted) > 10 * program.bound
+    for parameter in program.parameters[:: max(1, len(program.parameters) // 20)]:
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.copy_(torch.randn_like(parameter))
+        assert measure.worst_difference(results(inputs), wanted) > 10 * program.bound
+        with torch.no_grad():
+            parameter.copy_(kept)
+
+
+@pytest.mark.parametrize("name", ["tiny", "training"])
+def test_the_floor_does_nothing_behind_the_wrappers(load: Callable[[str], Any], name: str) -> None:
+    replay = load("replay")
+    torch._dynamo.reset()
+    program = getattr(replay, name)("cpu")
+    call = replay.step(program, torch.compile(replay.own_code(program.function), backend=replay.does_nothing()))
+    seen: list[list[int]] = []
+    for _ in range(4):
+        with torch.set_grad_enabled(program.training):
+            output = call(*program.inputs())
+            assert output.shape == program.function(*program.inputs()).shape
+            seen.append([output.data_ptr(), *(each.grad.data_ptr() for each in program.parameters if program.training)])
+        assert output.count_nonzero() == 0
+    assert seen[1:] == seen[:1] * 3  # the same memory: nothing is computed, allocated or accumulated
+
+
+def test_ratios_of_replay_are_over_passes_of_one_round(load: Callable[[str], Any]) -> None:
+    replay = load("replay")
+    host = {
+        "multigraph": [12.0, 24.0, 36.0],
+        "stock": [24.0, 48.0, 72.0],
+        "guards + wrappers": [5.0, 10.0, 15.0],
+        "input copy": [3.0, 6.0, 9.0],
+        "bare replay": [2.0, 4.0, 6.0],
+        "address comparison": [1.0, 2.0, 3.0],
+    }
+    taken = replay.Taken(host, {"multigraph": [20.0, 20.0, 40.0], "hand-made": [10.0, 20.0, 20.0]})
+    row = replay.values("multigraph", taken)
+    assert (row["host_us"], row["end_us"], row["floor_us"]) == (24, 20, 20)
+    assert row["over_floor"] == pytest.approx(1.2)
+    assert (row["over_floor_us"], row["addresses_us"], row["addresses_and_10_us"]) == (4, 2, 12)
+    assert (row["over_stock"], row["end_over_hand"]) == (0.5, 2)
+    assert "end_over_stock" not in row
+    assert "gpu_us" not in row
+    assert replay.values("bare replay", taken) == {"host_us": 4}
+    assert replay.floor(replay.Taken({"input copy": [1.0]})) is None
+
+
+def test_a_replayed_form_that_is_wrong_is_found(load: Callable[[str], Any]) -> None:
+    replay = load("replay")
+    program = replay.tiny("cpu")
+    comparison = replay.Comparison(program, "cpu", {})
+    kept: list[torch.Tensor] = []
+
+    def stale(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        kept.append(program.function(a, b))
+        return kept[max(0, len(kept) - 3)]
+
+    comparison._add("stock", lambda: stale)
+    assert "stock" not in comparison.forms
+    assert comparison.errors["stock"].startswith("WrongNumbers: differs from eager")
+
+
+def test_bytes_are_those_that_are_allocated(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+
+    class Twice(torch.autograd.Function):
+        """Saves two tensors of the size of its input, and frees both before it makes the gradient."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(torch.cat((x, x, x))[: 2 * len(x)].clone())
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            size = len(ctx.saved_tensors[0]) // 2
+            ctx.maybe_clear_saved_tensors()
+            return torch.ones(3 * size)[:size].clone()
+
+    x = torch.nn.Parameter(torch.ones(1 << 12))
+    step = saved.Step(lambda x: Twice.apply(x), contextlib.nullcontext, (x,))
+    step(x)
+    found = saved.bytes_of(step, (x,), "cpu")
+    one, scalar = 4 << 12, 4
+    assert (found.forward, found.saved, found.backward) == (5 * one, 2 * one + scalar, 4 * one + 2 * scalar)
+
+
+def test_least_memory_of_programs(load: Callable[[str], Any]) -> None:
+    programs, mib = load("allocator_programs"), 1 << 20
+    bounds = lambda *operations: programs.bounds(programs.Program("", 3, operations))  # noqa: E731
+    Make, Use, Free, Wait = programs.Make, programs.Use, programs.Free, programs.Wait
+    one = (Make(1, 0, mib - 100), Wait(1, 0), Use(1, 1), Free(1))
+    assert bounds(*one, Make(2, 0, mib)) == programs.Bounds(mib, 2 * mib, mib)  # stream 1 is behind its own use
+    assert bounds(*one, Wait(0, 1), Make(2, 0, mib)) == programs.Bounds(mib, mib, mib)
+    # behind one of two users is behind none
+    two = (Make(1, 0, mib), Wait(1, 0), Wait(2, 0), Use(1, 1), Use(1, 2), Free(1), Wait(0, 1))
+    assert bounds(*two, Make(2, 0, mib)) == programs.Bounds(mib, 2 * mib, 2 * mib)
+    assert bounds(*two, Wait(0, 2), Make(2, 0, mib)) == programs.Bounds(mib, mib, mib)
+    # a record without a kernel is nothing to wait for
+    recorded = (Make(1, 0, mib, kernel=False), programs.Record(1, 1), Free(1), Make(2, 0, mib))
+    assert bounds(*recorded) == programs.Bounds(mib, mib, mib)
+    assert programs.bounds(programs.ping_pong()) == programs.Bounds(*[256 * mib] * 3)
+    late = programs.bounds(programs.ping_pong(kept=4))
+    assert late == programs.Bounds(*[640 * mib] * 3)
+    assert programs.random_program(2) == programs.random_program(2)
+    made = [op for op in programs.random_program(4).operations if isinstance(op, Make)]
+    freed = [op for op in programs.random_program(4).operations if isinstance(op, Free)]
+    assert len(made) == len(freed) > 4_000
+    assert {op.stream for op in made} == {0, 1, 2, 3}
+
+
+def test_allocators_are_compared_with_stock_and_the_bound(load: Callable[[str], Any]) -> None:
+    allocator, measure = load("allocator"), load("measure")
+    rows: dict[str, dict[str, Any]] = {"stock": {"reserved_mib": 4226.0}, "multigraph": {"reserved_mib": 264.0}}
+    allocator.compare("ping-pong", rows, {"live_mib": 256.0, "bound_mib": 240.0})
+    assert rows["multigraph"]["over_bound"] == pytest.approx(1.1)
+    assert rows["multigraph"]["over_stock"] == pytest.approx(264 / 4226)
+    assert measure.goals_text(allocator.goals_of("ping-pong", "multigraph"), rows["multigraph"]) == (
+        "reserved <= 258 MISSED"
+    )
+    rows = {"stock": {"ns": 400.0, "ns_8": 90.0}, "multigraph": {"ns": 420.0}}
+    allocator.compare("alloc+free", rows, {})
+    assert rows["multigraph"] == {"ns": 420, "over_stock": 1.05}
+    captures = {"multigraph": {"ms": 12.0}, "multigraph, strict": {"ms": 10.0}}
+    allocator.compare("random, 2 streams", captures, {})
+    assert captures["multigraph"]["ms_over_strict"] == pytest.approx(1.2)
+    training: dict[str, dict[str, Any]] = {
+        form: {"reserved_mib": mib} for form, mib in (("stock", 100), ("stock, expandable", 90), ("multigraph", 91))
+    }
+    allocator.compare("training", training, {})
+    assert measure.goals_text(allocator.goals_of("training", "multigraph"), training["multigraph"]) == (
+        "over stock <= 0.95 met, over expandable <= 1.02 met"
+    )
+    assert [form for form in allocator.FORMS if not allocator.skipped(form, "ping-pong")] == [
+        "stock", "stock, reuse", "multigraph", "multigraph, own stream", "multigraph, plain",
+    ]  # fmt: skip
+
+
+def test_variables_are_those_of_one_process(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv(name, "mine")
+    variables = load("allocator").variables
+    with variables({}):
+        assert name not in os.environ
+    with variables({name: "theirs"}):
+        assert os.environ[name] == "theirs"
+    assert os.environ[name] == "mine"
+
+
+@pytest.mark.parametrize("wrong", ["gradients", "not packed", "not inlined"])
+def test_a_form_that_does_not_do_what_its_row_says_is_found(load: Callable[[str], Any], wrong: str) -> None:
+    saved = load("saved_tensors")
+    stack = saved.Stack("cpu", 1, quick=True)
+
+    def form(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = stack.program()(x)
+        return loss * 1.2 - loss.detach() * 0.2 if wrong == "gradients" else loss
+
+    hooks = saved.inlined("int8", stack) if wrong == "not inlined" else contextlib.nullcontext
+    name = "inductor, int8" if wrong == "not inlined" else "multigraph, int8"
+    comparison = saved.Comparison(
+        stack, [saved.Form(name, lambda: form, "int8", hooks), saved.Form("eager", stack.program)]
+    )
+    comparison.make(lambda form: False)
+    assert list(comparison.steps) == ["eager"]
+    said = {"gradients": "differs from eager", "not packed": "0 tensors are packed", "not inlined": "the hooks are not"}
+    assert said[wrong] in comparison.errors.pop(name)
+    assert not comparison.errors
+
+
+def test_a_form_of_others_that_is_wrong_keeps_its_row_and_says_so(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+    stack = saved.Stack("cpu", 1, quick=True)
+
+    def form(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = stack.program()(x)
+        return loss * 1.2 - loss.detach() * 0.2
+
+    comparison = saved.Comparison(
+        stack, [saved.Form("inductor, budget 0.5", lambda: form), saved.Form("eager", stack.program)]
+    )
+    comparison.make(lambda form: True)
+    assert not comparison.errors
+    wrong, right = comparison.rows["inductor, budget 0.5"], comparison.rows["eager"]
+    assert (wrong["numbers"], right["numbers"]) == ("WRONG", "right")
+    assert wrong["gradient_error"] > 0.1
+    assert "differs from eager" in wrong["wrong"]
+    assert wrong["forward_mib"] > 0
+    rows: dict[str, dict[str, Any]] = {
+        "inductor": {"forward_mib": 100.0, "over_inductor": 1.0},
+        "inductor, fp8": {"forward_mib": 50.0, "over_inductor": 1.1, "numbers": "WRONG"},
+        "multigraph, fp8": {"forward_mib": 40.0, "over_inductor": 1.04},
+    }
+    saved.compare(rows)
+    assert rows["multigraph, fp8"]["forward_over_stock"] == 0.8
+    rows["inductor, fp8, alone"] = {"forward_mib": 80.0, "over_inductor": 1.2, "numbers": "right"}
+    saved.compare(rows)
+    assert rows["multigraph, fp8"]["forward_over_stock"] == 0.5
+    assert rows["multigraph, fp8"]["half_of_stock"] == pytest.approx(1.1)
+
+
+def test_forms_are_chosen_by_name_or_by_a_part_of_it(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+    forms = [saved.Form(name, lambda: None) for name in ("inductor", "inductor, fp8", "multigraph, fp8", "multigraph")]
+
+    def names(*only: str) -> list[str]:
+        return [form.name for form in saved.chosen(forms, list(only))]
+
+    assert names("inductor", "multigraph,fp8") == ["inductor", "multigraph, fp8"]
+    assert names("fp8") == ["inductor, fp8", "multigraph, fp8"]
+    assert names("inductor", "fp8") == ["inductor", "inductor, fp8", "multigraph, fp8"]
+
+
+@pytest.mark.slow
+def test_a_form_is_measured_in_a_process_of_its_own(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+    args = saved.parser().parse_args(["--quick", "--device", "cpu", "--layers", "1"])
+    row, error = saved.alone(args, "inductor, int8")
+    assert error is None
+    assert row["numbers"] == "right"
+    assert positive([row], "step_ms", "over_inductor", "forward_mib", "saved_mib", "backward_mib")
+
+
+def test_peaks_are_compared_with_stock_that_packs_alike(load: Callable[[str], Any]) -> None:
+    saved, measure = load("saved_tensors"), load("measure")
+    rows: dict[str, dict[str, Any]] = {
+        "inductor": {"forward_mib": 100.0, "backward_mib": 110.0, "over_inductor": 1.0},
+        "inductor, fp8": {"forward_mib": 50.0, "backward_mib": 60.0, "over_inductor": 1.1},
+        "multigraph, fp8": {"forward_mib": 40.0, "backward_mib": 61.2, "over_inductor": 1.04},
+        "multigraph, int8": {"forward_mib": 40.0, "backward_mib": 60.0, "over_inductor": 1.04},  # stock's failed
+    }
+    saved.compare(rows)
+
+    def said(name: str, layers: int, reordering: bool = True) -> str:
+        form = saved.Form(name, lambda: None, name.partition(", ")[2])
+        return str(measure.goals_text(saved.goals_of(form, layers, reordering), rows[name]))
+
+    assert said("multigraph, fp8", 12) == (
+        "forward/stock <= 1.01 met, backward/stock <= 1.01 MISSED, step/Inductor <= 1.05 met"
+    )
+    assert said("multigraph, fp8", 12, False).startswith("forward/stock <= 0.5 MISSED, backward/stock <= 1.01 MISSED")
+    assert said("multigraph, int8", 12) == "forward/stock <= 1.01 ?, backward/stock <= 0.8 ?"
+    assert said("multigraph, int8", 4) == "forward/stock <= 1.01 ?, backward/stock <= 1.01 ?"
+    assert said("inductor", 12) == ""
+
+
+def test_sizes_come_in_the_order_asked_for(load: Callable[[str], Any]) -> None:
+    sizes = load("capture_sizes")
+    assert len(set(sizes.sizes_of(False))) == 32
+    assert min(sizes.sizes_of(False)) == 2
+    assert sizes.ordered([4, 2, 8], "ascending") == [2, 4, 8]
+    assert sizes.ordered([4, 2, 8], "descending") == [8, 4, 2]
+    assert sizes.ordered([4, 2, 8], "largest") == [8]
+
+
+def test_sizes_are_summed_without_the_first(load: Callable[[str], Any]) -> None:
+    sizes = load("capture_sizes")
+    first = sizes.Timed({"first": 100.0, "second": 100.0, "third": 100.0}, 2)
+    later = [sizes.Timed({"first": float(number), "second": 3.0, "third": 1.0}, 2) for number in (1, 1, 4)]
+    row = sizes.summary([first, *later])
+    assert row == {
+        "sizes": 4, "first_size_ms": 300, "ms": 5, "median_ms": 4, "calls": 2, "all_ms": 6,
+        "first_ms": 2, "second_ms": 3, "third_ms": 1,
+    }  # fmt: skip
+    assert sizes.summary([first]) == {"sizes": 1, "first_size_ms": 300}
+    rows = {"bare": {"ms": 2.0}, "stock": {"ms": 10.0, "pool_mib": 230.0}, "multigraph": {"ms": 3.0, "pool_mib": 240.0}}
+    sizes.ratios(rows)
+    assert (rows["multigraph"]["over_bare"], rows["multigraph"]["over_stock"]) == (1.5, 0.3)
+    said = load("measure").goals_text(sizes.GOALS, rows["multigraph"])
+    assert said == "over stock <= 0.4 met, pool <= 230 MISSED"
+
+
+def test_kernels_belong_to_the_call_that_launched_them(load: Callable[[str], Any]) -> None:
+    def event(cat: str, name: str, correlation: int) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "args": {"correlation": correlation}}
+
+    events = [
+        event("cuda_runtime", "cudaGraphLaunch", 1),
+        event("cuda_driver", "cuGraphLaunch", 2),
+        event("cuda_runtime", "cudaLaunchKernel", 3),
+        event("cuda_driver", "cuLaunchKernelEx", 4),
+        *(event("kernel", f"triton_{number}", 1) for number in range(5)),
+        event("kernel", "gemm", 2),
+        event("kernel", "copy", 3),
+        event("kernel", "fill", 4),
+        event("kernel", "copy", 5),  # its call is not in the profile
+        event("gpu_memcpy", "Memcpy HtoD", 3),
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+    ]
+    models = load("models")
+    seen = models.kernels(events)
+    assert (seen.count, seen.in_graphs, seen.outside) == (9, 6, {"copy": 2, "fill": 1})
+    assert seen.percent() == pytest.approx(100 * 6 / 9)
+    assert models.kernels([]).percent() is None
+
+
+def test_loops_find_outputs_that_the_next_call_overwrites(load: Callable[[str], Any]) -> None:
+    models = load("models")
+    model = models.model_of("decoder", "inference", torch.float32, "cpu")
+    buffer = torch.empty(8, 32, 64)
+
+    def form(x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=buffer[: len(x)].copy_(model.module(x).logits))
+
+    for call, wrong in ((model.module, 0), (form, 3)):
+        loop = models.Inference(call, model, torch.float32)
+        loop.run(4, models.contextlib.nullcontext)
+        assert (loop.tally.steps, loop.tally.raised) == (4, 0)
+        assert loop.tally.wrong >= wrong
+        assert (loop.tally.error is None) == (wrong == 0)
+    assert "held outputs differ" in loop.tally.error
+
+
+@pytest.mark.parametrize("what", ["right", "gradients", "losses", "held losses", "missing", "raises"])
+def test_loops_find_what_is_wrong_in_training(load: Callable[[str], Any], what: str) -> None:
+    models = load("models")
+    model = models.model_of("decoder", "checkpointed", torch.float32, "cpu")
+    last = list(model.module.parameters())[-1]
+    kept: list[torch.Tensor] = []
+
+    def form(**batch: torch.Tensor) -> Any:
+        if what == "raises":
+            raise ValueError("accessing tensor output that has been overwritten")
+        output = model.module(**batch)
+        if what == "held losses":  # the second step changes a loss of the first
+            kept.append(output.loss.detach())
+            kept[0].add_(len(kept) > 2)
+        if what == "losses":
+            return output._replace(loss=output.loss + output.loss.detach() * 0.1)
+        if what == "missing":
+            last.requires_grad_(False)
+            output = model.module(**batch)
+            last.requires_grad_(True)
+        if what == "gradients":
+            return output._replace(loss=output.loss * 1.1 - output.loss.detach() * 0.1)
+        return output
+
+    loop = models.Training(form, model, torch.float32)
+    loop.run(2, models.contextlib.nullcontext)
+    found = (loop.tally.raised, loop.tally.wrong > 0, loop.tally.error)
+    if what == "right":
+        assert found == (0, False, None)
+    elif what == "raises":
+        error = "step 1: ValueError: accessing tensor output that has been overwritten"
+        assert (found, loop.tally.steps) == ((1, False, error), 1)
+    else:
+        assert found[:2] == (0, True)
+        said = f"WrongNumbers: {'gradients' if what == 'missing' else what}"
+        assert found[2].startswith(f"step {2 if what == 'held losses' else 1}: {said}")
+
+
+def test_warnings_are_counted_once_each_without_the_deserved(load: Callable[[str], Any]) -> None:
+    with load("models").Said() as said:
+        for _ in range(2):
+            warnings.warn("first line\nsecond", UserWarning, stacklevel=1)
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+        warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication available", stacklevel=1)
+        logging.getLogger("multigraph_backend.events").warning("one of %s", "ours")
+        logging.getLogger("torch._dynamo.convert_frame").warning("one of torch's")
+        logging.getLogger("torch._inductor").info("no warning")
+    assert said.lines == {
+        "UserWarning: first line": 2,
+        "multigraph_backend.events: one of ours": 1,
+        "torch._dynamo.convert_frame: one of torch's": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("replay", ["--only", "decoder", "--rounds", "5", "--cudagraphs", "require", "--json", "a.json"]),
+        ("capture_sizes", ["--order", "ascending", "largest", "--sizes", "2", "4", "--only", "multigraph"]),
+        (
+            "saved_tensors",
+            ["--layers", "4", "--only", "int8", "--cudagraphs", "auto", "--no-reordering", "--rounds", "3"],
+        ),
+        ("allocator", ["--only", "stock", "multigraph, plain", "--programs", "no use", "--json", "a.json"]),
+        ("models", ["--models", "llama", "vit", "--modes", "training", "--dtype", "bfloat16", "--no-stock"]),
+    ],
+)
+def test_arguments(load: Callable[[str], Any], name: str, words: list[str]) -> None:
+    parser = load(name).parser()
+    assert vars(parser.parse_args(words)) != vars(parser.parse_args([]))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--device", "tpu"])
+
+
+@pytest.mark.slow
+def test_losses_of_training_on_text(load: Callable[[str], Any]) -> None:
+    curve, unpacked = load("loss_curve"), []
+    plain, packed = (curve.row_of(name, 3, "cpu", True, unpacked) for name in ("unpacked", "int8"))
+    assert (plain["packed"], plain["over_unpacked"]) == (0, 1.0)
+    assert packed["packed"] > 0
+    assert packed["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-5)
+    assert packed["last_loss"] != plain["last_loss"]
+    assert packed["over_unpacked"] == pytest.approx(1, abs=0.02)
+
+
+def test_what_is_offloaded_is_held_against_what_it_could_save(load: Callable[[str], Any]) -> None:
+    saved, measure = load("saved_tensors"), load("measure")
+    rows: dict[str, dict[str, Any]] = {
+        "inductor": {"forward_mib": 100.0, "backward_mib": 110.0, "over_inductor": 1.0},
+        "multigraph, offload": {
+            "forward_mib": 90.0, "backward_mib": 100.4, "over_inductor": 1.01, "offloaded_mib": 10.0,
+        },
+    }  # fmt: skip
+    saved.compare(rows)
+    form = saved.Form("multigraph, offload", lambda: None, "offload")
+    said = measure.goals_text(saved.goals_of(form, 12, True), rows["multigraph, offload"])
+    assert said == "step/Inductor <= 1.02 met, saving/theory >= 0.95 met"
+
+
+def test_the_language_models_as_programs(load: Callable[[str], Any]) -> None:
+    saved = load("saved_tensors")
+    stack = saved.Language("small", "cpu", None)
+    inputs = stack.inputs()
+    torch.testing.assert_close(stack.program()(*inputs), stack.program(checkpointed=True)(*inputs))
+    assert stack.first_blocks() == 1
+    names = [form.name for form in saved.forms_of(stack, {})]
+    assert "multigraph, budget 0.5" in names
+    assert "multigraph, offload" not in names  # on the CPU
+
+
+# ---------------------------------------------------------------- architectures
+
+
+def test_architectures_are_compared_with_eager_in_both_loops(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo = load("zoo")
+
+    def toy(device: str) -> Any:
+        layers = (torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+        module = torch.nn.Sequential(*layers).to(device)
+        return zoo.Model(module, lambda rows: {"input": torch.randn(rows, 8, device=device)})
+
+    monkeypatch.setitem(zoo.MODELS, "toy", toy)
+    monkeypatch.setattr(zoo, "compiled", lambda form, module: torch.compile(module, backend="aot_eager"))
+    for mode in zoo.MODES:
+        told = zoo.measured("multigraph", "toy", mode, "cpu")
+        assert (told["steps"], told["raised"], told["wrong"], told["why"]) == (6, 0, 0, None)
+    monkeypatch.setattr(zoo, "compiled", lambda form, module: lambda input: module(input) * 1.01)
+    off = zoo.loop_of("multigraph", "toy", "inference", "cpu")
+    assert off.wrong(zoo.BOUND) == 6
+    told = zoo.measured("multigraph", "toy", "training", "cpu")  # where Inductor is as far off, it is no error
+    assert (told["wrong"], told["inductor"]) == (0, told["worst"])
+
+
+def test_every_float_of_an_output_is_compared(load: Callable[[str], Any]) -> None:
+    zoo = load("zoo")
+    one, two, whole = torch.ones(1), torch.ones(2), torch.ones(3, dtype=torch.int64)
+    assert [found.numel() for found in zoo.tensors({"a": one, "b": (whole, [two, None])})] == [1, 2]
