@@ -16,23 +16,10 @@ import multigraph_backend
 from multigraph_backend import events
 from multigraph_backend.cudagraphs import account, output_code, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
-from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec, Placeholder
+from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
-from tests.support.simulated.pieces import Bench, boxed
+from tests.support.simulated.pieces import PIECE, SPEC, Bench, boxed
 
-PIECE = PartitionSpec(0, (0,), (0,), (), (), (True,), ("x",))
-SPEC = GraphSpec(
-    is_backward=False,
-    inputs=(Placeholder("x", "the user's line"),),
-    outputs=1,
-    static=(),
-    mutated=(),
-    visible=(True,),
-    pieces=(PIECE,),
-    whole=True,
-    cuts=(),
-    devices=(0,),
-)
 WANTED = Wanted(required=False, must_pay=True, most=5)
 
 

@@ -18,8 +18,7 @@ from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, P
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.recordings.tree import Limits
 from multigraph_backend.cudagraphs.recordings.turns import OUT_OF_TURN, Awaited, Call
-from tests.simulated.test_recorded_code import PIECE, SPEC
-from tests.support.simulated.pieces import Bench, assert_equal, boxed, call_right, values
+from tests.support.simulated.pieces import PIECE, SPEC, Bench, assert_equal, boxed, call_right, values
 
 SOON = Limits(patience=0.02)
 

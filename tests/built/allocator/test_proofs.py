@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.built.allocator.test_reuse_in_captures import capture
-from tests.support.allocator.extension import ANY_STREAM, GRAPH_WIDE, MIB, OWN_STREAM, STRICT, Allocator, stress
+from tests.support.allocator.extension import (
+    ANY_STREAM,
+    GRAPH_WIDE,
+    MIB,
+    OWN_STREAM,
+    STRICT,
+    Allocator,
+    capture,
+    stress,
+)
 
 Make = Callable[..., Allocator]
 

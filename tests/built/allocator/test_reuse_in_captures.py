@@ -6,19 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.allocator.extension import ANY_STREAM, GRAPH_WIDE, MIB, OWN_STREAM, STRICT, Allocator, Refused
+from tests.support.allocator.extension import (
+    ANY_STREAM,
+    GRAPH_WIDE,
+    MIB,
+    OWN_STREAM,
+    STRICT,
+    Allocator,
+    Refused,
+    capture,
+)
 
 Make = Callable[..., Allocator]
-
-
-def capture(allocator: Allocator, streams: int) -> list[int]:
-    """`streams` streams in one capture, under a pool for all of them."""
-    made = [allocator.stream() for _ in range(streams)]
-    allocator.begin_pool(1, allocator.is_capturing)
-    allocator.begin_capture(made[0])
-    for other in made[1:]:
-        allocator.join(other, made[0])
-    return made
 
 
 def ping_pong(allocator: Allocator, steps: int) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.built.allocator.test_reuse_in_captures import capture
-from tests.support.allocator.extension import ANY_STREAM, MIB, OWN_STREAM, Allocator
+from tests.support.allocator.extension import ANY_STREAM, MIB, OWN_STREAM, Allocator, capture
 
 Make = Callable[..., Allocator]
 

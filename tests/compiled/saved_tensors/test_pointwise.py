@@ -12,7 +12,7 @@ from multigraph_backend import Cast, Match, Recompute, Rule, Scaled, saved_hook
 from multigraph_backend.saved_tensors.rules import rule_from_json, rule_to_json
 from tests.support.saved_tensors.models import Block, accounts, compiled, step
 from tests.support.saved_tensors.partitioned import Partitioned, gradients, partition, text
-from tests.unit.saved_tensors.test_gradients import program
+from tests.support.saved_tensors.random_programs import program
 
 
 @saved_hook

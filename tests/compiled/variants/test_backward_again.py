@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,13 @@ import torch._functorch.config as functorch_config
 import multigraph_backend
 from multigraph_backend import Cast, Match, Range, Rule
 from multigraph_backend.lower import retained
-
-Function = Callable[..., Any]
+from tests.support.backward_again import Function, also_saves, compiled, counted, writes
 
 
 @pytest.fixture(autouse=True)
 def _no_code_of_earlier_processes() -> Iterator[None]:
     with functorch_config.patch(enable_autograd_cache=False):
         yield
-
-
-def writes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Inductor's backward of it writes into what was saved: there is nothing else of that size."""
-    return (x @ w).sin().exp().softmax(-1)
-
-
-def also_saves(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return writes((x @ w).tanh(), w)
 
 
 def reads(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -43,11 +33,6 @@ def reads(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def given(rows: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(seed)
     return torch.randn(rows, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
-
-
-def compiled(function: Function, **options: Any) -> Function:
-    run: Function = torch.compile(function, backend="multigraph", options=options, dynamic=True)
-    return run
 
 
 def assert_again_and_again(run: Function, plain: Function, rows: int = 12, seed: int = 0, rtol: float = 1e-4) -> None:
@@ -62,12 +47,6 @@ def assert_again_and_again(run: Function, plain: Function, rows: int = 12, seed:
         torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-5)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out, inputs, cotangents[0])
-
-
-def counted() -> tuple[int, int]:
-    stats = multigraph_backend.stats()
-    assert stats["failures"] == stats["eager_calls"] == 0
-    return stats["retained_backwards"], stats["copied_backwards"]
 
 
 def test_the_backward_that_writes_is_compiled_once_more_when_first_needed() -> None:
@@ -191,7 +170,7 @@ def test_under_other_threads() -> None:
 SCRIPT = """
 import torch
 from multigraph_backend import Cast, Match, Range, Rule, explain
-from tests.compiled.variants.test_backward_again import also_saves, compiled, counted
+from tests.support.backward_again import also_saves, compiled, counted
 
 rules = [Rule(Match(op="aten::tanh", min_bytes=0), Cast("bf16"))]
 run = compiled(also_saves, specialize=[Range("x[0]", 2, 16)], saved_tensors=rules)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
-from multigraph_backend.cudagraphs.recordings.piece import Piece
-from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.distributed import endings
 from tests.support.distributed import endings as program
 from tests.support.distributed import soak_endings
+from tests.support.distributed.doubling import recorded, right
 
 
 @pytest.mark.parametrize("ending", program.ENDINGS)
@@ -25,29 +22,6 @@ def test_every_ending_ends(ending: str) -> None:
 
 
 # ---------------------------------------------------------------- in this process
-
-
-def doubled(inputs: list[Any]) -> tuple[Any, ...]:
-    (x,) = inputs
-    inputs.clear()
-    return (x * 2,)
-
-
-def recorded(groups: tuple[str, ...]) -> tuple[SimulatedDevice, Tree, Piece]:
-    device = SimulatedDevice()
-    tree = Tree(device)
-    piece = Piece(tree, doubled, names=["x"], visible=[True], groups=groups)
-    for _ in range(3):
-        right(piece)
-    assert tree.counts["recordings"] == 1
-    return device, tree, piece
-
-
-def right(piece: Piece) -> torch.Tensor:
-    x = torch.randn(8)
-    (y,) = piece([x])
-    torch.testing.assert_close(y, x * 2)
-    return y  # type: ignore[no-any-return]
 
 
 def test_recordings_without_collectives_are_not_touched() -> None:

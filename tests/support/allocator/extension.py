@@ -349,3 +349,13 @@ def declared_exports() -> frozenset[str]:
             if line.startswith(("MG_EXPORT", 'extern "C" MG_TORCH_EXPORT')):
                 names.add(line.split("(")[0].split()[-1].lstrip("*"))
     return frozenset(names)
+
+
+def capture(allocator: Allocator, streams: int) -> list[int]:
+    """`streams` streams in one capture, under a pool for all of them."""
+    made = [allocator.stream() for _ in range(streams)]
+    allocator.begin_pool(1, allocator.is_capturing)
+    allocator.begin_capture(made[0])
+    for other in made[1:]:
+        allocator.join(other, made[0])
+    return made

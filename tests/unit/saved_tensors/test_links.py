@@ -9,7 +9,7 @@ import pytest
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step, live_bytes
 from multigraph_backend.saved_tensors.offload import windows
 from multigraph_backend.saved_tensors.placement import Packing, Transfer, packed_backward, place
-from tests.unit.saved_tensors.test_placement import BIG, layers
+from tests.support.saved_tensors.layers import BIG, layers
 
 TIMES = [float(index) for index in range(101)]  # a second for each of 100 steps
 

@@ -8,8 +8,9 @@ import pytest
 
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step, peak
 from multigraph_backend.saved_tensors.placement import FAR, Packing, Unpacking, packed_backward, place
+from tests.support.saved_tensors.layers import BIG, layers
 
-BIG, SMALL = 100, 10
+SMALL = 10
 
 
 def narrowing(name: str) -> Packing:
@@ -22,27 +23,6 @@ def narrowing(name: str) -> Packing:
         pack=Fragment((Step("q", frozenset({"x"}), ("q",)),), {"x": BIG, "q": SMALL}, ("x",), ("q",)),
         unpack=Fragment((Step("u", frozenset({"q"}), ("u",)),), {"q": SMALL, "u": BIG}, ("q",), ("u",)),
         cheap=True,
-    )
-
-
-def layers(count: int) -> tuple[Program, Program]:
-    """Each layer makes a tensor from the one before; the backward goes back through them."""
-    names = [f"h{index}" for index in range(count)]
-    forward = []
-    for before, name in zip(["x", *names], names, strict=False):
-        forward += [Step(name, frozenset({before}), (name,)), Step(f"{name}.view", frozenset({name}), view=True)]
-    forward.append(Step("out", frozenset({names[-1]}), ("out",)))
-    forward.append(Step("output", frozenset({*names, "out"})))
-    backward = []
-    gradient = "tangent"
-    for name in reversed(names):
-        backward.append(Step(f"g.{name}", frozenset({gradient, name}), (f"g.{name}",)))
-        gradient = f"g.{name}"
-    backward.append(Step("output", frozenset({gradient})))
-    sizes = {"x": BIG, "out": 1, "tangent": 1, **dict.fromkeys([*names, *(f"g.{name}" for name in names)], BIG)}
-    return (
-        Program(tuple(forward), sizes, frozenset({"x"}), frozenset({"x"}), frozenset({*names, "out"})),
-        Program(tuple(backward), sizes, frozenset({*names, "tangent"}), results=frozenset({gradient})),
     )
 
 
