@@ -19,9 +19,9 @@ COMMON = """
 import ctypes, json, os, pickle
 import torch
 from multigraph_backend import allocator
-from multigraph_backend.allocator import library, process
+from multigraph_backend.allocator import installing, library
 
-process._gpus = lambda: 1  # the simulated driver's
+installing._gpus = lambda: 1  # the simulated driver's
 loaded = library.load().library
 simulated = ctypes.CDLL(str(loaded.path))
 simulated.sim_new.restype, simulated.sim_new.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
