@@ -4,6 +4,27 @@
 
 Dynamo traces once; multigraph compiles that graph as one generic graph and, lazily, as any number of variants for
 sizes that were declared.  Importing this package is light: torch loads the backend by its entry point when it is named.
+
+The parts, each of which imports only from those below it:
+
+    __main__.py     python -m multigraph_backend: the doctor, and explain() for a script
+    doctor/         whether multigraph can work on this machine, and what to do where it cannot
+    __init__.py     the public names, each loaded when it is asked for
+    report.py       explain(): what became of each graph, of its variants and its recordings, and why
+    backend.py      what torch calls with each graph; takes over torch's own dispatch of marks; compiles nothing
+    region/         one Dynamo graph and its variants: which code runs a call, and what where there is none
+    lower/          one compile from end to end: a captured graph with facts in, code and its guards out
+    options.py      what the user says, in code and in MULTIGRAPH_OPTIONS, as one frozen Options
+    saved_tensors/  what is saved for backward, packed in the forward graph and unpacked in the backward graph
+    cudagraphs/     compiled code in CUDA graphs: its parts, what runs them, and the devices they run on
+    capture/        a backend call as a captured graph: what is compiled again and again
+    declare/        what may be declared: predicates over named integers, facts, torch's marks
+    distributed/    under torch.distributed: collectives in order, compiles, endings, who waits for whom
+    allocator/      the allocator extension (allocator_ext/): found, checked, given to torch
+    events.py       counters that threads cannot lose, messages that are said once
+    process/        what a process has once: its rank, its garbage collector, its threads' frames, interruptions
+    spelling.py     what errors say of a word that is not right
+    _compat.py      every private symbol of torch, with the versions it was seen in; nothing else touches one
 """
 
 from __future__ import annotations

@@ -17,11 +17,12 @@ The extension is a package of its own (`multigraph-allocator`). It may be missin
 one line says so, `status()` has the reason, and torch's own allocator serves.  Nothing here raises at import.
 
     library.py      the shared library: found, loaded, its version checked, its functions typed
-    process.py      install, status
+    installing.py   install, status
     pools.py        pool
-    recording_pool.py  where recordings live while it is the process's allocator
     statistics.py   memory_stats and the rest
     stacks.py       record_memory_history: Python's stacks in snapshots
+
+Where recordings live while it is the process's allocator is `cudagraphs/devices/extension_pool.py`.
 
 Origin: PyTorch pull requests 158352 and 162186 (reuse within a capture), 151487 (pools that serve at out-of-memory).
 """

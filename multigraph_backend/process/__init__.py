@@ -1,5 +1,6 @@
 """What there is once in a process, and every part shares.
 
-Its rank, the switch of its garbage collector, the frames of its threads, and what interrupts it.  Nothing here imports
-any other part.
+Which of several it is (`rank`), the one switch of its garbage collector (`garbage`), the frames of its threads
+(`frames`), and exceptions that only arrive in it while code runs (`interruptions`).  Nothing here imports any other
+part.
 """
