@@ -29,9 +29,9 @@ def compiles() -> tuple[int, int]:
     return stats["variants_compiled"], stats["generic_compiled"]
 
 
-def variants(region: int = 0) -> list[dict[str, Any]]:
-    """What `explain()` says of the declared conditions of a region."""
-    found: list[dict[str, Any]] = multigraph_backend.explain().to_dict()["regions"][region]["variants"]
+def variants() -> list[dict[str, Any]]:
+    """What `explain()` says of the declared conditions of the first region."""
+    found: list[dict[str, Any]] = multigraph_backend.explain().to_dict()["regions"][0]["variants"]
     return found
 
 

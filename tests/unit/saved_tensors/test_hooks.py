@@ -33,9 +33,8 @@ def two_layers(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     return (torch.sigmoid(x @ w) @ v).sin()
 
 
-def packed_by(hook: SavedHook, function: Callable[..., Any] = two_layers, dynamic: bool = False) -> Partitioned:
-    made = partition(function, [Rule(Match(min_bytes=0), hook)], dynamic)
-    return made
+def packed_by(hook: SavedHook, dynamic: bool = False) -> Partitioned:
+    return partition(two_layers, [Rule(Match(min_bytes=0), hook)], dynamic)
 
 
 def assert_gradients(hook: SavedHook, bound: float, dynamic: bool = False) -> None:
