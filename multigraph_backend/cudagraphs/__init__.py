@@ -4,6 +4,4 @@ The way of the data: `partition` reads what may be recorded of a graph's code in
 piece of each part and puts them where the code was called (`opened` takes apart what they are given, `direct_call` is
 the short way from the dispatcher to them); `recordings` run, over one of `devices`, with one tree per device
 (`runtime`); `account` is what `explain()` shows of them.
-
-`splitter` and `straight_code` cut graphs that do not come from Inductor, in place of `partition`.
 """
