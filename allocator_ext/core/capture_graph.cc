@@ -69,7 +69,7 @@ Capture& Captures::known(const Terminals& now, Stream stream) {
   fresh->graph = now.graph;
   fresh->witness = stream;
   // The driver counts captures as they begin. One that was passed over may be under way, and this may be a body of it.
-  bool next = now.id == last_id_ + 1 || single_scope_ || mutated(config_, Mutant::unseen_forgotten);
+  bool next = now.id == last_id_ + 1 || single_scope_;
   passed_over_.erase(now.id);
   if (!next && now.id > last_id_) {
     bool many = now.id - last_id_ > most_passed_over;
@@ -96,12 +96,11 @@ bool Captures::driven_here(Stream stream) const {
 
 Observation Captures::observe(Stream stream, std::vector<Ready>& ready, bool drives) {
   Terminals now;
-  bool careless = mutated(config_, Mutant::frees_elsewhere_read);
-  bool with_nodes = drives || careless || driven_here(stream);
+  bool with_nodes = drives || driven_here(stream);
   bool told = Terminals::of(driver_, stream, now, with_nodes);
   if (told && now.status == not_capturing) return {Observation::outside, nullptr, nullptr};
   Capture* capture = told ? &known(now, stream) : nullptr;
-  if (told && (drives || careless)) capture->thread = this_thread();
+  if (told && drives) capture->thread = this_thread();
   if (told && capture->thread != this_thread()) return {Observation::elsewhere, nullptr, capture};
   if (told && !with_nodes) told = Terminals::of(driver_, stream, now, true) && now.status == capturing;
   if (!told) {
@@ -144,8 +143,7 @@ bool Captures::look_before(StreamView& view) {
     if (std::all_of(capture.before.begin(), capture.before.end(), past)) capture.before = view.terminals;
   }
   while (view.behind < capture.before.size() && view.completed(capture.before[view.behind])) view.behind++;
-  view.apart = (view.behind < capture.before.size() || capture.within_apart) &&
-               !mutated(config_, Mutant::same_graph_forgotten);
+  view.apart = view.behind < capture.before.size() || capture.within_apart;
   return true;
 }
 
@@ -164,10 +162,8 @@ bool Captures::advance(StreamView& view, const Terminals& now, std::vector<Ready
   if (!walk(view, now, met, fresh, partial)) return false;
 
   bool replaced = view.orderless;
-  if (!mutated(config_, Mutant::replaced_kept)) {
-    for (Node old : view.terminals) {
-      if (std::find(met.begin(), met.end(), old) == met.end()) replaced = true;
-    }
+  for (Node old : view.terminals) {
+    if (std::find(met.begin(), met.end(), old) == met.end()) replaced = true;
   }
   if (partial) {
     view.partial_at = view.capture->clock;
@@ -265,7 +261,7 @@ void Captures::completed(StreamView& view, Node node, std::vector<Ready>& ready)
   view.watched.erase(found);
   for (auto& [deferred, candidate] : waiting) {
     auto& missing = deferred->candidates[candidate].missing;
-    missing = mutated(config_, Mutant::any_marker) ? 0 : missing - 1;
+    missing--;
     if (missing == 0) satisfied(*deferred, candidate, ready);
   }
 }
@@ -298,9 +294,6 @@ void Captures::defer(Block* block, std::vector<Node> markers, const std::vector<
       if (view->completed(marker)) continue;
       deferred.candidates[index].missing++;
       view->watched[marker].push_back({&deferred, index});
-    }
-    if (mutated(config_, Mutant::any_marker) && deferred.candidates[index].missing < deferred.markers.size()) {
-      deferred.candidates[index].missing = 0;
     }
   }
   for (size_t i = 0; i < deferred.candidates.size(); i++) {
@@ -370,7 +363,6 @@ void Captures::poll(std::vector<Block*>& left) {
 }
 
 uint64_t Captures::cover(StreamView& view, StreamView& other) {
-  if (mutated(config_, Mutant::cover_not_checked)) return other.point;
   uint64_t& covered = view.covers[&other];
   while (covered < other.history.size()) {
     const auto& terminals = other.history[covered];

@@ -161,7 +161,7 @@ class Captures {
   void completed(StreamView& view, Node node, std::vector<Ready>& ready);
   void satisfied(Deferred& deferred, size_t candidate, std::vector<Ready>& ready);
   bool dependencies(Node node, std::vector<Node>& nodes, std::vector<EdgeData>& edges);
-  bool is_full(const EdgeData& edge) const { return edge.full() || mutated(config_, Mutant::partial_as_full); }
+  bool is_full(const EdgeData& edge) const { return edge.full(); }
   void new_period(StreamView& view) {
     view.order_tag = last_tag_ += 2;
     view.proof_tag = view.order_tag + 1;

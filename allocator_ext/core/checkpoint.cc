@@ -24,7 +24,6 @@ Outcome unknown_state() { return {Status::invalid, "there is no such state"}; }
 std::string Device::in_the_way(Pool& pool) {
   InContext in(*this);
   tend(nullptr);
-  if (mutated(config_, Mutant::restored_in_captures)) return "";
   std::string found = obstacle(pool);
   if (found.empty() || !quiet()) return found;
   bool back = lifetimes_.await();
@@ -90,7 +89,7 @@ Outcome Device::restore_pool(uint64_t state) {
     }
   }
   for (Block* block : since) {
-    if (!block->adopted && !mutated(config_, Mutant::late_frees_heard)) ghosts_[block->address]++;
+    if (!block->adopted) ghosts_[block->address]++;
     live_.erase(block->address);
     count_live(*block, -1);
     stats_.active_bytes.add(-static_cast<int64_t>(block->size));
@@ -126,7 +125,6 @@ Block* Device::take_window(Pool& pool, const SavedBlock& saved) {
   Window& window = *pool.window(saved.window);
   std::vector<Block*> pieces;
   for (const Piece& piece : pieces_of(window.pages, saved.address - window.address, saved.size)) {
-    if (!pieces.empty() && mutated(config_, Mutant::pieces_not_restored)) break;
     pieces.push_back(pool.take_at(piece.address, piece.size));
     pieces.back()->stream = saved.stream;
   }

@@ -117,7 +117,7 @@ class Device {
   void forget_empty_pools();
   // No capture is under way that is known. One that has begun unseen has nothing of what is given back or lent, and bears
   // what is called for that, but for the wait for the whole device (`wait`).
-  bool quiet() const { return lifetimes_.quiet() && !(scopes_.any() && mutated(config_, Mutant::scopes_stop_reclaim)); }
+  bool quiet() const { return lifetimes_.quiet(); }
   bool watched() const { return scopes_.any() || lifetimes_.captures.any(); }
   void tell_of_scopes() { lifetimes_.captures.scopes(scopes_.newest(), scopes_.oldest_open(), scopes_.single()); }
   Observation tend(Stream stream) {
@@ -166,15 +166,14 @@ class Device {
     const Request& request_;
     std::vector<Owner> owners_;
     Tag order_tag_ = settled, proof_tag_ = settled;
-    bool settled_too_ = true, unchecked_ = false, one_tag_ = false;
+    bool settled_too_ = true;
   };
   // stitch.cc
   bool may_stitch(const Request& request) const {
     return config_.stitch && request.size >= size_class::stitch_limit && request.size < size_class::medium_limit &&
-           (request.seen.view->partial_at == 0 || mutated(config_, Mutant::stitched_beside_early));
+           request.seen.view->partial_at == 0;
   }
   static bool cuts_a_page(const Pool::Run& run, size_t size);
-  Ends ends(const Request& request, const May& may) const;
   Block* stitch_cached(const Request& request, const May& may, bool fits);
   Block* stitch_fresh(const Request& request, const May& may, Pool::Room room);
   Block* stitch(const Request& request, const Plan& plan);

@@ -278,7 +278,7 @@ size_t Device::shrink(Pool& pool, uint64_t not_used_since) {
       const Chunk mapped = segment->chunks.at(start);
       size_t size = mapped.size;
       from = start + size;
-      if (mapped.windows != 0 && !mutated(config_, Mutant::windows_outlive_pages)) continue;  // it would not go back
+      if (mapped.windows != 0) continue;  // it would not go back
       over = over || wait(*segment, waited);
       if (!over) break;
       Block* chunk = pool.take_at(start, size);

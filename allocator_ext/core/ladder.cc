@@ -64,7 +64,7 @@ bool Device::recover() {
 
 Block* Device::find(Request& request) {
   // The driver did not tell: it may be a capture that goes on in a graph, for which nothing that was used is over.
-  if (request.seen.status == Observation::unknown && !mutated(config_, Mutant::same_graph_forgotten)) return nullptr;
+  if (request.seen.status == Observation::unknown) return nullptr;
   for (;;) {
     Block* block = nullptr;
     StreamView* view = request.seen.view;
@@ -77,11 +77,6 @@ Block* Device::find(Request& request) {
       // What this stream has outside of captures too.
       if (block == nullptr) block = request.pool->best(request.size, kind, request.stream, tags, view->apart ? 2 : 3);
       if (block == nullptr && config_.reuse == Reuse::any_stream) block = find_covered(request, kind);
-      if (block == nullptr && mutated(config_, Mutant::one_tag_for_all)) {
-        for (Tag tag = 2; tag < view->order_tag + 64 && block == nullptr; tag++) {
-          block = request.pool->best(request.size, kind, request.stream, &tag, 1);
-        }
-      }
     }
     if (block == nullptr || verified(request, block)) return block;
   }
@@ -111,7 +106,7 @@ Block* Device::find_covered(const Request& request, size_class::Kind kind) {
 Block* Device::find_shared(Request& request) {
   const Pool& pool = *request.pool;
   Pool::Run run;
-  if (request.seen.view->partial_at == 0 || mutated(config_, Mutant::stitched_beside_early)) {
+  if (request.seen.view->partial_at == 0) {
     May may(*this, request, May::any);
     if (config_.stitch && request.size <= size_class::low_limit) run.first = pool.lowest_shared(request.size, may);
     if (run.first == nullptr) run = pool.best_shared(request.size, may);
@@ -138,15 +133,10 @@ Device::May::May(Device& device, const Request& request, Which which) : request_
   if (which != over) order_tag_ = view->order_tag;
   if (which != begun) proof_tag_ = view->proof_tag;
   if (which != begun) owners_ = device.owners(request);
-  unchecked_ = mutated(device.config_, Mutant::runs_not_checked);
-  one_tag_ = mutated(device.config_, Mutant::one_tag_for_all);
 }
 
 bool Device::May::operator()(const Block& block) const {
   if (block.state != BlockState::free) return false;
-  const Block* before = block.previous;
-  if (unchecked_ && before != nullptr && (*this)(*before)) return true;
-  if (one_tag_ && block.stream == request_.stream) return true;
   if (block.tag == settled) {
     return settled_too_ && (block.stream == request_.stream || (block.stream == nobody && request_.seen.view != nullptr));
   }
@@ -234,7 +224,7 @@ Block* Device::grow(Request& request, std::string& reason) {
 // What is settled in a pool that is open at out-of-memory serves any stream: what may still use it is waited for on the
 // host. No capture gets it: a graph is replayed, and what others use in between cannot be its memory.
 Block* Device::last_resort(Request& request) {
-  if (request.seen.status != Observation::outside && !mutated(config_, Mutant::graphs_borrow)) return nullptr;
+  if (request.seen.status != Observation::outside) return nullptr;
   for (Pool* pool : pool_list_) {
     if (!pool->use_on_oom || pool == request.pool) continue;
     if (Block* block = borrow(*pool, request)) return block;
@@ -245,7 +235,7 @@ Block* Device::last_resort(Request& request) {
 Block* Device::borrow(Pool& pool, const Request& request) {
   bool waited = false;
   auto over = [&](const Segment& segment, Stream stream) {
-    if (segment.captured) return mutated(config_, Mutant::lent_beside_graphs) || wait(waited);
+    if (segment.captured) return wait(waited);
     return stream == request.stream || wait(stream);
   };
   Block* own = pool.best(request.size, size_class::kind(request.size), request.stream, &settled, 1);
@@ -260,7 +250,6 @@ Block* Device::borrow(Pool& pool, const Request& request) {
   Block* block = pool.best_settled(request.size);
   if (block != nullptr && over(*block->segment, block->stream)) return block;
   // What captures have left in the range that they share. No graph of the pool may be launched before it is back.
-  if (mutated(config_, Mutant::holes_not_lent)) return nullptr;
   auto free = [](const Block& part) { return part.state == BlockState::free && part.tag == settled; };
   Pool::Run run = pool.best_shared(request.size, free);
   if (run.first == nullptr || !over(*run.first->segment, nobody)) return nullptr;

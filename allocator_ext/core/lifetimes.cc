@@ -28,7 +28,7 @@ Observation Lifetimes::tend(Stream stream, bool watched, const std::vector<Pool*
     bool follows = before > 0 && captures.count() > before;
     if (config_.reuse == Reuse::graph_wide && seen.view != nullptr) captures.observe_all(*seen.view->capture, ready);
     release(ready);
-    if (seen.view != nullptr && !seen.view->capture->queued.empty() && !mutated(config_, Mutant::frees_elsewhere_lost)) {
+    if (seen.view != nullptr && !seen.view->capture->queued.empty()) {
       std::vector<Block*> queued;
       queued.swap(seen.view->capture->queued);
       for (Block* block : queued) place(block, true);
@@ -65,7 +65,6 @@ void Lifetimes::dispose(Block* block, bool watched) {
   block->state = BlockState::waiting;
   waiting_++;
   block->users.erase(std::remove(block->users.begin(), block->users.end(), block->stream), block->users.end());
-  if (mutated(config_, Mutant::no_recorded_streams)) block->users.clear();
   if (!watched) {
     settle_or_park(block);
     return;
@@ -104,31 +103,24 @@ void Lifetimes::place(Block* block, bool queued) {
   stats_.freed_in_captures++;
   bool proven = told && own.view != nullptr && prove(block, own.view, ready);
   release(ready);
-  if (proven) return;
-  if (mutated(config_, Mutant::parked_at_once) && own.view != nullptr) {
-    give(block, block->stream, own.view->order_tag, own.view->point, no_markers);
-    return;
-  }
-  park(block);
+  if (!proven) park(block);
 }
 
 // Takes the block over, for now or once its markers are in a stream's past; false: that can never be proven.
 bool Lifetimes::prove(Block* block, StreamView* own, std::vector<Ready>& ready) {
   Capture& capture = *own->capture;
-  if (block->capture != capture.serial && !mutated(config_, Mutant::old_blocks_proven)) {
+  if (block->capture != capture.serial) {
     // Of an earlier capture: graphs that share a pool are launched one after the other, so its uses there are over. Not
     // so if that capture surrounds this one (a conditional body may run again), nor for what ran without a capture.
     // What other streams did with it may have been outside of captures too, and nothing tells when that is over.
-    bool alone = capture.alone || mutated(config_, Mutant::surrounding_forgotten);
-    if (block->capture == 0 || !alone || captures.count() != 1 || own->apart) return false;
-    if (!block->users.empty() && !mutated(config_, Mutant::old_users_forgotten)) return false;
-    block->used_outside = !mutated(config_, Mutant::outside_forgotten);
+    if (block->capture == 0 || !capture.alone || captures.count() != 1 || own->apart) return false;
+    if (!block->users.empty()) return false;
+    block->used_outside = true;
     block->born = 0;
   }
   if (own->broken_at > block->born) return false;
   if (block->users.empty()) {
     // Memory that came by proof goes on needing one: an early kernel may have run past what it was proven by.
-    if (mutated(config_, Mutant::proof_forgotten)) block->by_proof = false;
     if (block->by_proof && own->partial_at > block->born) return false;
     give(block, block->stream, block->by_proof ? own->proof_tag : own->order_tag, own->point,
          config_.verify ? own->terminals : no_markers);
@@ -139,16 +131,11 @@ bool Lifetimes::prove(Block* block, StreamView* own, std::vector<Ready>& ready) 
   std::vector<StreamView*> views{own};
   for (Stream user : block->users) {
     auto found = capture.views.find(user);
-    if (found == capture.views.end() || found->second->known == false) {
-      if (mutated(config_, Mutant::outsiders_proven)) continue;
-      return false;
-    }
+    if (found == capture.views.end() || !found->second->known) return false;
     views.push_back(found->second.get());
   }
   for (Stream user : block->users) {
     // A view of this capture is no proof that the stream is in it now.
-    std::vector<Ready> unused;
-    if (mutated(config_, Mutant::outsiders_proven)) continue;
     Observation seen = captures.observe(user, ready);
     if (seen.view == nullptr || seen.view->capture != &capture) return false;
   }
@@ -229,7 +216,7 @@ Lifetimes::Events Lifetimes::by_events(Block* block) {
     block->users.erase(std::remove(block->users.begin(), block->users.end(), home), block->users.end());
     block->stream = home;
   }
-  if (block->users.empty() || mutated(config_, Mutant::events_not_awaited)) {
+  if (block->users.empty()) {
     give(block, block->stream, settled, never_covered, no_markers);
     return Events::recorded;
   }
@@ -276,7 +263,6 @@ void Lifetimes::ask_again() {
 }
 
 bool Lifetimes::all_is_over() {
-  if (mutated(config_, Mutant::silent_streams_lost)) return false;
   std::vector<Block*> over;
   over.swap(unanswered_);
   unanswered_bytes_ = 0;

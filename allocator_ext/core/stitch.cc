@@ -33,25 +33,16 @@ bool Device::cuts_a_page(const Pool::Run& run, size_t size) {
   return whole(start, end) > whole(start, at) + whole(at, end);
 }
 
-// Of a broken rule: the ends of pages whatever condition they are under.
-Ends Device::ends(const Request& request, const May& may) const {
-  Ends found = request.pool->ends(may);
-  if (mutated(config_, Mutant::pieces_not_checked)) {
-    found.heads = request.pool->ends([](const Block&) { return true; }).heads;
-  }
-  return found;
-}
-
 // Of what is mapped; `fits`: there is a place, and only something better is wanted.
 Block* Device::stitch_cached(const Request& request, const May& may, bool fits) {
-  Ends found = ends(request, may);
+  Ends found = request.pool->ends(may);
   auto plan = choose(found, request.size, fits ? Stitch::replace : Stitch::fill);
   return plan ? stitch(request, *plan) : nullptr;
 }
 
 // With pages that are mapped now, of which `room` has the place; no more than would be missing without pieces.
 Block* Device::stitch_fresh(const Request& request, const May& may, Pool::Room room) {
-  Ends found = ends(request, may);
+  Ends found = request.pool->ends(may);
   auto plan = choose(found, request.size, Stitch::grow);
   if (!plan || plan->fresh == 0 || plan->fresh * page > room.bytes) return nullptr;
   std::string unused;
@@ -144,7 +135,6 @@ bool Device::unmap(Pool& pool, Window& window) {
 // Windows without a block, before the memory behind them goes back; where the device cannot be waited for they stay.
 void Device::unmap_windows(Pool& pool, uint64_t not_used_since, bool& waited) {
   std::vector<Window*> idle;
-  if (mutated(config_, Mutant::windows_outlive_pages)) return;
   for (auto& [address, window] : pool.windows()) {
     bool old = std::all_of(window->pages.begin(), window->pages.end(), [&](Address at) {
       return std::prev(pool.segments().upper_bound(at))->second->last_use < not_used_since;
@@ -164,10 +154,9 @@ void Device::end_of_window(Block* block) {
   uint64_t capture = block->capture, born = block->born;
   history_.add(HistoryEntry::free_completed, block->address, block->size, stream);
   std::vector<Block*> pieces = pool.close(window);
-  if (mutated(config_, Mutant::windows_end_with_blocks)) unmap(pool, window);
   InContext in(*this);
   for (Block* piece : pieces) {
-    if (piece == pieces.front() || !mutated(config_, Mutant::pieces_forget_users)) piece->users = users;
+    piece->users = users;
     piece->stream = stream;
     piece->capture = capture;
     piece->born = born;

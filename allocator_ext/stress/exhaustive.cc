@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "stress/machine.h"
+#include "stress/mutant.h"
 
 using namespace mg;
 using namespace mg::stress;
@@ -118,6 +119,9 @@ const std::vector<Start> starts = {
 
 constexpr int cut = 3;
 
+// Of the broken rules (mutant.h) the one by which too little comes back; by the others too much does.
+constexpr int frees_elsewhere_lost = 30;
+
 struct Settings {
   int operations = 5;
   bool every_order = false;
@@ -175,8 +179,7 @@ bool replay(Machine& machine, const Start& start, const std::vector<Step>& progr
   for (const Step& step : start.steps) {
     if (!machine.run(step)) return false;
   }
-  machine.check_completeness = (settings.config.mutant == Mutant::none || settings.config.mutant == Mutant::frees_elsewhere_lost) &&
-                               settings.config.reuse != Reuse::strict &&
+  machine.check_completeness = (mutant == 0 || mutant == frees_elsewhere_lost) && settings.config.reuse != Reuse::strict &&
                                settings.config.reuse != Reuse::graph_wide && !settings.config.empty_nodes && !settings.config.expandable;
   for (const Step& step : program) {
     if (!machine.run(step)) return false;
@@ -336,7 +339,7 @@ int main(int count, char** words) {
     else if (word == "--expandable") settings.config.expandable = true;
     else if (word == "--verify") settings.config.verify = true;
     else if (word == "--empty-nodes") settings.config.empty_nodes = true;
-    else if (word == "--mutant") settings.config.mutant = static_cast<Mutant>(number(value()));
+    else if (has_mutants && word == "--mutant") mutant = number(value());
     else if (word == "--reuse") {
       std::string rule = value();
       settings.config.reuse = rule == "strict" ? Reuse::strict : rule == "graph" ? Reuse::graph_wide

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "stress/machine.h"
+#include "stress/mutant.h"
 #include "stress/shadow.h"
 
 using namespace mg;
@@ -36,7 +37,7 @@ struct Plan {
   bool pieces;  // sizes that leave pieces of pages, and states with blocks that are made of such
 };
 
-Plan plan(std::mt19937_64& random, Mutant mutant) {
+Plan plan(std::mt19937_64& random) {
   Plan made;
   made.config.reuse = static_cast<Reuse>(random() % 4);
   made.config.verify = random() % 4 == 0;
@@ -48,7 +49,6 @@ Plan plan(std::mt19937_64& random, Mutant mutant) {
     made.config.expandable = true;
   }
   made.config.stitch = random() % 8 != 0;
-  made.config.mutant = mutant;
   made.capacity = random() % 4 == 0 ? 128 * size_class::mib : size_t{1} << 40;
   return made;
 }
@@ -148,9 +148,9 @@ void print(const Machine& machine, const Step& step, int block) {
   fprintf(stderr, "\n");
 }
 
-bool one(uint64_t seed, int length, Mutant mutant, bool each_call, bool prints) {
+bool one(uint64_t seed, int length, bool each_call, bool prints) {
   std::mt19937_64 random(seed);
-  Plan planned = plan(random, mutant);
+  Plan planned = plan(random);
   if (prints) fprintf(stderr, "reuse %d, capacity %zu\n", static_cast<int>(planned.config.reuse), planned.capacity);
   bool failing = !each_call && random() % 3 == 0;
   std::vector<Step> steps;
@@ -210,7 +210,6 @@ int main(int count, char** words) {
   uint64_t seed = 9000, operations = 100000;  // from here on most broken rules show soon
   int length = 400;
   bool each_call = false, prints = false;
-  Mutant mutant = Mutant::none;
   for (int i = 1; i < count; i++) {
     std::string word = words[i];
     auto value = [&] { return i + 1 < count ? strtoull(words[++i], nullptr, 10) : 0; };
@@ -219,14 +218,14 @@ int main(int count, char** words) {
     else if (word == "--length") length = static_cast<int>(value());
     else if (word == "--each-call") each_call = true;
     else if (word == "--print") prints = true;
-    else if (word == "--mutant") mutant = static_cast<Mutant>(value());
+    else if (has_mutants && word == "--mutant") mutant = static_cast<int>(value());
     else {
       fprintf(stderr, "fuzz: unknown argument %s\n", word.c_str());
       return 2;
     }
   }
   auto began = std::chrono::steady_clock::now();
-  while (totals.operations < operations && one(seed, length, mutant, each_call, prints)) seed++;
+  while (totals.operations < operations && one(seed, length, each_call, prints)) seed++;
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   auto n = [](uint64_t value) { return static_cast<unsigned long long>(value); };
   printf("{\"operations\": %llu, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"restored\": %llu, \"stitched\": %llu, \"lent\": %llu, \"again\": %llu, \"failed_calls\": %llu, "

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.allocator.extension import Allocator, build
+from tests.support.allocator.mutants import copied
 
 if torch.version.cuda is None:
     collect_ignore = [
@@ -21,6 +22,14 @@ if torch.version.cuda is None:
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the simulated driver, the library over it, and the stress programs."""
     return build(tmp_path_factory.mktemp("simulated"), "-DMULTIGRAPH_STRESS=ON", "-DCMAKE_UNITY_BUILD=ON")
+
+
+@pytest.fixture(scope="session")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the stress programs over a core in which every rule can be broken."""
+    folder = tmp_path_factory.mktemp("broken")
+    options = ("-DMULTIGRAPH_STRESS=ON", "-DCMAKE_UNITY_BUILD=ON")
+    return build(folder / "build", *options, targets=("exhaustive", "fuzz"), source=copied(folder))
 
 
 @pytest.fixture(scope="session")

@@ -6,49 +6,17 @@ out.  A rule that is broken on purpose has to be found by the same runs, else th
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support.allocator.extension import build, stress
+from tests.support.allocator.mutants import MUTANTS
 
 # one file at a time would be compiled for most of the test's time
 QUICK_BUILD = ("-DMULTIGRAPH_STRESS=ON", "-DCMAKE_BUILD_TYPE=", "-DCMAKE_UNITY_BUILD=ON")
 
-MUTANTS = {
-    1: "record_stream is not heard",
-    2: "one marker that precedes is taken for all",
-    3: "a stream outside of the capture is taken for one without terminals",
-    4: "replaced dependencies are not noticed",
-    5: "programmatic edges prove completion",
-    6: "a block from before the capture counts as allocated in it",
-    7: "what one capture freed is given to another beside it",
-    8: "another stream takes what was freed after it last waited",
-    9: "outside of captures other streams' uses are not waited for",
-    10: "what cannot be proven is given back at once",
-    11: "a capture that ended before a body of it is taken for one that came before",
-    12: "memory that came by proof is given back as if one stream alone had used it",
-    13: "what was in use outside of captures goes to any stream",
-    14: "a capture takes memory of a pool that others use outside of captures",
-    15: "what other streams did with a block of an earlier capture is taken to be over",
-    16: "an owner that has lost its block frees what is there now",
-    17: "a pool is restored while a capture uses it",
-    18: "whoever may have one block of a run is given its neighbour too",
-    19: "the last piece of a window is taken under whichever condition",
-    20: "of a window's block only the first piece waits for the streams that used it",
-    21: "a window is made where kernels begin early",
-    22: "a window is unmapped when its block is freed",
-    23: "a page is taken for given back while a window maps it",
-    24: "of a window's block only the first piece is taken when a state comes back",
-    25: "an open scope is taken for a capture that is under way",
-    27: "what graphs use is lent while one of them may be running",
-    28: "a pool that has lent memory says that it has not",
-    29: "a free looks at a capture that another thread drives",
-    30: "what another thread has freed waits for the end of the capture",
-    31: "what an earlier capture left is over for one into the same graph",
-    32: "a capture is taken for the only one though another has begun before it",
-    33: "what a stream used that the driver no longer knows never comes back",
-}
 ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
 ELSEWHERE = {29, 30}  # these need frees by another thread
 # these need little memory, states of pools, blocks of several sizes, or streams that go
@@ -92,31 +60,40 @@ def test_every_program_with_frees_by_another_thread(simulated: Path, rule: str) 
     assert found["reused_crossed"] > 4_000
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=MUTANTS.__getitem__)
-def test_a_broken_rule_is_found(simulated: Path, mutant: int) -> None:
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: MUTANTS[mutant].says)
+def test_a_broken_rule_is_found(broken: Path, mutant: int) -> None:
     if mutant in RANDOM:
         seed = SEEDS.get(mutant, 9000)
-        found = stress(simulated / "fuzz", "--operations", "1000000", "--seed", str(seed), "--mutant", str(mutant))
+        found = stress(broken / "fuzz", "--operations", "1000000", "--seed", str(seed), "--mutant", str(mutant))
     else:
         more = ["--odd"] if mutant in ODD else ["--expandable", "--start", "stitched"] if mutant in STITCHED else []
         rule = "own" if mutant in ELSEWHERE else "any"
         operations = "4" if mutant in ELSEWHERE else "5"
         more += ["--elsewhere"] if mutant in ELSEWHERE else []
         arguments = ("--operations", operations, "--reuse", rule, "--mutant", str(mutant), *more)
-        found = stress(simulated / "exhaustive", *arguments)
+        found = stress(broken / "exhaustive", *arguments)
     assert found["wrong"] != ""
 
 
-def test_left_out_orders_find_nothing_more(simulated: Path) -> None:
+def test_a_rule_is_broken_only_where_that_is_asked_for(simulated: Path, broken: Path) -> None:
+    arguments = ("--operations", "3", "--reuse", "any")
+    found = stress(broken / "exhaustive", *arguments)
+    assert found["wrong"] == ""
+    assert found["programs"] == stress(simulated / "exhaustive", *arguments)["programs"]
+    # the sources themselves have no rule that could be
+    refused = subprocess.run([simulated / "exhaustive", "--mutant", "1"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "unknown argument --mutant" in refused.stderr
+
+
+def test_left_out_orders_find_nothing_more(broken: Path) -> None:
     # of programs that differ in the order of steps alone one is run: it finds what all of them find
     found = set()
     for mutant in MUTANTS.keys() - RANDOM - ELSEWHERE:
         start = ("--expandable", "--start", "stitched") if mutant in STITCHED else ()
         arguments = ("--operations", "4", "--odd", "--reuse", "any", "--mutant", str(mutant), *start)
-        one = stress(simulated / "exhaustive", *arguments)
-        assert bool(one["wrong"]) == bool(stress(simulated / "exhaustive", *arguments, "--every-order")["wrong"]), (
-            mutant
-        )
+        one = stress(broken / "exhaustive", *arguments)
+        assert bool(one["wrong"]) == bool(stress(broken / "exhaustive", *arguments, "--every-order")["wrong"]), mutant
         if one["wrong"]:
             found.add(mutant)
     assert len(found) >= 10

@@ -234,9 +234,9 @@ def test_pools_that_hold_nothing_are_forgotten(make: Make) -> None:
 
 
 @pytest.mark.parametrize("mutant", [2, 4, 5, 8])
-def test_the_verifier_refuses_what_a_broken_rule_would_give(simulated: Path, mutant: int) -> None:
+def test_the_verifier_refuses_what_a_broken_rule_would_give(broken: Path, mutant: int) -> None:
     # without it the oracle finds two blocks over each other; with it the block is not handed out
     found = stress(
-        simulated / "exhaustive", "--operations", "4", "--odd", "--verify", "--reuse", "any", "--mutant", str(mutant)
+        broken / "exhaustive", "--operations", "4", "--odd", "--verify", "--reuse", "any", "--mutant", str(mutant)
     )
     assert found["wrong"].endswith("the verifier refused a reuse")

@@ -21,10 +21,10 @@ STRICT, OWN_STREAM, GRAPH_WIDE, ANY_STREAM = range(4)
 OK, OUT_OF_MEMORY, INVALID = range(3)
 
 
-def build(folder: Path, *options: str, targets: tuple[str, ...] = ()) -> Path:
+def build(folder: Path, *options: str, targets: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
     """CMake with Ninja into `folder`; warnings of the compiler are errors."""
     commands = [
-        ["cmake", "-S", str(SOURCE), "-B", str(folder), "-G", "Ninja", *options],
+        ["cmake", "-S", str(source), "-B", str(folder), "-G", "Ninja", *options],
         ["cmake", "--build", str(folder), "--parallel", "2", *(["--target", *targets] if targets else [])],
     ]
     # both may be installed beside this interpreter only
