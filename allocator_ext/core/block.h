@@ -4,7 +4,7 @@
 // memory itself is given back by the pool, which owns the segment. An expandable segment is a range of addresses of which
 // whole pages are mapped, in chunks; what is not is a block too, in no list. A shared one serves captures, whichever
 // streams are in them, so nobody is its home. What of it is lent is in use at other addresses, those of a window
-// (window.h), which is a segment of one block.
+// (windows.h), which is a segment of one block.
 // Invariant: blocks of a segment tile it; two free neighbours differ in stream or tag, else they are one.
 #pragma once
 

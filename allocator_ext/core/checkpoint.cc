@@ -72,7 +72,7 @@ Outcome Device::restore_pool(uint64_t state) {
   std::string reason = in_the_way(pool);
   if (!reason.empty()) return {Status::invalid, reason};
   for (const SavedBlock& block : saved.blocks) {
-    if (block.window != 0 ? pool.window(block.window) == nullptr : !pool.maps(block.address, block.size)) {
+    if (block.window != 0 ? pool.windows().find(block.window) == nullptr : !pool.maps(block.address, block.size)) {
       return {Status::invalid, "memory of this state has been given back to the driver"};
     }
   }
@@ -122,7 +122,7 @@ Outcome Device::restore_pool(uint64_t state) {
 
 // All pieces are free: where they were, no other block of the state is, and what is not of the state has just been freed.
 Block* Device::take_window(Pool& pool, const SavedBlock& saved) {
-  Window& window = *pool.window(saved.window);
+  Window& window = *pool.windows().find(saved.window);
   std::vector<Block*> pieces;
   for (const Piece& piece : pieces_of(window.pages, saved.address - window.address, saved.size)) {
     pieces.push_back(pool.take_at(piece.address, piece.size));

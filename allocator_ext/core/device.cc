@@ -391,28 +391,4 @@ void Device::snapshot_at_oom(std::string path) {
   snapshot_path_ = std::move(path);
 }
 
-std::string Device::verify() {
-  Lock lock(mutex_);
-  size_t live = 0, waiting = 0, reserved = 0;
-  for (Pool* pool : pool_list_) {
-    std::string wrong = pool->verify();
-    if (!wrong.empty()) return wrong;
-    reserved += pool->reserved;
-    for (auto& [address, segment] : pool->segments()) {
-      if (segment->pool != pool) return "a segment is in another's pool";
-      for (Block* block = segment->first; block != nullptr; block = block->next) {
-        if (block->state == BlockState::waiting) waiting++;
-        if (block->state != BlockState::live) continue;
-        live++;
-        auto found = live_.find(block->address);
-        if (found == live_.end() || found->second != block) return "a live block cannot be found";
-      }
-    }
-  }
-  if (live != live_.size()) return "an address is handed out without a live block";
-  if (waiting != lifetimes_.waiting()) return "a waiting block is lost";
-  if (static_cast<int64_t>(reserved) != stats_.reserved_bytes.current) return "reserved bytes are miscounted";
-  return "";
-}
-
 }  // namespace mg

@@ -173,7 +173,7 @@ class Device {
     return config_.stitch && request.size >= size_class::stitch_limit && request.size < size_class::medium_limit &&
            request.seen.view->partial_at == 0;
   }
-  static bool cuts_a_page(const Pool::Run& run, size_t size);
+  static bool cuts_a_page(const Run& run, size_t size);
   Block* stitch_cached(const Request& request, const May& may, bool fits);
   Block* stitch_fresh(const Request& request, const May& may, Pool::Room room);
   Block* stitch(const Request& request, const Plan& plan);

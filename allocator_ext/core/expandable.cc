@@ -5,7 +5,7 @@
 // what is mapped, or in a hole; at the other end of life, chunks that are free go back. Outside of captures each pool,
 // stream and kind of size has a range; captures share one in each pool, for requests of all their streams and of all sizes.
 // Each chunk is one physical allocation, and its handle is released once it is mapped: the mapping keeps it. Where pages
-// may be mapped again (window.h), each is a chunk and keeps its handle.
+// may be mapped again (windows.h), each is a chunk and keeps its handle.
 // Invariant: a block is mapped and accessible as a whole, or it is an unmapped block.
 
 #include <algorithm>
@@ -14,78 +14,6 @@
 #include "core/relaxed_capture.h"
 
 namespace mg {
-
-Segment* Pool::add_range(Address address, size_t size, Stream stream, Kind kind) {
-  auto segment = std::make_unique<Segment>();
-  auto block = std::make_unique<Block>();
-  segment->address = block->address = address;
-  segment->size = block->size = size;
-  segment->expandable = true;
-  segment->home = block->stream = stream;
-  segment->pool = this;
-  segment->kind = kind;
-  segment->captured = kind == Kind::shared;
-  block->segment = segment.get();
-  block->state = BlockState::unmapped;
-  segment->open.emplace(address, block.get());
-  segment->first = block.release();
-  Segment* made = segment.get();
-  segments_.emplace(address, std::move(segment));
-  return made;
-}
-
-Block* Pool::mapped(Block* block, size_t bytes) {
-  Segment& segment = *block->segment;
-  prepare();
-  auto place = segment.open.extract(block->address);
-  if (bytes < block->size) {
-    Block* rest = behind_of(block, block->address + bytes);
-    place.key() = rest->address;
-    place.mapped() = rest;
-    segment.open.insert(std::move(place));
-  }
-  block->stream = segment.home;
-  block->tag = settled;
-  block->point = 0;
-  block->state = BlockState::waiting;
-  segment.mapped += bytes;
-  reserved += bytes;
-  // Not with what is free under a condition: then this would be under it too.
-  return join(block, true);
-}
-
-Address Pool::free_chunk(const Segment& segment, Address from) {
-  Address start = 0, end = 0;  // of a run of free blocks
-  for (const Block* block = segment.first; block != nullptr; block = block->next) {
-    if (block->state != BlockState::free || block->tag != settled) continue;
-    if (block->address != end) start = block->address;
-    end = block->address + block->size;
-    auto chunk = segment.chunks.lower_bound(std::max(start, from));
-    if (chunk != segment.chunks.end() && chunk->first + chunk->second.size <= end) return chunk->first;
-  }
-  return 0;
-}
-
-void Pool::unmapped(Block* block) {
-  Segment& segment = *block->segment;
-  block->state = BlockState::unmapped;
-  block->markers.clear();
-  segment.mapped -= block->size;
-  segment.chunks.erase(block->address);
-  reserved -= block->size;
-  auto open = [](const Block* b) { return b != nullptr && b->state == BlockState::unmapped; };
-  if (open(block->next)) {
-    segment.open.erase(block->next->address);
-    absorb(block);
-  }
-  if (open(block->previous)) {
-    absorb(block->previous);
-  } else {
-    segment.open.emplace(block->address, block);
-  }
-}
-
-void Pool::drop(Segment& segment) { segments_.erase(segment.address); }
 
 Segment* Device::reserve(Pool& pool, const Request& request, size_class::Kind kind, std::string& reason) {
   size_t free = 0, total = 0;
@@ -228,7 +156,7 @@ Block* Device::extend(Pool& pool, const Request& request, std::string& reason, b
   }
   if (own && kind == size_class::Kind::shared && may_stitch(request)) {
     if (Block* block = stitch_fresh(request, may, room)) return block;
-    if (Pool::Run run = pool.best_shared(request.size, may); run.first != nullptr) return out_of(request, run.first);
+    if (Run run = pool.holes().best(request.size, may); run.first != nullptr) return out_of(request, run.first);
     room = pool.room(request.size, home, kind, may);
     if (room.unmapped == nullptr) {
       reason = "the range of addresses is full";

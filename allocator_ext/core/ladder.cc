@@ -70,12 +70,12 @@ Block* Device::find(Request& request) {
     StreamView* view = request.seen.view;
     auto kind = size_class::kind(request.size);
     if (view == nullptr) {
-      block = request.pool->best(request.size, kind, request.stream, &settled, 1);
+      block = request.pool->lists().best(request.size, kind, request.stream, &settled, 1);
     } else {
       if (shared(request)) block = find_shared(request);
       Tag tags[] = {view->order_tag, view->proof_tag, settled};
       // What this stream has outside of captures too.
-      if (block == nullptr) block = request.pool->best(request.size, kind, request.stream, tags, view->apart ? 2 : 3);
+      if (block == nullptr) block = request.pool->lists().best(request.size, kind, request.stream, tags, view->apart ? 2 : 3);
       if (block == nullptr && config_.reuse == Reuse::any_stream) block = find_covered(request, kind);
     }
     if (block == nullptr || verified(request, block)) return block;
@@ -96,7 +96,7 @@ std::vector<Device::Owner> Device::owners(const Request& request) {
 Block* Device::find_covered(const Request& request, size_class::Kind kind) {
   for (const Owner& owner : owners(request)) {
     for (Tag tag : {owner.order_tag, owner.proof_tag}) {
-      if (Block* block = request.pool->best_covered(request.size, kind, owner.stream, tag, owner.cover)) return block;
+      if (Block* block = request.pool->lists().best_covered(request.size, kind, owner.stream, tag, owner.cover)) return block;
     }
   }
   return nullptr;
@@ -105,17 +105,17 @@ Block* Device::find_covered(const Request& request, size_class::Kind kind) {
 // What captures share: neighbours of which this stream may have each.
 Block* Device::find_shared(Request& request) {
   const Pool& pool = *request.pool;
-  Pool::Run run;
+  Run run;
   if (request.seen.view->partial_at == 0) {
     May may(*this, request, May::any);
-    if (config_.stitch && request.size <= size_class::low_limit) run.first = pool.lowest_shared(request.size, may);
-    if (run.first == nullptr) run = pool.best_shared(request.size, may);
+    if (config_.stitch && request.size <= size_class::low_limit) run.first = pool.holes().lowest(request.size, may);
+    if (run.first == nullptr) run = pool.holes().best(request.size, may);
     if (may_stitch(request) && (run.first == nullptr || cuts_a_page(run, request.size))) {
       if (Block* block = stitch_cached(request, may, run.first != nullptr)) return block;
     }
   } else {
-    run = pool.best_shared(request.size, May(*this, request, May::begun));
-    if (run.first == nullptr) run = pool.best_shared(request.size, May(*this, request, May::over));
+    run = pool.holes().best(request.size, May(*this, request, May::begun));
+    if (run.first == nullptr) run = pool.holes().best(request.size, May(*this, request, May::over));
   }
   return run.first != nullptr ? out_of(request, run.first) : nullptr;
 }
@@ -238,7 +238,7 @@ Block* Device::borrow(Pool& pool, const Request& request) {
     if (segment.captured) return wait(waited);
     return stream == request.stream || wait(stream);
   };
-  Block* own = pool.best(request.size, size_class::kind(request.size), request.stream, &settled, 1);
+  Block* own = pool.lists().best(request.size, size_class::kind(request.size), request.stream, &settled, 1);
   if (own != nullptr && over(*own->segment, own->stream)) return own;
   if (config_.expandable) {  // less may be missing behind what is free there
     std::string unused;
@@ -247,11 +247,11 @@ Block* Device::borrow(Pool& pool, const Request& request) {
     if (block != nullptr && over(*block->segment, request.stream)) return block;
   }
   if (!quiet()) return nullptr;
-  Block* block = pool.best_settled(request.size);
+  Block* block = pool.lists().best_settled(request.size);
   if (block != nullptr && over(*block->segment, block->stream)) return block;
   // What captures have left in the range that they share. No graph of the pool may be launched before it is back.
   auto free = [](const Block& part) { return part.state == BlockState::free && part.tag == settled; };
-  Pool::Run run = pool.best_shared(request.size, free);
+  Run run = pool.holes().best(request.size, free);
   if (run.first == nullptr || !over(*run.first->segment, nobody)) return nullptr;
   return pool.gather(run.first, request.size, request.stream, settled);
 }

@@ -5,60 +5,11 @@
 namespace mg {
 
 namespace {
-constexpr int looks = 16;  // of best_covered
 constexpr size_t most_spare = 1024;
 }
 
 Pool::~Pool() {
   for (Block* block : spare_) delete block;
-}
-
-FreeList& Pool::list_of(Kind kind, Stream stream, Tag tag) {
-  if (tag != settled) return lists(kind)[{stream, tag}];
-  Last& last = last_[static_cast<size_t>(kind)];
-  if (last.list == nullptr || last.stream != stream) last = {stream, &lists(kind)[{stream, tag}]};
-  return *last.list;
-}
-
-const FreeList* Pool::known_list(Kind kind, Stream stream, Tag tag) const {
-  const Last& last = last_[static_cast<size_t>(kind)];
-  if (tag == settled && last.stream == stream && last.list != nullptr) return last.list;
-  auto list = lists(kind).find({stream, tag});
-  return list == lists(kind).end() ? nullptr : &list->second;
-}
-
-Block* Pool::best(size_t size, Kind kind, Stream stream, const Tag* tags, size_t count) const {
-  Block* best = nullptr;
-  for (size_t i = 0; i < count; i++) {
-    const FreeList* list = known_list(kind, stream, tags[i]);
-    if (list == nullptr) continue;
-    auto place = list->lower_bound(size);
-    if (place == list->end()) continue;
-    if (best == nullptr || BySize()(*place, best)) best = *place;
-  }
-  return best;
-}
-
-Block* Pool::best_covered(size_t size, Kind kind, Stream owner, Tag tag, uint64_t cover) const {
-  const FreeList* list = known_list(kind, owner, tag);
-  if (list == nullptr) return nullptr;
-  auto place = list->lower_bound(size);
-  for (int i = 0; i < looks && place != list->end(); i++, ++place) {
-    if ((*place)->point <= cover) return *place;
-  }
-  return nullptr;
-}
-
-Block* Pool::best_settled(size_t size) const {
-  Block* best = nullptr;
-  for (Kind kind : {Kind::small, Kind::large}) {
-    for (auto& [condition, list] : lists(kind)) {
-      if (condition.tag != settled) continue;
-      Block* found = this->best(size, kind, condition.stream, &condition.tag, 1);
-      if (found != nullptr && (best == nullptr || BySize()(found, best))) best = found;
-    }
-  }
-  return best;
 }
 
 Block* Pool::add_segment(Address address, size_t size, Stream stream, Kind kind) {
@@ -83,79 +34,21 @@ Block* Pool::add_segment(Address address, size_t size, Stream stream, Kind kind)
   return first;
 }
 
-// The holes that end and begin beside a block.
-Pool::Hole Pool::before(const Block* block) {
-  Block* last = block->previous;
-  if (last == nullptr || last->state != BlockState::free) return {0, nullptr};
-  return {last->hole_other->hole_bytes, last->hole_other};
-}
-
-Pool::Hole Pool::behind(const Block* block) {
-  Block* first = block->next;
-  if (first == nullptr || first->state != BlockState::free) return {0, nullptr};
-  return {first->hole_bytes, first};
-}
-
-void Pool::list_hole(Block* first, Block* last, size_t bytes) {
-  first->hole_bytes = bytes;
-  first->hole_other = last;
-  last->hole_other = first;
-  holes_.insert({bytes, first});
-  holes_at_.emplace(first->address, first);
-}
-
-void Pool::forget_hole(const Hole& hole) {
-  holes_.erase(hole);
-  holes_at_.erase(hole.first->address);
-}
-
-// What is left of the hole are two, one or none. Only from within a hole its beginning has to be looked for.
-void Pool::unlist_hole(Block* block) {
-  auto free = [](const Block* b) { return b != nullptr && b->state == BlockState::free; };
-  Block* first = block;
-  size_t left = 0;
-  if (free(block->previous) && !free(block->next)) {
-    first = block->hole_other;
-    left = first->hole_bytes - block->size;
-  } else {
-    for (; free(first->previous); left += first->size) first = first->previous;
-  }
-  Block* last = first->hole_other;
-  size_t right = first->hole_bytes - left - block->size;
-  forget_hole({first->hole_bytes, first});
-  if (left != 0) list_hole(first, block->previous, left);
-  if (right != 0) list_hole(block->next, last, right);
-}
-
 void Pool::list(Block* block) {
   block->state = BlockState::free;
   if (block->segment->kind == Kind::shared) {
-    Hole left = before(block), right = behind(block);
-    if (left.bytes != 0) forget_hole(left);
-    if (right.bytes != 0) forget_hole(right);
-    Block* first = left.bytes != 0 ? left.first : block;
-    Block* last = right.bytes != 0 ? right.first->hole_other : block;
-    list_hole(first, last, left.bytes + block->size + right.bytes);
+    holes_.add(block);
   } else {
-    FreeList& list = list_of(block->segment->kind, block->stream, block->tag);
-    if (block->node.empty()) {
-      block->place = list.insert(block).first;
-    } else {
-      block->node.value() = block;
-      block->place = list.insert(std::move(block->node)).position;
-    }
-    block->in = &list;
+    lists_.add(block);
   }
   if (block->tag != settled) tagged++;
 }
 
 void Pool::unlist(Block* block) {
   if (block->segment->kind == Kind::shared) {
-    unlist_hole(block);
+    holes_.remove(block);
   } else {
-    block->node = block->in->extract(block->place);
-    if (block->tag != settled && block->in->empty()) lists(block->segment->kind).erase({block->stream, block->tag});
-    block->in = nullptr;
+    lists_.remove(block);
   }
   block->state = BlockState::waiting;  // no part of a hole
   if (block->tag != settled) tagged--;
@@ -288,12 +181,6 @@ bool Pool::maps(Address address, size_t size) const {
   return true;
 }
 
-Block* Pool::free_from(Address address) {
-  Block* block = std::prev(holes_at_.upper_bound(address))->second;
-  while (block->address + block->size <= address) block = block->next;
-  return block->address < address ? split(block, address) : block;
-}
-
 void Pool::rejoin(Address address) {
   Block* block = free_from(address);
   unlist(block);
@@ -411,74 +298,115 @@ void Pool::put_back(std::unique_ptr<Segment> segment) {
   for (Block* block = kept.first; block != nullptr; block = block->next) list(block);
 }
 
-std::string Pool::verify() const {
-  size_t bytes = 0, free_blocks = 0, with_tag = 0, listed = 0, holes = 0;
-  for (auto& [address, segment] : segments_) {
-    bytes += segment->mapped;
-    size_t mapped = 0;
-    Address at = segment->address;
-    const Block *previous = nullptr, *hole = nullptr;
-    size_t hole_bytes = 0, open = 0;
-    if (segment->kind == Kind::window) continue;  // verify_windows
-    for (const Block* block = segment->first; block != nullptr; block = block->next) {
-      if (block->address != at) return "blocks leave a hole or overlap";
-      if (block->previous != previous) return "a block does not know its neighbour";
-      if (block->segment != segment.get()) return "a block is in another's segment";
-      if (block->size == 0) return "an empty block";
-      if (block->state != BlockState::unmapped) {
-        mapped += block->size;
-      } else if (!segment->expandable || block->size % size_class::page != 0 ||
-                 (previous != nullptr && previous->state == BlockState::unmapped)) {
-        return "unmapped memory is not in whole pages, or in two blocks";
-      } else {
-        auto place = segment->open.find(block->address);
-        if (place == segment->open.end() || place->second != block) return "an unmapped block is not listed";
-        open++;
-      }
-      if (block->state == BlockState::free) {
-        free_blocks++;
-        with_tag += block->tag != settled;
-        if (segment->kind == Kind::shared) {
-          bool first = previous == nullptr || previous->state != BlockState::free;
-          hole_bytes = first ? block->size : hole_bytes + block->size;
-          if (first) hole = block;
-          holes += first;
-          if (first && holes_.count({block->hole_bytes, const_cast<Block*>(block)}) == 0) return "a hole is not listed";
-          bool last = block->next == nullptr || block->next->state != BlockState::free;
-          if (last && (hole->hole_bytes != hole_bytes || hole->hole_other != block || block->hole_other != hole)) {
-            return "a hole does not know its ends";
-          }
-          listed++;
-        } else {
-          const Free& free = lists(segment->kind);
-          auto list = free.find({block->stream, block->tag});
-          if (list == free.end() || list->second.count(const_cast<Block*>(block)) == 0) return "a free block is not listed";
-        }
-        if (previous != nullptr && previous->state == BlockState::free && previous->stream == block->stream &&
-            previous->tag == block->tag && (segment->kind != Kind::shared || previous->point == block->point)) {
-          return "free neighbours are not one";
-        }
-      }
-      at += block->size;
-      previous = block;
-    }
-    if (at != segment->address + segment->size) return "blocks do not fill their segment";
-    if (open != segment->open.size()) return "a listed unmapped block is not there";
-    if (mapped != segment->mapped) return "mapped bytes are miscounted";
-    for (auto& [start, chunk] : segment->chunks) mapped -= chunk.size;
-    if (segment->expandable && mapped != 0) return "chunks are not what is mapped";
+Segment* Pool::add_range(Address address, size_t size, Stream stream, Kind kind) {
+  auto segment = std::make_unique<Segment>();
+  auto block = std::make_unique<Block>();
+  segment->address = block->address = address;
+  segment->size = block->size = size;
+  segment->expandable = true;
+  segment->home = block->stream = stream;
+  segment->pool = this;
+  segment->kind = kind;
+  segment->captured = kind == Kind::shared;
+  block->segment = segment.get();
+  block->state = BlockState::unmapped;
+  segment->open.emplace(address, block.get());
+  segment->first = block.release();
+  Segment* made = segment.get();
+  segments_.emplace(address, std::move(segment));
+  return made;
+}
+
+Block* Pool::mapped(Block* block, size_t bytes) {
+  Segment& segment = *block->segment;
+  prepare();
+  auto place = segment.open.extract(block->address);
+  if (bytes < block->size) {
+    Block* rest = behind_of(block, block->address + bytes);
+    place.key() = rest->address;
+    place.mapped() = rest;
+    segment.open.insert(std::move(place));
   }
-  for (const Free& free : lists_) {
-    for (auto& [condition, list] : free) {
-      if (list.empty() && condition.tag != settled) return "an empty list is kept";
-      listed += list.size();
-    }
+  block->stream = segment.home;
+  block->tag = settled;
+  block->point = 0;
+  block->state = BlockState::waiting;
+  segment.mapped += bytes;
+  reserved += bytes;
+  // Not with what is free under a condition: then this would be under it too.
+  return join(block, true);
+}
+
+Address Pool::free_chunk(const Segment& segment, Address from) {
+  Address start = 0, end = 0;  // of a run of free blocks
+  for (const Block* block = segment.first; block != nullptr; block = block->next) {
+    if (block->state != BlockState::free || block->tag != settled) continue;
+    if (block->address != end) start = block->address;
+    end = block->address + block->size;
+    auto chunk = segment.chunks.lower_bound(std::max(start, from));
+    if (chunk != segment.chunks.end() && chunk->first + chunk->second.size <= end) return chunk->first;
   }
-  if (holes != holes_.size() || holes != holes_at_.size()) return "a listed hole is not there";
-  if (listed != free_blocks) return "a listed block is not free";
-  if (with_tag != tagged) return "tagged blocks are miscounted";
-  if (bytes != reserved) return "reserved bytes are miscounted";
-  return verify_windows();
+  return 0;
+}
+
+void Pool::unmapped(Block* block) {
+  Segment& segment = *block->segment;
+  block->state = BlockState::unmapped;
+  block->markers.clear();
+  segment.mapped -= block->size;
+  segment.chunks.erase(block->address);
+  reserved -= block->size;
+  auto open = [](const Block* b) { return b != nullptr && b->state == BlockState::unmapped; };
+  if (open(block->next)) {
+    segment.open.erase(block->next->address);
+    absorb(block);
+  }
+  if (open(block->previous)) {
+    absorb(block->previous);
+  } else {
+    segment.open.emplace(block->address, block);
+  }
+}
+
+Chunk* Pool::chunk_at(Address address) const {
+  auto above = segments_.upper_bound(address);
+  if (above == segments_.begin()) return nullptr;
+  Segment& segment = *std::prev(above)->second;
+  auto chunk = segment.chunks.find(address);
+  return chunk == segment.chunks.end() ? nullptr : &chunk->second;
+}
+
+Block* Pool::open(Window& window, Address address, size_t size, const std::vector<Block*>& pieces) {
+  auto segment = std::make_unique<Segment>();
+  auto made = std::make_unique<Block>();
+  prepare();
+  window.pieces = pieces;
+  segment->address = made->address = address;
+  segment->size = made->size = size;
+  segment->expandable = true;
+  segment->kind = Kind::window;
+  segment->home = nobody;
+  segment->pool = this;
+  segment->window = &window;
+  made->segment = segment.get();
+  made->state = BlockState::live;
+  Block* block = segment->first = made.release();
+  window.segment = segment.get();
+  segments_.emplace(address, std::move(segment));
+  for (Block* piece : pieces) {
+    if (piece->state == BlockState::free) take(piece, piece->size);
+    piece->state = BlockState::lent;
+  }
+  return block;
+}
+
+std::vector<Block*> Pool::close(Window& window) {
+  segments_.erase(window.segment->address);
+  window.segment = nullptr;
+  std::vector<Block*> pieces;
+  pieces.swap(window.pieces);
+  for (Block* piece : pieces) piece->state = BlockState::waiting;
+  return pieces;
 }
 
 }  // namespace mg

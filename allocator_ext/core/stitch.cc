@@ -23,7 +23,7 @@ constexpr size_t most_windows = 10;
 }  // namespace
 
 // Whether the beginning of a run, taken, would end within a page that lies in it as a whole.
-bool Device::cuts_a_page(const Pool::Run& run, size_t size) {
+bool Device::cuts_a_page(const Run& run, size_t size) {
   Address base = run.first->segment->address, start = run.first->address;
   auto whole = [base](Address from, Address to) {
     size_t first = size_class::up(from - base, page) / page, last = (to - base) / page;
@@ -35,14 +35,14 @@ bool Device::cuts_a_page(const Pool::Run& run, size_t size) {
 
 // Of what is mapped; `fits`: there is a place, and only something better is wanted.
 Block* Device::stitch_cached(const Request& request, const May& may, bool fits) {
-  Ends found = request.pool->ends(may);
+  Ends found = request.pool->holes().ends(may);
   auto plan = choose(found, request.size, fits ? Stitch::replace : Stitch::fill);
   return plan ? stitch(request, *plan) : nullptr;
 }
 
 // With pages that are mapped now, of which `room` has the place; no more than would be missing without pieces.
 Block* Device::stitch_fresh(const Request& request, const May& may, Pool::Room room) {
-  Ends found = request.pool->ends(may);
+  Ends found = request.pool->holes().ends(may);
   auto plan = choose(found, request.size, Stitch::grow);
   if (!plan || plan->fresh == 0 || plan->fresh * page > room.bytes) return nullptr;
   std::string unused;
@@ -69,7 +69,7 @@ Block* Device::stitch(const Request& request, const Plan& plan) {
   std::vector<Piece> parts = pieces_of(plan.pages, plan.offset, request.size);
   if (side_by_side && pool.maps(parts[0].address, request.size)) return out_of(request, pool.free_from(parts[0].address));
 
-  if (pool.window_pages + count > most_windows * (pool.reserved / page)) return nullptr;
+  if (pool.windows().pages() + count > most_windows * (pool.reserved / page)) return nullptr;
   std::vector<Block*> pieces;
   pieces.reserve(parts.size());
   Window* window = map_window(pool, plan.pages);
@@ -106,7 +106,7 @@ Window* Device::map_window(Pool& pool, const std::vector<Address>& pages) {
   if (driver_.address_reserve(&address, size, 0, 0, 0) != result::success) return nullptr;
   Window* window = nullptr;
   try {
-    window = &pool.add_window(address, size);
+    window = &pool.windows().add(address, size);
   } catch (...) {
     driver_.address_free(address, size);
     throw;
@@ -114,7 +114,7 @@ Window* Device::map_window(Pool& pool, const std::vector<Address>& pages) {
   for (Address at : pages) {
     Address next = address + window->pages.size() * page;
     if (driver_.memory_map(next, page, 0, pool.chunk_at(at)->handle, 0) != result::success) break;
-    pool.add_page(*window, at);
+    pool.windows().add_page(*window, at, *pool.chunk_at(at));
   }
   if (window->whole() && driver_.memory_access(address, size, access.data(), access.size()) == result::success) return window;
   unmap(pool, *window);
@@ -125,10 +125,10 @@ Window* Device::map_window(Pool& pool, const std::vector<Address>& pages) {
 bool Device::unmap(Pool& pool, Window& window) {
   while (!window.pages.empty()) {
     if (driver_.memory_unmap(window.address + (window.pages.size() - 1) * page, page) != result::success) return false;
-    pool.remove_page(window);
+    pool.windows().remove_page(window, pool.chunk_at(window.pages.back()));
   }
   if (driver_.address_free(window.address, window.size) != result::success) return false;
-  pool.drop(window);
+  pool.windows().drop(window);
   return true;
 }
 

@@ -99,7 +99,7 @@ MUTANTS = {
                 "block = find_covered(request, kind);\n"
                 "      if (block == nullptr && MUTANT) {\n"
                 "        for (Tag tag = 2; tag < view->order_tag + 64 && block == nullptr; tag++) {\n"
-                "          block = request.pool->best(request.size, kind, request.stream, &tag, 1);\n"
+                "          block = request.pool->lists().best(request.size, kind, request.stream, &tag, 1);\n"
                 "        }\n      }\n",
             ),
             (
@@ -219,16 +219,17 @@ MUTANTS = {
         (
             (
                 "core/stitch.cc",
-                "  Ends found = request.pool->ends(may);\n  auto plan = choose(found, request.size, fits",
-                "  Ends found = request.pool->ends(may);\n"
-                "  if (MUTANT) found.heads = request.pool->ends([](const Block&) { return true; }).heads;\n"
+                "  Ends found = request.pool->holes().ends(may);\n  auto plan = choose(found, request.size, fits",
+                "  Ends found = request.pool->holes().ends(may);\n"
+                "  if (MUTANT) found.heads = request.pool->holes().ends([](const Block&) { return true; }).heads;\n"
                 "  auto plan = choose(found, request.size, fits",
             ),
             (
                 "core/stitch.cc",
-                "  Ends found = request.pool->ends(may);\n  auto plan = choose(found, request.size, Stitch::grow",
-                "  Ends found = request.pool->ends(may);\n"
-                "  if (MUTANT) found.heads = request.pool->ends([](const Block&) { return true; }).heads;\n"
+                "  Ends found = request.pool->holes().ends(may);\n"
+                "  auto plan = choose(found, request.size, Stitch::grow",
+                "  Ends found = request.pool->holes().ends(may);\n"
+                "  if (MUTANT) found.heads = request.pool->holes().ends([](const Block&) { return true; }).heads;\n"
                 "  auto plan = choose(found, request.size, Stitch::grow",
             ),
         ),
