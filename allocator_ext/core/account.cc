@@ -108,7 +108,7 @@ std::string Device::snapshot_text() const {
 }
 
 std::string Device::account(size_t asked, const std::string& reason) {
-  InContext in(*this);
+  DriverGuard in(driver_, context_);
   size_t free = 0, total = 0;
   std::string text = "out of memory: tried to allocate " + readable(asked) + " on device " + std::to_string(index_) +
                      "; " + reason + ".";

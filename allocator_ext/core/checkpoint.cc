@@ -22,7 +22,7 @@ Outcome unknown_state() { return {Status::invalid, "there is no such state"}; }
 
 // What keeps a pool from being saved or restored; empty: nothing.
 std::string Device::in_the_way(Pool& pool) {
-  InContext in(*this);
+  DriverGuard in(driver_, context_);
   tend(nullptr);
   std::string found = obstacle(pool);
   if (found.empty() || !quiet()) return found;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "core/relaxed_capture.h"
+#include "core/driver_guard.h"
 
 namespace mg {
 
@@ -21,16 +21,6 @@ Outcome unknown_pool() { return {Status::invalid, "there is no such pool"}; }
 
 }  // namespace
 
-InContext::InContext(const Device& device) : driver_(device.driver_) {
-  if (device.context_ == nullptr) return;
-  if (driver_.context_current(&previous_) != result::success || previous_ == device.context_) return;
-  changed_ = driver_.context_set(device.context_) == result::success;
-}
-
-InContext::~InContext() {
-  if (changed_) driver_.context_set(previous_);
-}
-
 Device::Device(const Driver& driver, int index, Config config, Context context)
     : driver_(driver), index_(index), config_(config), context_(context), history_(config.history_entries),
       lifetimes_(driver_, config_, stats_, history_) {
@@ -39,8 +29,7 @@ Device::Device(const Driver& driver, int index, Config config, Context context)
 }
 
 Device::~Device() {
-  InContext in(*this);
-  RelaxedCapture relaxed(driver_);
+  DriverGuard guard(driver_, context_, relaxed);
   for (Pool* pool : pool_list_) {
     while (!pool->windows().empty() && unmap(*pool, *pool->windows().begin()->second)) {
     }
@@ -108,7 +97,7 @@ Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
   Pool& pool = scope == nullptr ? *default_pool_ : pool_of(scope->pool);
   Request request{asked, size_class::rounded(asked), stream, &pool, {}};
   if (watched() || !lifetimes_.idle()) {
-    InContext in(*this);
+    DriverGuard in(driver_, context_);
     request.seen = tend(stream);
   }
   if (scope != nullptr && !scope->plain && request.seen.status == Observation::outside) scope->plain = true;
@@ -117,7 +106,7 @@ Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
   if (block == nullptr) {
     stats_.ooms++;
     std::string text = account(asked, reason);
-    InContext in(*this);
+    DriverGuard in(driver_, context_);
     size_t free = 0, total = 0;
     if (driver_.memory_info(&free, &total) != result::success) free = 0;
     history_.add(HistoryEntry::oom, free, asked, stream);
@@ -220,7 +209,7 @@ Outcome Device::end(ByAddress::iterator place) {
   if (block->segment->window != nullptr) {
     end_of_window(block);
   } else if (watched() || !block->users.empty() || block->stream != block->segment->home) {
-    InContext in(*this);
+    DriverGuard in(driver_, context_);
     lifetimes_.dispose(block, watched());
   } else {
     lifetimes_.dispose(block, false);
@@ -269,7 +258,7 @@ Outcome Device::end_pool(PoolId id) {
   Lock lock(mutex_);
   old = scopes_.end(id);
   if (lifetimes_.captures.any()) {  // often the last call before another capture
-    InContext in(*this);
+    DriverGuard in(driver_, context_);
     tend(nullptr);
   }
   lock.unlock();
@@ -295,7 +284,7 @@ Outcome Device::pool_lent(PoolId id, size_t& bytes) {
   Lock lock(mutex_);
   Pool* pool = known(id);
   if (pool != nullptr && pool->lent != 0) {  // what was freed may be over by now
-    InContext in(*this);
+    DriverGuard in(driver_, context_);
     tend(nullptr);
   }
   bytes = pool != nullptr ? pool->lent : 0;
@@ -317,7 +306,7 @@ Outcome Device::set_limit(size_t bytes) {
 Outcome Device::set_fraction(double fraction) {
   if (!(fraction >= 0 && fraction <= 1)) return {Status::invalid, "a memory fraction lies between 0 and 1"};
   Lock lock(mutex_);
-  InContext in(*this);
+  DriverGuard in(driver_, context_);
   size_t free = 0, total = 0;
   if (driver_.memory_info(&free, &total) != result::success) {
     return {Status::driver_failed, "the driver does not tell how much memory the device has"};
@@ -342,7 +331,7 @@ void Device::set_oom_callback(std::function<bool(size_t)> callback) {
 
 size_t Device::empty_cache() {
   Lock lock(mutex_);
-  InContext in(*this);
+  DriverGuard in(driver_, context_);
   tend(nullptr);
   if (!quiet()) return 0;
   lifetimes_.await();
@@ -357,7 +346,7 @@ Outcome Device::empty_pool(PoolId id, size_t& bytes) {
   Lock lock(mutex_);
   Pool* pool = known(id);
   if (pool == nullptr) return unknown_pool();
-  InContext in(*this);
+  DriverGuard in(driver_, context_);
   tend(nullptr);
   // A scope of it that is open may be that of a capture which is about to use it.
   if (!quiet() || scopes_.open(id) || (pool->captured && pool != default_pool_)) return {};

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/driver_guard.h"
 #include "core/lifetimes.h"
 #include "core/pool.h"
 #include "core/scopes.h"
@@ -230,20 +231,6 @@ class Device {
   bool asked_ = false;                             // whether the driver maps memory
   PhysicalMemory memory_{};                        // what is asked for then
   std::vector<std::pair<Address, size_t>> stuck_;  // mapped, in unmapped blocks: the driver did not take them back
-
-  friend class InContext;
-};
-
-// The driver's calls between its making and its end see the device's context.
-class InContext {
- public:
-  explicit InContext(const Device& device);
-  ~InContext();
-
- private:
-  const Driver& driver_;
-  Context previous_ = nullptr;
-  bool changed_ = false;
 };
 
 }  // namespace mg

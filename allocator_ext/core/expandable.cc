@@ -11,15 +11,15 @@
 #include <algorithm>
 
 #include "core/device.h"
-#include "core/relaxed_capture.h"
+#include "core/driver_guard.h"
 
 namespace mg {
 
 Segment* Device::reserve(Pool& pool, const Request& request, size_class::Kind kind, std::string& reason) {
   size_t free = 0, total = 0;
   Address address = 0;
-  RelaxedCapture relaxed(driver_);
-  bool told = relaxed.ok && can_map() && driver_.memory_info(&free, &total) == result::success;
+  DriverGuard guard(driver_, relaxed);
+  bool told = guard.ok && can_map() && driver_.memory_info(&free, &total) == result::success;
   // An eighth more than there is, so that holes in the range do not end it. Pools beside the default one may be many,
   // and have another range when one is full.
   size_t bytes = &pool == default_pool_ ? total + total / 8 : std::max(total / 4, 2 * request.size);
@@ -38,7 +38,7 @@ Segment* Device::reserve(Pool& pool, const Request& request, size_class::Kind ki
 
 // All of it or, where the driver refuses, nothing.
 bool Device::map(Segment& segment, Address address, size_t bytes) {
-  RelaxedCapture relaxed(driver_);
+  DriverGuard guard(driver_, relaxed);
   int ordinal = 0;
   std::vector<MemoryAccess> access;
   unmap_stuck();
@@ -50,7 +50,7 @@ bool Device::map(Segment& segment, Address address, size_t bytes) {
   size_t most = again ? size_class::page : size_class::most_mapped;
   for (size_t at = 0; at < bytes; at += most) chunks.emplace(address + at, Chunk{std::min(bytes - at, most)});
   stuck_.reserve(stuck_.size() + chunks.size());
-  if (!relaxed.ok || driver_.device_get(&ordinal, index_) != result::success) return false;
+  if (!guard.ok || driver_.device_get(&ordinal, index_) != result::success) return false;
   access.push_back({{1, ordinal}, 3});
   for (int peer : peers_) access.push_back({{1, peer}, 3});
   auto done = chunks.begin();
@@ -107,10 +107,9 @@ bool Device::can_map() {
 
 Outcome Device::open_to(int other) {
   Lock lock(mutex_);
-  InContext in(*this);
-  RelaxedCapture relaxed(driver_);
+  DriverGuard guard(driver_, context_, relaxed);
   int own = 0, peer = 0, can = 0;
-  if (!relaxed.ok || driver_.device_get(&own, index_) != result::success ||
+  if (!guard.ok || driver_.device_get(&own, index_) != result::success ||
       driver_.device_get(&peer, other) != result::success || driver_.can_access_peer(&can, peer, own) != result::success) {
     return {Status::driver_failed, "the driver does not tell whether these devices reach each other"};
   }

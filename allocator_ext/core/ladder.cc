@@ -8,7 +8,7 @@
 
 #include "core/device.h"
 #include "core/readable.h"
-#include "core/relaxed_capture.h"
+#include "core/driver_guard.h"
 
 namespace mg {
 
@@ -22,7 +22,7 @@ Block* Device::climb(Request& request, Lock& lock, std::string& reason) {
   for (int round = 0;; round++) {
     if (Block* block = find(request)) return block;
     {
-      InContext in(*this);
+      DriverGuard in(driver_, context_);
       bool outside = request.seen.status == Observation::outside;
       if (outside && lifetimes_.unanswered() >= request.size && recover()) {
         if (Block* block = find(request)) return block;
@@ -51,7 +51,7 @@ Block* Device::climb(Request& request, Lock& lock, std::string& reason) {
     lock.lock();
     request.pool = &pool_of(pool);  // the callback may have emptied the cache
     if (!again) return nullptr;
-    InContext in(*this);
+    DriverGuard in(driver_, context_);
     request.seen = tend(request.stream);
   }
 }
@@ -202,8 +202,8 @@ Block* Device::grow(Request& request, std::string& reason) {
   if (!room_for(*request.pool, bytes, reason)) return nullptr;
   Address address = 0;
   {
-    RelaxedCapture relaxed(driver_);
-    if (!relaxed.ok || driver_.memory_alloc(&address, bytes) != result::success) {
+    DriverGuard guard(driver_, relaxed);
+    if (!guard.ok || driver_.memory_alloc(&address, bytes) != result::success) {
       reason = "the driver has no segment of " + readable(bytes);
       return nullptr;
     }
@@ -272,9 +272,9 @@ bool Device::wait(Stream stream) {
   // A capture that began without a scope is not known, and an event would become part of it.
   std::vector<Ready> none;
   if (lifetimes_.captures.observe(stream, none).status != Observation::outside) return false;
-  RelaxedCapture relaxed(driver_);
+  DriverGuard guard(driver_, relaxed);
   Event event = nullptr;
-  if (!relaxed.ok || driver_.event_create(&event, event_without_timing) != result::success) return false;
+  if (!guard.ok || driver_.event_create(&event, event_without_timing) != result::success) return false;
   bool passed = driver_.event_record(event, stream) == result::success &&
                 driver_.event_synchronize(event) == result::success;
   driver_.event_destroy(event);
@@ -298,8 +298,8 @@ void Device::collect_garbage() {
 
 size_t Device::give_back(Pool& pool, uint64_t not_used_since) {
   size_t bytes = 0;
-  RelaxedCapture relaxed(driver_);
-  if (!relaxed.ok) return 0;
+  DriverGuard guard(driver_, relaxed);
+  if (!guard.ok) return 0;
   bytes += shrink(pool, not_used_since);
   for (auto& segment : pool.cut_cached(not_used_since)) {
     if (driver_.memory_free(segment->address) != result::success) {

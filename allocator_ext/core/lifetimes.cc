@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "core/relaxed_capture.h"
+#include "core/driver_guard.h"
 
 namespace mg {
 
@@ -225,12 +225,12 @@ Lifetimes::Events Lifetimes::by_events(Block* block) {
   Observation::Status seen = returns ? Observation::outside : outside(block->stream);
   for (size_t i = 0; i < block->users.size() && seen == Observation::outside; i++) seen = outside(block->users[i]);
   if (seen != Observation::outside) return seen == Observation::unknown ? Events::unanswered : Events::later;
-  std::optional<RelaxedCapture> relaxed;
-  if (captures.any()) relaxed.emplace(driver_);
+  std::optional<DriverGuard> guard;
+  if (captures.any()) guard.emplace(driver_, relaxed);
   std::vector<Event> events;
   for (Stream user : block->users) {
     Event made = nullptr;
-    bool failed = (relaxed && !relaxed->ok) || !event(made);
+    bool failed = (guard && !guard->ok) || !event(made);
     if (!failed) events.push_back(made);
     if (failed || driver_.event_record(made, user) != result::success) {
       // An event that was recorded is as good as new: its next record replaces this one.
@@ -289,8 +289,8 @@ void Lifetimes::passed(Block* block) {
 }
 
 void Lifetimes::query() {
-  RelaxedCapture relaxed(driver_);
-  if (!relaxed.ok) return;
+  DriverGuard guard(driver_, relaxed);
+  if (!guard.ok) return;
   for (auto place = pending_.begin(); place != pending_.end();) {
     auto& queue = place->second;
     while (!queue.empty() && driver_.event_query(queue.front().event) == result::success) {
@@ -305,8 +305,8 @@ void Lifetimes::query() {
 
 bool Lifetimes::await() {
   bool any = false;
-  RelaxedCapture relaxed(driver_);
-  if (!relaxed.ok) return false;
+  DriverGuard guard(driver_, relaxed);
+  if (!guard.ok) return false;
   for (auto place = pending_.begin(); place != pending_.end();) {
     auto& queue = place->second;
     while (!queue.empty() && driver_.event_synchronize(queue.front().event) == result::success) {

@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "core/device.h"
-#include "core/relaxed_capture.h"
+#include "core/driver_guard.h"
 
 namespace mg {
 
@@ -95,12 +95,11 @@ Block* Device::stitch(const Request& request, const Plan& plan) {
 // All of it or, where the driver refuses, nothing that is used: what it does not take back then is tried again with what
 // has no block any more.
 Window* Device::map_window(Pool& pool, const std::vector<Address>& pages) {
-  InContext in(*this);
-  RelaxedCapture relaxed(driver_);
+  DriverGuard guard(driver_, context_, relaxed);
   int ordinal = 0;
   Address address = 0;
   size_t size = pages.size() * page;
-  if (!relaxed.ok || driver_.device_get(&ordinal, index_) != result::success) return nullptr;
+  if (!guard.ok || driver_.device_get(&ordinal, index_) != result::success) return nullptr;
   std::vector<MemoryAccess> access{{{1, ordinal}, 3}};
   for (int peer : peers_) access.push_back({{1, peer}, 3});
   if (driver_.address_reserve(&address, size, 0, 0, 0) != result::success) return nullptr;
@@ -154,7 +153,7 @@ void Device::end_of_window(Block* block) {
   uint64_t capture = block->capture, born = block->born;
   history_.add(HistoryEntry::free_completed, block->address, block->size, stream);
   std::vector<Block*> pieces = pool.close(window);
-  InContext in(*this);
+  DriverGuard in(driver_, context_);
   for (Block* piece : pieces) {
     piece->users = users;
     piece->stream = stream;

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "abi.h"
-#include "core/relaxed_capture.h"
+#include "core/driver_guard.h"
 #include "cuda/libcuda.h"
 #include "torch/devices.h"
 
@@ -32,25 +32,6 @@ struct Slot {
 };
 
 Slot table[slots];
-
-// The driver is called in the context of the device, whatever the thread's is.
-class In {
- public:
-  In(const mg::Driver& driver, mg::Context context) : driver_(driver) {
-    changed_ = driver_.context_current(&previous_) == mg::result::success && previous_ != context &&
-               driver_.context_set(context) == mg::result::success;
-  }
-  ~In() {
-    if (changed_) driver_.context_set(previous_);
-  }
-  In(const In&) = delete;
-  In& operator=(const In&) = delete;
-
- private:
-  const mg::Driver& driver_;
-  mg::Context previous_ = nullptr;
-  bool changed_ = false;
-};
 
 // The context is retained once for each device and kept.
 const mg::Driver* driver_of(int index, mg::Context& context) {
@@ -79,10 +60,9 @@ void* allocate(Slot& slot, size_t bytes, int index) noexcept {
       slot.refused++;
       return nullptr;
     }
-    In in(*driver, context);
-    mg::RelaxedCapture relaxed(*driver);
+    mg::DriverGuard guard(*driver, context, mg::relaxed);
     mg::Address address = 0;
-    if (!relaxed.ok || driver->memory_alloc(&address, bytes) != mg::result::success) {
+    if (!guard.ok || driver->memory_alloc(&address, bytes) != mg::result::success) {
       slot.refused++;
       return nullptr;
     }
@@ -108,10 +88,9 @@ void release(Slot& slot, void* address, int index) noexcept {
     std::lock_guard lock(slot.mutex);
     auto found = slot.segments.find(reinterpret_cast<mg::Address>(address));
     if (found == slot.segments.end()) return;
-    In in(*driver, context);
-    mg::RelaxedCapture relaxed(*driver);
+    mg::DriverGuard guard(*driver, context, mg::relaxed);
     // what the driver does not take stays counted
-    if (!relaxed.ok || driver->memory_free(found->first) != mg::result::success) return;
+    if (!guard.ok || driver->memory_free(found->first) != mg::result::success) return;
     slot.bytes -= found->second;
     slot.segments.erase(found);
   } catch (...) {
