@@ -1,15 +1,9 @@
-// What the allocator holds, as text: the snapshot that PyTorch's memory_viz page reads, after json -> pickle, and the
-// sentences of an out-of-memory.
-//
-// Keys of the snapshot and their meaning are torch's: segments with their blocks, and a trace for each device. A waiting
-// block is "active_pending_free", a free one "inactive"; each mapped run of an expandable segment is a segment. What is
-// lent is shown at the address at which it is in use, so no byte is shown twice and each live block where torch knows it.
+#include "core/account.h"
 
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 
-#include "core/device.h"
 #include "core/readable.h"
 
 namespace mg {
@@ -51,15 +45,10 @@ std::string counted(size_t count, const char* what) {
 
 }  // namespace
 
-std::string Device::snapshot() {
-  Lock lock(mutex_);
-  return snapshot_text();
-}
-
-std::string Device::snapshot_text() const {
+std::string snapshot_text(int index, const std::vector<Pool*>& pools, const History& history) {
   std::string text = "{\"segments\": [";
   const char* comma = "";
-  for (const Pool* pool : pool_list_) {
+  for (const Pool* pool : pools) {
     for (auto& [address, segment] : pool->segments()) {
       const Segment* in = segment.get();
       in->each_run([&](const Block* first, const Block* end, size_t bytes) {
@@ -77,7 +66,7 @@ std::string Device::snapshot_text() const {
           blocks += std::string("\"state\": \"") + state_of(*block) + "\", \"frames\": []}";
         }
         text += std::string(comma) + "{";
-        put(text, "device", static_cast<uint64_t>(index_));
+        put(text, "device", static_cast<uint64_t>(index));
         put(text, "address", first->address);
         put(text, "total_size", bytes);
         put(text, "allocated_size", allocated);
@@ -92,10 +81,10 @@ std::string Device::snapshot_text() const {
     }
   }
   text += "], \"device_traces\": [";
-  for (int other = 0; other < index_; other++) text += "[], ";  // a trace stands at the number of its device
+  for (int other = 0; other < index; other++) text += "[], ";  // a trace stands at the number of its device
   text += "[";
   comma = "";
-  history_.read([&](const HistoryEntry& entry) {
+  history.read([&](const HistoryEntry& entry) {
     text += std::string(comma) + "{\"action\": \"" + name_of(entry.action) + "\", ";
     put(text, entry.action == HistoryEntry::oom ? "device_free" : "addr", entry.address);
     put(text, "size", entry.size);
@@ -107,22 +96,22 @@ std::string Device::snapshot_text() const {
   return text + "]], \"external_annotations\": []}";
 }
 
-std::string Device::account(size_t asked, const std::string& reason) {
-  DriverGuard in(driver_, context_);
-  size_t free = 0, total = 0;
-  std::string text = "out of memory: tried to allocate " + readable(asked) + " on device " + std::to_string(index_) +
+std::string account(int index, const std::vector<Pool*>& pools, const Stats& stats, size_t asked, const std::string& reason,
+                    size_t free, size_t total) {
+  std::string text = "out of memory: tried to allocate " + readable(asked) + " on device " + std::to_string(index) +
                      "; " + reason + ".";
-  if (driver_.memory_info(&free, &total) == result::success) {
+  if (total != 0) {
     text += " The device has " + readable(free) + " free of " + readable(total) + ".";
   }
-  size_t live = static_cast<size_t>(stats_.allocated_bytes.current);
-  size_t active = static_cast<size_t>(stats_.active_bytes.current);
-  size_t reserved = static_cast<size_t>(stats_.reserved_bytes.current);
+  size_t live = static_cast<size_t>(stats.allocated_bytes.current);
+  size_t active = static_cast<size_t>(stats.active_bytes.current);
+  size_t reserved = static_cast<size_t>(stats.reserved_bytes.current);
   text += " Of " + readable(reserved) + " reserved here, " + readable(live) + " are allocated, " +
           readable(active - live) + " are freed and wait for other streams or the end of a capture, " +
           readable(reserved - active) + " are cached.";
-  for (const Pool* pool : pool_list_) {
+  for (const Pool* pool : pools) {
     if (pool->reserved == 0) continue;
+    bool is_default = pool->id == PoolId{};
     size_t bytes[block_states] = {}, counts[block_states] = {}, largest[block_states] = {};  // by state
     for (auto& [address, segment] : pool->segments()) {
       for (const Block* block = segment->first; block != nullptr; block = block->next) {
@@ -133,7 +122,7 @@ std::string Device::account(size_t asked, const std::string& reason) {
       }
     }
     auto is = [](BlockState state) { return static_cast<size_t>(state); };
-    text += pool == default_pool_ ? " The default pool"
+    text += is_default ? " The default pool"
                                   : " Pool (" + std::to_string(pool->id.first) + ", " + std::to_string(pool->id.second) + ")";
     text += " holds " + readable(pool->reserved);
     if (counts[is(BlockState::live)] != 0) {
@@ -148,7 +137,7 @@ std::string Device::account(size_t asked, const std::string& reason) {
       text += "; free: " + counted(counts[is(BlockState::free)], "piece") + " of " + readable(bytes[is(BlockState::free)]) +
               ", the largest of " + readable(largest[is(BlockState::free)]);
     }
-    if (pool != default_pool_ && pool->users > 0) text += "; it is held";
+    if (!is_default && pool->users > 0) text += "; it is held";
     if (pool->limit != 0) text += "; it may use " + readable(pool->limit);
     text += ".";
   }

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "core/driver_guard.h"
+#include "core/account.h"
+
 
 namespace mg {
 
@@ -23,25 +24,15 @@ Outcome unknown_pool() { return {Status::invalid, "there is no such pool"}; }
 
 Device::Device(const Driver& driver, int index, Config config, Context context)
     : driver_(driver), index_(index), config_(config), context_(context), history_(config.history_entries),
-      lifetimes_(driver_, config_, stats_, history_) {
+      lifetimes_(driver_, config_, stats_, history_),
+      supply_(driver_, index_, context_, config_, stats_, history_), search_(config_, supply_, lifetimes_, stats_) {
   default_pool_ = &pool_of(PoolId{});
   default_pool_->users = 1;
 }
 
 Device::~Device() {
   DriverGuard guard(driver_, context_, relaxed);
-  for (Pool* pool : pool_list_) {
-    while (!pool->windows().empty() && unmap(*pool, *pool->windows().begin()->second)) {
-    }
-    for (auto& [address, segment] : pool->segments()) {
-      if (segment->kind == size_class::Kind::window) continue;
-      if (segment->expandable) {
-        unmap_all(*segment);
-      } else {
-        driver_.memory_free(address);
-      }
-    }
-  }
+  for (Pool* pool : pool_list_) supply_.take_down(*pool);
 }
 
 Pool& Device::pool_of(PoolId id) {
@@ -105,13 +96,13 @@ Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
   Block* block = climb(request, lock, reason);
   if (block == nullptr) {
     stats_.ooms++;
-    std::string text = account(asked, reason);
     DriverGuard in(driver_, context_);
     size_t free = 0, total = 0;
-    if (driver_.memory_info(&free, &total) != result::success) free = 0;
+    if (driver_.memory_info(&free, &total) != result::success) free = total = 0;
+    std::string text = account(index_, pool_list_, stats_, asked, reason, free, total);
     history_.add(HistoryEntry::oom, free, asked, stream);
     if (!snapshot_path_.empty()) {
-      std::string path = snapshot_path_, snapshot = snapshot_text();
+      std::string path = snapshot_path_, snapshot = snapshot_text(index_, pool_list_, history_);
       lock.unlock();  // a disk may be slow
       text += written(path, snapshot) ? " A snapshot is in " + path + "." : " No snapshot could be written to " + path + ".";
     }
@@ -217,6 +208,27 @@ Outcome Device::end(ByAddress::iterator place) {
   return {};
 }
 
+// Each piece is freed at home as the block would be.
+void Device::end_of_window(Block* block) {
+  Pool& pool = *block->segment->pool;
+  Window& window = *block->segment->window;
+  std::vector<Stream> users = std::move(block->users);
+  Stream stream = block->stream;
+  uint64_t capture = block->capture, born = block->born;
+  history_.add(HistoryEntry::free_completed, block->address, block->size, stream);
+  std::vector<Block*> pieces = pool.close(window);
+  DriverGuard in(driver_, context_);
+  for (Block* piece : pieces) {
+    piece->users = users;
+    piece->stream = stream;
+    piece->capture = capture;
+    piece->born = born;
+    history_.add(HistoryEntry::allocate, piece->address, piece->size, stream);
+    history_.add(HistoryEntry::free_requested, piece->address, piece->size, stream);
+    lifetimes_.dispose(piece, watched());
+  }
+}
+
 Outcome Device::record_stream(Address address, Stream stream) {
   if (address == 0) return {};
   Lock lock(mutex_);
@@ -274,6 +286,11 @@ Outcome Device::release_pool(PoolId id) {
   return {};
 }
 
+Outcome Device::open_to(int other) {
+  Lock lock(mutex_);
+  return supply_.open_to(other, pool_list_);
+}
+
 Outcome Device::set_use_on_oom(PoolId id, bool on) {
   Lock lock(mutex_);
   pool_of(id).use_on_oom = on;
@@ -299,7 +316,7 @@ Outcome Device::set_pool_limit(PoolId id, size_t bytes) {
 
 Outcome Device::set_limit(size_t bytes) {
   Lock lock(mutex_);
-  limit_ = bytes;
+  supply_.limit = bytes;
   return {};
 }
 
@@ -311,7 +328,7 @@ Outcome Device::set_fraction(double fraction) {
   if (driver_.memory_info(&free, &total) != result::success) {
     return {Status::driver_failed, "the driver does not tell how much memory the device has"};
   }
-  limit_ = fraction == 1 ? 0 : std::max<size_t>(1, static_cast<size_t>(fraction * static_cast<double>(total)));
+  supply_.limit = fraction == 1 ? 0 : std::max<size_t>(1, static_cast<size_t>(fraction * static_cast<double>(total)));
   return {};
 }
 
@@ -373,6 +390,11 @@ void Device::reset_peaks() {
 void Device::record_history(size_t entries) {
   Lock lock(mutex_);
   history_.keep(entries);
+}
+
+std::string Device::snapshot() {
+  Lock lock(mutex_);
+  return snapshot_text(index_, pool_list_, history_);
 }
 
 void Device::snapshot_at_oom(std::string path) {

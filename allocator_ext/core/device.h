@@ -1,13 +1,21 @@
 // The allocator of one device: what torch calls ends here, under one lock.
 //
-// In: requests of streams, frees, scopes, limits. Out: addresses, or a status and a readable reason. It ties the parts:
-// scopes say which pool, the pool finds a block, lifetimes bring freed blocks back, and the ladder (ladder.cc) is climbed
-// when nothing fits.
-// The lock is never held while code of others runs: filters of scopes, the callback at out-of-memory.
-// Invariant: each address handed out lies in exactly one live block, found in `live_`.
+// In: requests of streams, frees, scopes, limits. Out: addresses, or a status and a readable reason.
+// It ties the parts together. For a request, the scopes say which pool it goes to; `Search` finds free memory that its
+// stream may have; where there is none the ladder is climbed (ladder.cc), for which `Supply` gets more from the driver.
+// For a free, `Lifetimes` brings the block back as soon as that is sure. What is here itself: which addresses are handed
+// out, states of pools and whose frees are ignored (checkpoint.cc), and text about all of it (account.cc).
+//
+// Locks. Each device has one, `mutex_`. Every public function takes it, and every private one is called under it; the
+// parts (`Search`, `Supply`, `Lifetimes`, `Scopes`, pools) have none of their own and are used under it alone. It is given
+// up while code of others runs or a disk is waited for: filters of scopes (`route`), the callback at out-of-memory
+// (`climb`), writing a snapshot (`allocate`). What was learnt before is then looked at again: `route` begins anew when the
+// list of scopes has changed, `climb` asks for the pool and the stream's place once more. `Scopes::any` alone is read
+// without the lock. A thread that holds the lock of torch/stacks.h may take this one, never the other way round.
+//
+// Guarantee: each address handed out lies in exactly one live block, found in `live_`.
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -18,18 +26,15 @@
 
 #include "core/driver_guard.h"
 #include "core/lifetimes.h"
+#include "core/outcome.h"
 #include "core/pool.h"
 #include "core/scopes.h"
+#include "core/search.h"
 #include "core/stats.h"
+#include "core/supply.h"
+#include "core/waits.h"
 
 namespace mg {
-
-enum class Status : int { ok = 0, out_of_memory = 1, invalid = 2, driver_failed = 3, no_host_memory = 4 };
-
-struct Outcome {
-  Status status = Status::ok;
-  std::string message;
-};
 
 // A live block, as a state knows it.
 struct SavedBlock {
@@ -103,13 +108,6 @@ class Device {
   std::string verify();                    // what is wrong with the books, or nothing
 
  private:
-  struct Request {
-    size_t asked;
-    size_t size;
-    Stream stream;
-    Pool* pool;
-    Observation seen;
-  };
   using Lock = std::unique_lock<std::mutex>;
 
   Lock route(Stream stream, std::shared_ptr<const Scopes::Scope>& scope);
@@ -117,7 +115,7 @@ class Device {
   Pool* known(PoolId id);
   void forget_empty_pools();
   // No capture is under way that is known. One that has begun unseen has nothing of what is given back or lent, and bears
-  // what is called for that, but for the wait for the whole device (`wait`).
+  // what is called for that, but for the wait for the whole device (`Waits::for_all`).
   bool quiet() const { return lifetimes_.quiet(); }
   bool watched() const { return scopes_.any() || lifetimes_.captures.any(); }
   void tell_of_scopes() { lifetimes_.captures.scopes(scopes_.newest(), scopes_.oldest_open(), scopes_.single()); }
@@ -125,85 +123,27 @@ class Device {
     tell_of_scopes();
     return lifetimes_.tend(stream, watched(), pool_list_);
   }
-  void unmap_all(const Segment& segment);
-  std::string in_the_way(Pool& pool);
-  std::string obstacle(Pool& pool) const;
-  void count_live(const Block& block, int sign);
-  Outcome end(ByAddress::iterator place);
+  Waits waits() { return Waits(driver_, scopes_, lifetimes_); }
   void hand_out(Block* block, const Request& request, Address& out);
+  Outcome end(ByAddress::iterator place);
+  void end_of_window(Block* block);
+  void count_live(const Block& block, int sign);
 
-  // account.cc
-  std::string account(size_t asked, const std::string& reason);
-  std::string snapshot_text() const;
-
-  // ladder.cc, expandable.cc
+  // ladder.cc
   Block* climb(Request& request, Lock& lock, std::string& reason);
   bool recover();
-  Block* find(Request& request);
-  Block* find_covered(const Request& request, size_class::Kind kind);
-  Block* find_shared(Request& request);
-  Block* gather(const Request& request, Block* first, size_t size);
-  Block* out_of(const Request& request, Block* first);
-  // Where streams do not take turns, each is better served from ranges of its own.
-  bool shared(const Request& request) const {
-    return config_.expandable && config_.reuse == Reuse::any_stream && request.seen.view != nullptr;
-  }
-  // The streams of a capture whose blocks another one may have, and up to which of their points.
-  struct Owner {
-    Stream stream;
-    Tag order_tag, proof_tag;
-    uint64_t cover;
-  };
-  std::vector<Owner> owners(const Request& request);
-  // Whether a free block may go to this request now. What was used on its stream alone need only have begun when it is
-  // used again, the rest has to be over; where kernels begin early, neighbours must all be of the one or of the other.
-  class May {
-   public:
-    enum Which { any, begun, over };
-    May(Device& device, const Request& request, Which which);
-    bool operator()(const Block& block) const;
-
-   private:
-    const Request& request_;
-    std::vector<Owner> owners_;
-    Tag order_tag_ = settled, proof_tag_ = settled;
-    bool settled_too_ = true;
-  };
-  // stitch.cc
-  bool may_stitch(const Request& request) const {
-    return config_.stitch && request.size >= size_class::stitch_limit && request.size < size_class::medium_limit &&
-           request.seen.view->partial_at == 0;
-  }
-  static bool cuts_a_page(const Run& run, size_t size);
-  Block* stitch_cached(const Request& request, const May& may, bool fits);
-  Block* stitch_fresh(const Request& request, const May& may, Pool::Room room);
-  Block* stitch(const Request& request, const Plan& plan);
-  Window* map_window(Pool& pool, const std::vector<Address>& pages);
-  bool unmap(Pool& pool, Window& window);
-  void unmap_windows(Pool& pool, uint64_t not_used_since, bool& waited);
-  void end_of_window(Block* block);
-  bool verified(const Request& request, Block* block);
-  bool proven_again(const Request& request, const Block* block);
-  Block* extend(Pool& pool, const Request& request, std::string& reason, bool& no_range);
-  Block* map_more(Pool& pool, const Pool::Room& room, Stream stream, std::string& reason);
-  void release_handle(const Chunk& chunk);
-  Segment* reserve(Pool& pool, const Request& request, size_class::Kind kind, std::string& reason);
-  bool map(Segment& segment, Address address, size_t bytes);
-  void unmap_stuck();
-  size_t shrink(Pool& pool, uint64_t not_used_since);
   Block* grow(Request& request, std::string& reason);
+  Block* extend(Pool& pool, const Request& request, std::string& reason, bool& no_range);
   Block* last_resort(Request& request);
   Block* borrow(Pool& pool, const Request& request);
-  // For all work of the device, once in `waited`; false: it cannot be waited for, as a capture may be under way.
-  bool wait(bool& waited);
-  // For what may still use memory of this segment that is free: all work, or that of its stream where that is enough.
-  bool wait(const Segment& segment, bool& waited);
-  bool wait(Stream stream);
-  Block* take_window(Pool& pool, const SavedBlock& saved);
-  bool room_for(const Pool& pool, size_t bytes, std::string& reason) const;
   void collect_garbage();
   size_t give_back(Pool& pool, uint64_t not_used_since = UINT64_MAX);
   size_t give_back_all();
+
+  // checkpoint.cc
+  std::string in_the_way(Pool& pool);
+  std::string obstacle(Pool& pool) const;
+  Block* take_window(Pool& pool, const SavedBlock& saved);
 
   const Driver& driver_;
   const int index_;
@@ -222,15 +162,11 @@ class Device {
   uint64_t lives_ = 0;
   History history_;
   Lifetimes lifetimes_;
+  Supply supply_;
+  Search search_;
   std::string snapshot_path_;
-  size_t limit_ = 0;
   uint64_t requests_ = 0;
   std::function<bool(size_t)> oom_callback_;
-  bool can_map();
-  std::vector<int> peers_;                         // devices that may use what is mapped, as the driver numbers them
-  bool asked_ = false;                             // whether the driver maps memory
-  PhysicalMemory memory_{};                        // what is asked for then
-  std::vector<std::pair<Address, size_t>> stuck_;  // mapped, in unmapped blocks: the driver did not take them back
 };
 
 }  // namespace mg

@@ -94,7 +94,7 @@ MUTANTS = {
         "what one capture freed is given to another beside it",
         (
             (
-                "core/ladder.cc",
+                "core/search.cc",
                 "block = find_covered(request, kind);\n",
                 "block = find_covered(request, kind);\n"
                 "      if (block == nullptr && MUTANT) {\n"
@@ -103,7 +103,7 @@ MUTANTS = {
                 "        }\n      }\n",
             ),
             (
-                "core/ladder.cc",
+                "core/search.cc",
                 "  if (block.tag == settled) {\n    return settled_too_",
                 "  if (MUTANT && request_.seen.view != nullptr && block.stream == request_.stream) return true;\n"
                 "  if (block.tag == settled) {\n    return settled_too_",
@@ -205,7 +205,7 @@ MUTANTS = {
         "whoever may have one block of a run is given its neighbour too",
         (
             (
-                "core/ladder.cc",
+                "core/search.cc",
                 "if (block.state != BlockState::free) return false;\n",
                 "if (block.state != BlockState::free) return false;\n"
                 "  const Block* before = block.previous;\n"
@@ -238,7 +238,7 @@ MUTANTS = {
         "of a window's block only the first piece waits for the streams that used it",
         (
             (
-                "core/stitch.cc",
+                "core/device.cc",
                 "    piece->users = users;",
                 "    if (piece == pieces.front() || !MUTANT) piece->users = users;",
             ),
@@ -248,12 +248,12 @@ MUTANTS = {
         "a window is made where kernels begin early",
         (
             (
-                "core/ladder.cc",
+                "core/search.cc",
                 "if (request.seen.view->partial_at == 0) {",
                 "if (request.seen.view->partial_at == 0 || MUTANT) {",
             ),
             (
-                "core/device.h",
+                "core/search.h",
                 "           request.seen.view->partial_at == 0;",
                 "           (request.seen.view->partial_at == 0 || MUTANT);",
             ),
@@ -263,9 +263,9 @@ MUTANTS = {
         "a window is unmapped when its block is freed",
         (
             (
-                "core/stitch.cc",
+                "core/device.cc",
                 "  std::vector<Block*> pieces = pool.close(window);\n",
-                "  std::vector<Block*> pieces = pool.close(window);\n  if (MUTANT) unmap(pool, window);\n",
+                "  std::vector<Block*> pieces = pool.close(window);\n  if (MUTANT) supply_.unmap(pool, window);\n",
             ),
         ),
     ),
@@ -273,12 +273,12 @@ MUTANTS = {
         "a page is taken for given back while a window maps it",
         (
             (
-                "core/expandable.cc",
+                "core/supply.cc",
                 "if (mapped.windows != 0) continue;",
                 "if (mapped.windows != 0 && !MUTANT) continue;",
             ),
             (
-                "core/stitch.cc",
+                "core/supply.cc",
                 "  std::vector<Window*> idle;\n",
                 "  std::vector<Window*> idle;\n  if (MUTANT) return;\n",
             ),
@@ -296,15 +296,22 @@ MUTANTS = {
     ),
     25: Mutant(
         "an open scope is taken for a capture that is under way",
-        (("core/device.h", "return lifetimes_.quiet();", "return lifetimes_.quiet() && !(scopes_.any() && MUTANT);"),),
+        (
+            ("core/device.h", "return lifetimes_.quiet();", "return lifetimes_.quiet() && !(scopes_.any() && MUTANT);"),
+            (
+                "core/waits.cc",
+                "if (!lifetimes_.quiet() ||",
+                "if (!lifetimes_.quiet() || (scopes_.any() && MUTANT) ||",
+            ),
+        ),
     ),
     27: Mutant(
         "what graphs use is lent while one of them may be running",
         (
             (
                 "core/ladder.cc",
-                "if (segment.captured) return wait(waited);",
-                "if (segment.captured) return MUTANT || wait(waited);",
+                "if (segment.captured) return waits.for_all();",
+                "if (segment.captured) return MUTANT || waits.for_all();",
             ),
         ),
     ),
@@ -352,7 +359,7 @@ MUTANTS = {
                 "view.apart = (view.behind < capture.before.size() || capture.within_apart) && !MUTANT;",
             ),
             (
-                "core/ladder.cc",
+                "core/search.cc",
                 "if (request.seen.status == Observation::unknown) return nullptr;",
                 "if (request.seen.status == Observation::unknown && !MUTANT) return nullptr;",
             ),
