@@ -1,7 +1,6 @@
 // What torch calls when this is the process's allocator, one function for each setter of its pluggable allocator.
 //
-// In: torch's types without its headers: a pair of two integers comes in two registers and a filter by reference, as
-// libstdc++ passes them. Out: calls on the allocator of the device.
+// In: torch's types without its headers (multigraph_allocator.h). Out: calls on the allocator of the device.
 // torch does not look at a null address, so the one that allocates has to throw; it is the only function that does, and
 // it is C++ to C++ (torch_error.h). What is not out-of-memory is a std::runtime_error, torch's RuntimeError.
 
@@ -60,13 +59,7 @@ thread_local Claim claim;
 
 }  // namespace
 
-using torch_pool = std::pair<unsigned long long, unsigned long long>;
-using torch_filter = std::function<bool(mg::Stream)>;
-
-#define MG_TORCH_EXPORT __attribute__((visibility("default")))
-
-// Whether the driver is there with all that is needed; if not, the reason is in mg_message().
-MG_EXPORT int mg_torch_ready() noexcept {
+int mg_torch_ready() noexcept {
   return with_status([] {
     std::string reason;
     if (mg::cuda::driver(reason) != nullptr) return mg::Outcome{};
@@ -74,34 +67,28 @@ MG_EXPORT int mg_torch_ready() noexcept {
   });
 }
 
-// From now on out-of-memory is torch's own error. To be called with a version of torch that is known (torch_error.h);
-// not 0: it stays a RuntimeError, and mg_message() says why.
-MG_EXPORT int mg_torch_errors() noexcept {
+int mg_torch_errors() noexcept {
   return with_status([] {
     std::string lacking = mg::torch_errors();
     return lacking.empty() ? mg::Outcome{} : mg::Outcome{mg::Status::invalid, lacking};
   });
 }
 
-// Where the allocators of devices that torch has not named yet write a snapshot at out-of-memory; null: nowhere.
-MG_EXPORT int mg_torch_snapshot_at_oom(const char* path) noexcept {
+int mg_torch_snapshot_at_oom(const char* path) noexcept {
   return with_status([&] {
     mg::torch_side::snapshot_at_oom(path != nullptr ? path : "");
     return mg::Outcome{};
   });
 }
 
-// The allocator of a device, for the functions of abi.h; null before torch has allocated there.
-MG_EXPORT mg_device* mg_torch_device(int index) noexcept { return made_device(index); }
+mg_device* mg_torch_device(int index) noexcept { return made_device(index); }
 
-// The calling thread's next allocation of so many bytes there is answered with this block, which the caller owns: so
-// torch makes a storage over it whose death is a free of it. Address 0: no longer.
-MG_EXPORT int mg_torch_claim(int index, uint64_t address, size_t bytes) noexcept {
+int mg_torch_claim(int index, uint64_t address, size_t bytes) noexcept {
   claim = {address, bytes, index};
   return 0;
 }
 
-extern "C" MG_TORCH_EXPORT void* mg_torch_alloc(size_t bytes, int index, mg::Stream stream) {
+void* mg_torch_alloc(size_t bytes, int index, mg::Stream stream) {
   if (claim.address != 0 && claim.bytes == bytes && claim.index == index) {
     return reinterpret_cast<void*>(std::exchange(claim.address, 0));
   }
@@ -122,7 +109,7 @@ extern "C" MG_TORCH_EXPORT void* mg_torch_alloc(size_t bytes, int index, mg::Str
   return reinterpret_cast<void*>(address);
 }
 
-MG_EXPORT void mg_torch_free(void* address, size_t, int index, mg::Stream) noexcept {
+void mg_torch_free(void* address, size_t, int index, mg::Stream) noexcept {
   mg::Device* device = made_device(index);
   if (device == nullptr) return;
   Stacks::Asked asked = stacks().ask(true);
@@ -131,10 +118,7 @@ MG_EXPORT void mg_torch_free(void* address, size_t, int index, mg::Stream) noexc
   stacks().was_freed(asked, index, number(address));
 }
 
-// From now on `number()` is asked for the calling thread's stack at each allocation, with `of_frees` at each free too, and
-// the latest `calls` are kept, at most 1500000. It runs under no lock of this library and may take locks of its own. Null:
-// no longer; then this waits for threads in which it runs.
-MG_EXPORT int mg_torch_record_stacks(uint64_t (*number)(), int of_frees, size_t calls) noexcept {
+int mg_torch_record_stacks(uint64_t (*number)(), int of_frees, size_t calls) noexcept {
   return with_status([&] {
     if (number == nullptr) {
       stacks().stop();
@@ -145,8 +129,7 @@ MG_EXPORT int mg_torch_record_stacks(uint64_t (*number)(), int of_frees, size_t 
   });
 }
 
-// Address and number of stack of what is live. Here and below at most `capacity` are written; `count` is how many there are.
-MG_EXPORT int mg_torch_stacks_live(uint64_t* out, size_t capacity, size_t* count) noexcept {
+int mg_torch_stacks_live(uint64_t* out, size_t capacity, size_t* count) noexcept {
   return with_status([&] {
     auto live = stacks().live();
     *count = live.size();
@@ -158,8 +141,7 @@ MG_EXPORT int mg_torch_stacks_live(uint64_t* out, size_t capacity, size_t* count
   });
 }
 
-// The latest calls, from the oldest to the newest: seven numbers each, as `Stacks::Call` lists them.
-MG_EXPORT int mg_torch_stacks_log(int64_t* out, size_t capacity, size_t* count) noexcept {
+int mg_torch_stacks_log(int64_t* out, size_t capacity, size_t* count) noexcept {
   return with_status([&] {
     auto calls = stacks().calls();
     *count = calls.size();
@@ -169,16 +151,14 @@ MG_EXPORT int mg_torch_stacks_log(int64_t* out, size_t capacity, size_t* count) 
   });
 }
 
-// States of pools and owners of blocks as in abi.h, and with them the stacks of what comes back. In a child of a fork what
-// gives something up does nothing, for it runs when objects of the parent end there.
-MG_EXPORT int mg_torch_pool_save(mg_device* device, uint64_t first, uint64_t second, uint64_t* state) noexcept {
+int mg_torch_pool_save(mg_device* device, uint64_t first, uint64_t second, uint64_t* state) noexcept {
   if (forked()) return with_status([] { return mg::Outcome{mg::Status::invalid, forked_text}; });
   int status = mg_pool_save(device, first, second, state);
   if (status == 0) stacks().was_saved(*device, *state, {first, second});
   return status;
 }
 
-MG_EXPORT int mg_torch_pool_restore(mg_device* device, uint64_t state) noexcept {
+int mg_torch_pool_restore(mg_device* device, uint64_t state) noexcept {
   if (forked()) return with_status([] { return mg::Outcome{mg::Status::invalid, forked_text}; });
   int status = 0;
   int looked = with_status([&] {
@@ -190,28 +170,28 @@ MG_EXPORT int mg_torch_pool_restore(mg_device* device, uint64_t state) noexcept 
   return status != 0 ? status : looked;
 }
 
-MG_EXPORT int mg_torch_pool_forget(mg_device* device, uint64_t state) noexcept {
+int mg_torch_pool_forget(mg_device* device, uint64_t state) noexcept {
   if (forked()) return 0;
   stacks().was_forgotten(*device, state);
   return mg_pool_forget(device, state);
 }
 
-MG_EXPORT int mg_torch_adopt(mg_device* device, uint64_t address) noexcept {
+int mg_torch_adopt(mg_device* device, uint64_t address) noexcept {
   if (forked()) return 0;
   int status = mg_adopt(device, &address, 1);
   if (status == 0) stacks().is_adopted(address);
   return status;
 }
 
-MG_EXPORT int mg_torch_drop(mg_device* device, uint64_t address) noexcept {
+int mg_torch_drop(mg_device* device, uint64_t address) noexcept {
   if (forked()) return 0;
   stacks().is_dropped(address);
   return mg_drop(device, address);
 }
 
-MG_EXPORT void mg_torch_init(int) noexcept {}
+void mg_torch_init(int) noexcept {}
 
-MG_EXPORT void mg_torch_reset() noexcept {
+void mg_torch_reset() noexcept {
   on_any_device([](mg::Device* device) {
     size_t bytes = 0;
     mg_empty_cache(device, &bytes);
@@ -219,7 +199,7 @@ MG_EXPORT void mg_torch_reset() noexcept {
   });
 }
 
-MG_EXPORT void mg_torch_memory_fraction(double fraction, int index) noexcept {
+void mg_torch_memory_fraction(double fraction, int index) noexcept {
   with_status([&] {
     std::string reason;
     mg::Device* device = device_of(index, reason);
@@ -227,7 +207,7 @@ MG_EXPORT void mg_torch_memory_fraction(double fraction, int index) noexcept {
   });
 }
 
-MG_EXPORT void* mg_torch_base_alloc(void* address, size_t* bytes) noexcept {
+void* mg_torch_base_alloc(void* address, size_t* bytes) noexcept {
   uint64_t start = 0;
   size_t unasked = 0;  // torch may ask without a place for the size
   if (bytes == nullptr) bytes = &unasked;
@@ -235,11 +215,11 @@ MG_EXPORT void* mg_torch_base_alloc(void* address, size_t* bytes) noexcept {
   return reinterpret_cast<void*>(start);
 }
 
-MG_EXPORT void mg_torch_record_stream(void* address, mg::Stream stream) noexcept {
+void mg_torch_record_stream(void* address, mg::Stream stream) noexcept {
   on_any_device([&](mg::Device* device) { return mg_record_stream(device, number(address), stream) == 0; });
 }
 
-MG_EXPORT void mg_torch_begin_pool(int index, torch_pool pool, torch_filter filter) noexcept {
+void mg_torch_begin_pool(int index, mg_torch_pool pool, mg_torch_filter filter) noexcept {
   with_status([&] {
     std::string reason;
     mg::Device* device = device_of(index, reason);
@@ -249,17 +229,15 @@ MG_EXPORT void mg_torch_begin_pool(int index, torch_pool pool, torch_filter filt
   });
 }
 
-MG_EXPORT void mg_torch_end_pool(int index, torch_pool pool) noexcept {
+void mg_torch_end_pool(int index, mg_torch_pool pool) noexcept {
   if (mg::Device* device = made_device(index)) mg_end_pool(device, pool.first, pool.second);
 }
 
-MG_EXPORT void mg_torch_release_pool(int index, torch_pool pool) noexcept {
+void mg_torch_release_pool(int index, mg_torch_pool pool) noexcept {
   if (mg::Device* device = made_device(index)) mg_release_pool(device, pool.first, pool.second);
 }
 
-// A pool for what the calling thread allocates on a device from now on, until mg_end_pool; torch's own MemPool asks for
-// an allocator that can make pools by itself, which a pluggable one cannot.
-MG_EXPORT int mg_torch_begin_pool_on_thread(int index, uint64_t first, uint64_t second) noexcept {
+int mg_torch_begin_pool_on_thread(int index, uint64_t first, uint64_t second) noexcept {
   return with_status([&] {
     std::string reason;
     mg::Device* device = device_of(index, reason);
@@ -271,8 +249,7 @@ MG_EXPORT int mg_torch_begin_pool_on_thread(int index, uint64_t first, uint64_t 
   });
 }
 
-// As for torch: the allocator of a device, made where it was not there yet; null: mg_message() says why.
-MG_EXPORT mg_device* mg_torch_make_device(int index) noexcept {
+mg_device* mg_torch_make_device(int index) noexcept {
   mg::Device* device = nullptr;
   with_status([&] {
     std::string reason;

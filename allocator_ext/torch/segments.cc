@@ -12,9 +12,9 @@
 #include <mutex>
 #include <utility>
 
-#include "abi.h"
 #include "core/driver_guard.h"
 #include "cuda/libcuda.h"
+#include "multigraph_allocator.h"
 #include "torch/devices.h"
 
 namespace {
@@ -125,8 +125,8 @@ constexpr auto all_releasers = releasers(std::make_integer_sequence<int, slots>{
 
 }  // namespace
 
-// A slot whose pool has ended and whose segments are gone, and the functions for torch; -1: all are taken.
-MG_EXPORT int mg_segments_open(size_t limit, void** allocate, void** release) noexcept {
+// It takes a slot whose pool has ended and whose segments are gone.
+int mg_segments_open(size_t limit, void** allocate, void** release) noexcept {
   for (int number = 0; number < slots; number++) {
     Slot& slot = table[number];
     std::lock_guard lock(slot.mutex);
@@ -142,14 +142,13 @@ MG_EXPORT int mg_segments_open(size_t limit, void** allocate, void** release) no
   return -1;
 }
 
-// The pool has ended; torch may give its segments back later.
-MG_EXPORT void mg_segments_close(int number) noexcept {
+void mg_segments_close(int number) noexcept {
   if (number < 0 || number >= slots) return;
   std::lock_guard lock(table[number].mutex);
   table[number].taken = false;
 }
 
-MG_EXPORT int mg_segments_read(int number, size_t* bytes, size_t* peak, size_t* count, uint64_t* refused) noexcept {
+int mg_segments_read(int number, size_t* bytes, size_t* peak, size_t* count, uint64_t* refused) noexcept {
   if (number < 0 || number >= slots) return static_cast<int>(mg::Status::invalid);
   Slot& slot = table[number];
   std::lock_guard lock(slot.mutex);

@@ -173,7 +173,7 @@ def install(
         raise ValueError(f"install: garbage_threshold lies between 0 and 1, got {garbage_threshold!r}")
     options = Options(
         reuse=REUSE_RULES.index(reuse),
-        expandable=(1 if stitch else 2) if expandable else 0,  # as abi.h counts
+        expandable=(1 if stitch else 2) if expandable else 0,  # as mg_options counts
         garbage_threshold=garbage_threshold,
         history=history,
     )

@@ -25,7 +25,7 @@ OUT_OF_MEMORY = 1
 _OUT_SIZE = ctypes.POINTER(ctypes.c_size_t)
 _POOL = (ctypes.c_uint64, ctypes.c_uint64)
 
-# name -> what it returns, then what it takes; all are in allocator_ext/abi.h and allocator_ext/torch
+# name -> what it returns, then what it takes; as allocator_ext/multigraph_allocator.h declares it
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mg_message": (ctypes.c_char_p,),
     "mg_torch_ready": (ctypes.c_int,),

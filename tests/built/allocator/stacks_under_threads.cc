@@ -8,23 +8,8 @@
 #include <thread>
 #include <vector>
 
-#include "abi.h"
+#include "multigraph_allocator.h"
 #include "sim/simulator.h"
-
-extern "C" {
-void* mg_torch_alloc(size_t, int, mg::Stream);
-void mg_torch_free(void*, size_t, int, mg::Stream) noexcept;
-int mg_torch_record_stacks(uint64_t (*)(), int, size_t) noexcept;
-int mg_torch_stacks_live(uint64_t*, size_t, size_t*) noexcept;
-int mg_torch_stacks_log(int64_t*, size_t, size_t*) noexcept;
-mg_device* mg_torch_device(int) noexcept;
-int mg_torch_begin_pool_on_thread(int, uint64_t, uint64_t) noexcept;
-int mg_torch_pool_save(mg_device*, uint64_t, uint64_t, uint64_t*) noexcept;
-int mg_torch_pool_restore(mg_device*, uint64_t) noexcept;
-int mg_torch_pool_forget(mg_device*, uint64_t) noexcept;
-int mg_torch_adopt(mg_device*, uint64_t) noexcept;
-int mg_torch_drop(mg_device*, uint64_t) noexcept;
-}
 
 std::recursive_mutex language;
 std::atomic<uint64_t> asked{0};

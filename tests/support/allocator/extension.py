@@ -6,6 +6,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -340,15 +341,26 @@ class Allocator:
         self._call("mg_verify")
 
 
+HEADER = SOURCE / "multigraph_allocator.h"  # all that is exported
+
+
 @functools.cache
+def declarations() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Of each function that the public header declares: the type of what it returns, and its parameters as written."""
+    found = {}
+    for declared in re.findall(r"^MG_EXPORT ([^;]*?)(?: MG_NOEXCEPT)?;", HEADER.read_text(), re.MULTILINE):
+        parted = re.fullmatch(r"(.*?[ *])(mg_\w+)\((.*)\)", " ".join(declared.split()))
+        assert parted is not None, declared
+        result, name, parameters = parted.groups()
+        # a comma within the parameters of a function that is a parameter parts nothing
+        parts = () if parameters == "MG_NOTHING" else re.split(r", (?![^(]*\))", parameters)
+        found[name] = (result.strip(), tuple(parts))
+    return found
+
+
 def declared_exports() -> frozenset[str]:
-    """The functions that the headers and hooks mark for export."""
-    names = set()
-    for path in (SOURCE / "abi.h", *(SOURCE / "torch").glob("*.cc")):
-        for line in path.read_text().splitlines():
-            if line.startswith(("MG_EXPORT", 'extern "C" MG_TORCH_EXPORT')):
-                names.add(line.split("(")[0].split()[-1].lstrip("*"))
-    return frozenset(names)
+    """The functions that the public header declares."""
+    return frozenset(declarations())
 
 
 def capture(allocator: Allocator, streams: int) -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.allocator.extension import SOURCE
+from tests.support.allocator.extension import SOURCE
 
 Edit = tuple[str, str, str]
 
