@@ -71,6 +71,7 @@ def test_it_holds_the_library_its_licence_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == package
     assert licence == (CHECKOUT / "LICENSE").read_text()
     assert {"Name: multigraph-allocator", "License-Expression: Apache-2.0", "License-File: LICENSE"} <= set(headers)
+    assert {"Description-Content-Type: text/markdown", "Classifier: Environment :: GPU :: NVIDIA CUDA"} <= set(headers)
     # what installs it in a process is the backend's, and pip knows
     assert [line for line in headers if line.startswith("Requires-Dist:")] == ["Requires-Dist: multigraph>=0.1.0"]
     assert entries.split() == ["[torch.backends]", "multigraph_allocator", "=", "multigraph_allocator:autoload"]
