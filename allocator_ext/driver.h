@@ -3,7 +3,7 @@
 // Why: the extension is built without CUDA and runs where a driver may be missing, so it links to none of these. What
 // comes in is a place that fills the table (cuda/ from libcuda, sim/ from the simulation); what goes out is a table of
 // typed function pointers. Types repeat the driver's own layout; no header of CUDA is read.
-// Invariant: a table is complete or it is not handed out.
+// Guarantee: a table is complete or it is not handed out.
 #pragma once
 
 #include <cstddef>

@@ -2,10 +2,10 @@
 //
 // A segment owns its blocks: they are linked by address from `first`, without holes, and die with it. The driver's
 // memory itself is given back by the pool, which owns the segment. An expandable segment is a range of addresses of which
-// whole pages are mapped, in chunks; what is not is a block too, in no list. A shared one serves captures, whichever
-// streams are in them, so nobody is its home. What of it is lent is in use at other addresses, those of a window
-// (windows.h), which is a segment of one block.
-// Invariant: blocks of a segment tile it; two free neighbours differ in stream or tag, else they are one.
+// whole pages are mapped, in chunks; memory that is not mapped is a block too, in no list. A shared segment serves captures,
+// whichever streams are in them, so its home is `nobody`. Its blocks that are lent are in use at other addresses, those of a
+// window (windows.h); the live block at these addresses is the only block of a segment of its own.
+// Guarantee: blocks of a segment tile it; two free neighbours differ in stream or tag, else they are one.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ struct Window;
 enum class BlockState : uint8_t { free, live, waiting, unmapped, lent };
 constexpr size_t block_states = 5;
 
-// No stream's handle. A settled block of nobody is free for any stream, inside of captures.
+// Stands for no stream. A settled block of `nobody` is free for any stream that captures.
 inline const Stream nobody = reinterpret_cast<Stream>(~uintptr_t{0});
 
 struct BySize {
@@ -70,8 +70,10 @@ struct Block {
 
   FreeList* in = nullptr;         // while listed elsewhere, and where
   FreeList::iterator place;
-  FreeList::node_type node;       // kept from one listing to the next, as is the other from life to life: the host is asked
-  ByAddress::node_type live;      // for memory once
+  // Memory of the host for both kinds of entry is asked for once and then kept: from one listing of the block to the next,
+  // and from one of its lives to the next.
+  FreeList::node_type node;
+  ByAddress::node_type live;
 };
 
 inline bool BySize::operator()(const Block* a, const Block* b) const {
@@ -79,17 +81,17 @@ inline bool BySize::operator()(const Block* a, const Block* b) const {
 }
 inline bool BySize::operator()(const Block* a, size_t size) const { return a->size < size; }
 
-// What one call has mapped. Pages of shared segments keep their handles, so that they can be mapped again.
+// What one call has mapped. Of pages of shared segments the handles are kept, so that they can be mapped again.
 struct Chunk {
   size_t size;
   Physical handle = 0;
-  size_t windows = 0;  // that map it too
+  size_t windows = 0;  // how many windows map it too
 };
 
 struct Segment {
   Address address = 0;
   size_t size = 0;
-  size_t mapped = 0;   // the same, but where it is expandable
+  size_t mapped = 0;   // how much of it is mapped: all, but of an expandable one
   bool expandable = false;
   size_class::Kind kind = size_class::Kind::large;
   std::map<Address, Chunk> chunks;   // of an expandable segment

@@ -2,14 +2,27 @@
 //
 // Why: while a stream captures, nothing runs, so no event tells when a block's last use is over; the graph's own edges
 // do. In: streams, asked for when a block is allocated or freed. Out: for each stream of a capture a view of its past,
-// and the deferred blocks that this past has come to contain.
+// and the deferred blocks whose markers this past has come to contain.
+//
+// An example. Streams A and B capture into one graph. On A kernel k1 writes to block X; B waits for A, and kernel k2 on B
+// reads X, so X was recorded on B. Then X is freed:
+//
+//     A:  k1 ----------------------- wait for B -- allocate
+//           \                         /
+//     B:     wait for A -- k2 -------
+//
+// At the free the terminals are {k1} on A and {k2} on B; these two nodes are the markers of X. What A appends next comes
+// after k1 but in no order with k2, so A may not have X: it is deferred, with one marker missing for A. When A has waited
+// for B, its terminals are {k1, k2}. The next time that A is observed, its view walks back from these, meets k2, for which X
+// was waiting, and X is ready for A: whatever uses it next there comes after both uses. For B nothing was missing at the
+// free, since B had waited for A before k2; by the rule `any_stream` B may have X at once.
 //
 // A view grows backwards from the stream's terminals and never walks a known node again, so all views of a capture cost
 // (streams) x (nodes + edges); each marker is met once. Two things make a view begin again, at most `patience` times:
-// dependencies that were replaced (a former terminal is no longer behind the present ones), and programmatic edges,
+// dependencies that were replaced (a former terminal no longer lies before the present ones), and programmatic edges,
 // which tell that a node has begun and not that it has completed.
-// Invariant: `completed(n)` only if every path by which the stream's next operation waits lies behind n's completion,
-// as the driver reported it at the last observation.
+// Guarantee: `completed(n)` only if every path by which the stream's next operation waits contains n's completion, as the
+// driver reported it at the last observation.
 #pragma once
 
 #include <cstddef>
@@ -71,8 +84,10 @@ struct StreamView {
   bool proofless = false;   // out of patience: no more proofs
   bool orderless = false;   // out of patience: nor reuse
   int restarts = 0;
-  size_t behind = 0;        // of what was in the graph before: how many nodes, in their order, are in our past
-  bool apart = false;       // not all of them: what earlier captures used may be in use beside this stream
+  // Of `Capture::before`, the nodes that the graph had already: how many, in their order, are in our past; and whether that
+  // is not all of them, so that what earlier captures used may be in use beside this stream.
+  size_t behind = 0;
+  bool apart = false;
 };
 
 struct Capture {

@@ -3,10 +3,15 @@
 // In: a pool in which nothing waits and nothing is bound to a capture under way. Out: a state, and later a pool in which
 // exactly the blocks of that state are live, at their addresses: what was allocated since is free, what was freed since
 // is live again. Bytes are not touched.
-// Who held a block that a restore takes away may still free it, and then the address may be another's. Such a free is
-// expected, and ignored (`ghosts_`). So is the one of an owner whose block was adopted. When an owner and a later block at
-// its address both end, two frees come in any order and the block is free after the second.
-// Invariant: a restore that is refused has changed nothing.
+//
+// Owners are not told. Whoever held a block that a restore took away may still free it, and by then another block may have
+// the address. Such a free is expected and ignored: `ghosts_` counts, for each address, how many are to come. An example:
+// a tensor T has block X at address 100. A state without X is restored, so X is free and one ghost is expected at 100. A
+// new allocation gets address 100. When T dies it frees 100: that is the ghost, and the new block stays. The next free of
+// 100 is the new block's. Should the new block's owner free it first, that free is taken for the ghost, and T's is then
+// the one that counts: the block is free after the second of the two, in whichever order they come.
+// An owner whose block was adopted is a ghost from then on, too.
+// Guarantee: a restore that is refused has changed nothing.
 
 #include <algorithm>
 

@@ -2,7 +2,7 @@
 //
 // In: an action and a range. Out: entries from the oldest to the newest. Actions and their order are torch's: a free is
 // asked for, and completed when the block may be used again.
-// Invariant: never more than `most` entries, and no memory for them while it is off.
+// Guarantee: never more than `most` entries, and no memory for them while it is off.
 #pragma once
 
 #include <algorithm>

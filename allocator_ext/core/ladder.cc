@@ -2,7 +2,8 @@
 //
 // cached block -> (garbage goes) -> new segment -> blocks that wait for events -> new segment after cached segments were
 // given back -> pools that are open to others at out-of-memory -> the user's callback, then all of it again -> failure
-// with an account. During captures nothing is waited for and nothing is given back to the driver.
+// with an account. During captures nothing is waited for and nothing is given back to the driver: waiting would break the
+// capture, and memory of the driver may be part of its graph.
 
 #include "core/device.h"
 

@@ -1,10 +1,20 @@
 // What happens to a block between its free and its next life.
 //
-// In: a block that is no longer used by the program. Out: the same block in its pool's lists, under the weakest condition
-// that is sure: at once, inside the capture by proof (capture_graph), after events of other streams, or when captures
-// have ended. Nothing is queried or recorded by event while a capture is under way: a stream in capture would take it
-// into the graph, and in torch's mode other threads' calls would break the capture.
-// Invariant: each block that came in is in exactly one place: its pool, a capture's deferred list, the events, `parked`.
+// In: a block that the program has freed. Out: the same block in its pool, under the weakest condition that is sure. Which way
+// it goes:
+//   outside of captures, used on its own stream alone: it is settled at once, for the stream's order covers it;
+//   outside of captures, also used on other streams: an event is recorded on each, and it is settled when all have passed;
+//   inside a capture, used on its own stream alone: free for that stream under its even tag;
+//   inside a capture, used on several of its streams: deferred, until its markers are in a stream's past (capture_graph.h),
+//     then free for that stream under its odd tag;
+//   freed by a thread that does not drive the capture: queued there, and placed when the driving thread next allocates;
+//   whatever cannot be proven: parked until no capture is under way, then as outside of captures;
+//   used on a stream of which the driver does not tell: unanswered, asked for ever more seldom.
+// No event is queried or recorded on a stream that captures: it would become part of the graph. Where other threads capture,
+// events are recorded in the relaxed mode, without which such a call would break their captures (driver_guard.h).
+// Guarantee: each block that came in is in exactly one place: its pool, a capture's deferred or queued blocks, the blocks
+// with events, `parked_` or `unanswered_`.
+// Lock: the device's is held during all calls.
 #pragma once
 
 #include <deque>

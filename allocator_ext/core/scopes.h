@@ -3,7 +3,7 @@
 // In: begin and end of a scope, as torch calls them, from any thread. Out: the pool of the innermost scope whose filter
 // takes the stream. Filters are torch's own code, so they are asked without the device's lock, on a list that never
 // changes: begin and end replace it whole.
-// Invariant: what `match` answers for a list is valid while `current()` is that list.
+// Guarantee: what `match` answers for a list is valid while `current()` is that list.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ namespace mg {
 
 using Filter = std::function<bool(Stream)>;
 
-// What is known of a scope when it begins: that it takes streams that capture nothing, that it takes one capture alone, as
-// torch's own do, or neither.
+// What is known of a scope when it begins. `plain`: it takes streams that capture nothing. `one_capture`: it takes the streams
+// of one capture and no others, as torch's own scopes do. `any`: neither is known.
 enum class Takes : unsigned char { any, plain, one_capture };
 
 class Scopes {
@@ -46,7 +46,7 @@ class Scopes {
     return std::any_of(list_->begin(), list_->end(), [&](const auto& scope) { return scope->pool == pool; });
   }
 
-  // Of all captures only one can be under way: each has a scope of its own, and there is one.
+  // Whether only one capture can be under way: each capture has a scope of its own, and there is one such scope.
   bool single() const {
     size_t captures = 0;
     for (const auto& scope : *list_) {

@@ -1,7 +1,7 @@
 // How many bytes a request takes, from which kind of segment, and what is worth splitting off.
 //
 // Pure arithmetic. In: bytes asked for. Out: rounded bytes, segment bytes, bytes to map.
-// Invariant: rounded >= asked, a multiple of 512; a segment holds at least one rounded request.
+// Guarantee: rounded >= asked, a multiple of 512; a segment holds at least one rounded request.
 #pragma once
 
 #include <cstddef>
@@ -32,31 +32,32 @@ constexpr size_t segment(size_t rounded_) {
   return up(rounded_, large_grain);
 }
 
-// Expandable segments are mapped in whole pages, and one physical allocation has `most_mapped` of them at most, so that
-// little has to be free at one place for some of it to go back.
+// Expandable segments are mapped in whole pages. One physical allocation has at most `most_mapped` bytes: it goes back to the
+// driver only when all of it is free, and the smaller it is, the sooner that is so.
 constexpr size_t page = 2 * mib;
 constexpr size_t most_mapped = 20 * mib;
 
-// Of which segments a request is served. What captures share has requests of all sizes side by side; a window is not
-// memory of its own but other addresses of pages that captures share.
+// Which segments serve a request. Shared ones, which captures use, have requests of all sizes side by side; a window is no
+// memory of its own but other addresses of pages of shared segments.
 enum class Kind : unsigned char { small, large, shared, window };
 
 constexpr Kind kind(size_t rounded_) { return is_small(rounded_) ? Kind::small : Kind::large; }
 
-// What is mapped at once where `missing` bytes are missing behind what is free. Requests below a medium segment are many,
-// and mapping a page for each would be slow; a capture maps once what every replay then has.
+// How much is mapped at once where `missing` bytes are missing. Requests below 10 MiB are many, and to map a page for each
+// would be slow, so 20 MiB are mapped for them. In shared segments only what is missing is mapped: a capture maps once, and
+// every replay then has that memory.
 constexpr size_t mapped(size_t missing, size_t rounded_, Kind kind_) {
   bool many = kind_ == Kind::large && rounded_ < medium_limit;
   return up(missing, many ? medium_segment : page);
 }
 
-// In what captures share: requests up to here are placed low, so that what stays open at the end are large holes.
+// In shared segments, requests up to here are placed at low addresses, so that holes at the end stay large.
 constexpr size_t low_limit = 128 * kib;
 
 // Requests from here on, and below medium_limit, may be made of pieces of several pages.
 constexpr size_t stitch_limit = 1 * mib;
 
-// Small rests of large blocks are left on: they would only be holes.
+// What is left of a large block is cut off only where it is of use: small rests would only be gaps.
 constexpr bool worth_splitting(size_t rest, Kind kind_) {
   return kind_ == Kind::large ? rest > small_limit : rest >= grain;
 }

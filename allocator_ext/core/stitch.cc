@@ -1,10 +1,10 @@
-// Blocks out of pieces: when one is made, its window's mapping, and its end.
+// Blocks made of pieces of several pages (windows.h has an example).
 //
 // In: a request of a capture for which no hole is right, though pieces of pages have enough. Out: a live block in a
-// window, or the same memory at home where the pages lie side by side already. What a stream may have of the shared
-// segment is asked of each piece as of each neighbour of a run, so a window adds nothing to the proofs.
-// Where kernels begin early there are no windows: memory is seen by its other addresses once what wrote it is complete.
-// Invariant: no window is unmapped while its pool is held after a capture, and no page goes back while a window maps it.
+// window, or the same memory at home where the chosen pages lie side by side already.
+// What a stream may have of a shared segment is asked of each piece as of each neighbour of a run, so a window adds nothing
+// to the proofs. Where kernels begin early there are no windows: what a kernel wrote by one address is there by another
+// when that kernel is complete, and an early kernel may look before.
 
 #include <algorithm>
 
@@ -16,7 +16,7 @@ namespace {
 
 using size_class::page;
 
-// Windows of a pool have so many pages, for each page of the pool; then there are no more.
+// A pool's windows have at most so many pages for each page of the pool; then no more are made.
 constexpr size_t most_windows = 10;
 
 }  // namespace

@@ -1,19 +1,34 @@
 // The words of the core, and what can be set.
 //
-//   segment     a range that the driver gave; it belongs to one pool and has a home stream
-//   block       a part of a segment: live (handed out) or free; neighbours of one segment are linked
-//   window      other addresses of pages that captures share, side by side
-//   lent        free memory of such pages that a window's block has
-//   borrowed    of a block: its pool, which is open at out-of-memory, serves somebody else with it
+// Memory:
+//   segment     a range of addresses that the driver gave; it belongs to one pool and has a home stream
+//   chunk       the part of an expandable segment that one call mapped: one physical allocation
+//   block       a part of a segment, handed out (live) or free; neighbours of one segment are linked
+//   hole        free neighbours of a shared segment, under whichever conditions (holes.h)
+//   run         neighbours in a hole of which one stream may have each
+//   window      other addresses of pages of shared segments, side by side (windows.h)
+//   home        of a segment: the stream that its settled blocks are free for; of a page: where it lies outside of windows
+//   lent        the state of a block in a shared segment while a block in a window has its memory
+//   borrowed    of a block: its pool, which is open at out-of-memory, serves another pool's request with it
 //   pool        segments that share free lists; one default pool, and one for each id that torch begins
 //   scope       "allocations of these streams go to that pool", from begin to end
+// Order in captures:
 //   capture     one capture of the driver, known by its id and graph, from when it is first seen
 //   terminals   the nodes that the next operation on a capturing stream would depend on
+//   view        what is known of one stream in a capture: the nodes that complete before whatever it appends next
 //   markers     terminals of all streams that used a block, taken when it was freed
-//   deferred    freed in a capture, not yet proven
-//   parked      freed, and not to be thought of before no capture is under way
+//   period      the time in which a view's proofs hold; a new one begins when dependencies are seen to have been
+//               replaced, or when the driver did not answer
+//   point       how many different terminals of a stream had been seen at some time
+//   cover       the last point of another stream that lies in a stream's past
+// After a free:
 //   settled     free with no condition but its stream
 //   tag         the condition on a free block: 0 when settled, else one period of one stream in one capture
+//   deferred    freed in a capture, and waiting for its markers to be in the past of a stream
+//   queued      freed by a thread that does not drive the capture: the one that does will look at it
+//   parked      freed, and not thought of before no capture is under way
+//   unanswered  freed, and used by a stream of which the driver does not tell: it was destroyed, most likely
+//   withheld    free, and refused by the verifier: nobody gets it before the captures end
 #pragma once
 
 #include <cstdint>
@@ -25,13 +40,14 @@ namespace mg {
 
 using Tag = uint64_t;
 constexpr Tag settled = 0;
-constexpr Tag withheld = ~Tag{0};  // nobody meets it
+constexpr Tag withheld = ~Tag{0};  // a condition that no request meets
 
-// As a block's point: it was in use outside of captures, and only its own stream is known to be behind that.
+// As a block's point: it was in use outside of captures, and of no other stream than its own is it known that this use
+// lies in its past.
 constexpr uint64_t never_covered = ~uint64_t{0};
 
-// Tags come in pairs, one for each period of a stream in a capture: even for what was used on that stream alone, odd for
-// what was proven, which asks for more.
+// Each period of a stream in a capture has a pair of tags. The even one is for what was used on that stream alone: its next
+// use need only begin later. The odd one is for what was proven: its next use has to come after completion.
 inline bool one_period(Tag a, Tag b) { return a / 2 == b / 2; }
 
 // How much a capture gives back before it ends.

@@ -1,6 +1,6 @@
 // The allocators of this process, one for each device that torch names, and the driver that they stand on.
 //
-// Invariant: an allocator is never taken down, for torch frees tensors until the very end of the process. In a child that
+// Guarantee: an allocator is never taken down, for torch frees tensors until the very end of the process. In a child that
 // was forked after the driver was used there is none: the driver does not survive that.
 #pragma once
 

@@ -5,7 +5,7 @@
 // pool's limit is reached: torch then climbs its own ladder and raises its own error. Nothing is kept back for later: a
 // segment that torch gives up may still be in use by a replay, and only the driver's free waits for the device.
 // torch tells no pool's name, so each pool has functions of its own: one of `slots` pairs of the same template.
-// Invariant: a slot's `bytes` are those of its segments that are with torch.
+// Guarantee: a slot's `bytes` are those of its segments that are with torch.
 
 #include <array>
 #include <map>

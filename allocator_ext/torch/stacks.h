@@ -6,7 +6,7 @@
 // The function takes a lock of its own, Python's. So it runs before the allocator does anything, under no lock of the
 // allocator's or of this file; it is not asked again by what it does itself; and once `stop` has returned, it does not
 // run and will not.
-// Invariant: off, it costs a look at one flag. A block whose allocation was not seen has no number, and neither has one
+// Guarantee: off, it costs a look at one flag. A block whose allocation was not seen has no number, and neither has one
 // that was brought back to a life that is not known.
 #pragma once
 

@@ -6,7 +6,7 @@
 // two pointers and a 32-bit number; `OutOfMemoryError` adds nothing to its base but its type; the first slot of its table
 // of virtual functions is the destructor that leaves the memory alone, as the C++ ABI has it for a class whose base
 // declares its destructor first. The object is at most `room` bytes.
-// Invariant: nothing is built before `torch_errors()` found all of it and the caller vouched for the version of torch.
+// Guarantee: nothing is built before `torch_errors()` found all of it and the caller vouched for the version of torch.
 #pragma once
 
 #include <string>
