@@ -5,7 +5,6 @@
 
 #include "core/account.h"
 
-
 namespace mg {
 
 namespace {
