@@ -1,7 +1,7 @@
 // Which rule of the core is broken in this run, for tests that have to notice it.
 //
 // In the sources no rule can be broken, and nothing but the stress programs includes this file. The tests build a copy of
-// the sources in which places of the core ask `mutated(number)`; tests/allocator/mutants.py lists the numbers and the
+// the sources in which places of the core ask `mutated(number)`; tests/support/allocator/mutants.py lists the numbers and the
 // edits, and makes that copy.
 #pragma once
 
