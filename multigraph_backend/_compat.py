@@ -6,6 +6,9 @@ was seen, which feature needs it, and what must be true of it (parameters or att
 resolved at first use as attributes of this module (`_compat.ShapeEnv`); a missing one raises `MissingSymbol`,
 and `missing("variants")` tells beforehand, so that the feature is turned off with one line and nothing else.
 
+Importing this module loads nothing of torch's compiler; asking for a symbol loads the module that it lives in.  Whoever
+has no compile by Inductor before him asks with `inductor=False`: then no module of Inductor's is loaded.
+
 The functions below the table hide what differs between versions.
 """
 
@@ -49,6 +52,11 @@ class PrivateSymbol:
     made: Callable[[Any], Any] | None = None
     seen: tuple[str, ...] = SEEN
 
+    @property
+    def of_inductor(self) -> bool:
+        """Whether only a compile by Inductor needs it."""
+        return self.feature in BY_INDUCTOR or self.name in _BY_INDUCTOR
+
     def load(self) -> Any:
         value: Any = importlib.import_module(self.module)
         for part in self.attribute.split("."):
@@ -85,6 +93,13 @@ def _marked(mark_dynamic: Callable[..., object]) -> torch.Tensor:
     mark_dynamic(tensor, 0, specialize_on=[bool])
     return tensor
 
+
+#: features that only compiles by Inductor have
+BY_INDUCTOR = frozenset({
+    "changed inputs", "saved tensors", "retained graphs", "modes", "messages", "cudagraphs", "cudagraphs on CUDA",
+    "recordings in the extension on CUDA",
+})  # fmt: skip
+_BY_INDUCTOR = frozenset({"compile_fx"})  # ... and symbols of features that others have, too
 
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 _SYMPY = "torch.utils._sympy"
@@ -302,9 +317,13 @@ def expected() -> dict[str, PrivateSymbol]:
 
 
 @functools.cache
-def missing(feature: str) -> tuple[str, ...]:
-    """What `feature` lacks in this torch, one line a symbol; empty when it can be used."""
-    return tuple(problem for row in SYMBOLS.values() if row.feature == feature and (problem := row.problem()))
+def missing(feature: str, inductor: bool = True) -> tuple[str, ...]:
+    """What `feature` lacks in this torch, one line a symbol; empty when it can be used.
+
+    `inductor`: whether a compile by Inductor is to use it; if not, Inductor is neither asked nor loaded.
+    """
+    rows = [row for row in SYMBOLS.values() if row.feature == feature and (inductor or not row.of_inductor)]
+    return tuple(filter(None, [row.problem() for row in rows]))
 
 
 def without(*names: str) -> str | None:
@@ -341,13 +360,17 @@ OFF = {
 
 
 @functools.cache
-def switched_off() -> tuple[tuple[str, str], ...]:
-    """Features that this torch lacks a symbol for, each with one line that says so."""
+def switched_off(inductor: bool = True) -> tuple[tuple[str, str], ...]:
+    """Features that this torch lacks a symbol for, each with one line that says so.
+
+    `inductor`: also those that only a compile by Inductor has; if not, Inductor is neither asked nor loaded.
+    """
     found = []
+    rows = [row for row in expected().values() if inductor or not row.of_inductor]
     for feature, consequence in OFF.items():
-        problems = [row.problem() for row in expected().values() if row.feature == feature]
+        problems = [row.problem() for row in rows if row.feature == feature]
         problem = next(filter(None, problems), None)
-        if problem is not None and problem not in missing("variants"):  # that is said with each graph
+        if problem is not None and problem not in missing("variants", inductor):  # that is said with each graph
             found.append((feature, f"torch {torch.__version__} differs: {problem}; {consequence}"))
     return tuple(found)
 

@@ -60,10 +60,11 @@ class Multigraph:
         `OptionsError` for what is not accepted.
         """
         marks.meet(example_inputs)
-        for feature, line in _compat.switched_off():
-            events.warn_once("recordings" if feature.startswith("cudagraphs") else f"off: {feature}", "%s", line)
         code = user_code.current()
         accepted = Options.build(options, mode, code.models)
+        by_inductor = accepted.compiler == "inductor"
+        for feature, line in _compat.switched_off(by_inductor):
+            events.warn_once("recordings" if feature.startswith("cudagraphs") else f"off: {feature}", "%s", line)
         disabled = disabled_pieces(os.environ)
         if disabled & {"cudagraphs", "all"}:
             accepted = dataclasses.replace(accepted, cudagraphs=False)
@@ -75,7 +76,8 @@ class Multigraph:
             if "variants" in disabled:
                 accepted = dataclasses.replace(accepted, specialize=())
                 _take_over_marks(example_inputs)
-            lacking = (*_compat.missing("variants"), *filter(None, [_compat.missing_in_trace(gm, example_inputs)]))
+            lacking = list(_compat.missing("variants", by_inductor))
+            lacking += filter(None, [_compat.missing_in_trace(gm, example_inputs)])
             if lacking:
                 return _compile_at_once(gm, example_inputs, accepted, code, f"this torch differs: {lacking[0]}")
             try:

@@ -45,10 +45,10 @@ def mark(
     """
     _check_types(tensor, dim, specialize_on, unbacked, min, max)
     if lacking := _compat.missing("marks"):
-        events.warn_once("off: marks", "%s", dict(_compat.switched_off()).get("marks", lacking[0]))
+        events.warn_once("off: marks", "%s", dict(_compat.switched_off(inductor=False)).get("marks", lacking[0]))
         return
     # what declares variants stays with torch's own dispatch where it cannot be taken over
-    checks = [] if _compat.missing("variants") else [_as_check(entry) for entry in specialize_on]
+    checks = [] if _compat.missing("variants", inductor=False) else [_as_check(entry) for entry in specialize_on]
     caller = sys._getframe(1)
     place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     for one in (dim,) if isinstance(dim, int) else tuple(dim):

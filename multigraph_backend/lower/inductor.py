@@ -1,17 +1,73 @@
-"""What every compile by Inductor is given, whoever asks for it: the two guards around changed inputs.
+"""What Inductor is given with each graph, and what it gets wrong kept out.
 
-Imported when something is to be compiled by Inductor, not before: it loads Inductor.
+Imported when a graph is to be compiled by Inductor, not before: it loads Inductor.
+
+In: a graph module and its inputs, options.  Out: Inductor's code, with what the options ask for around it: recordings
+(`cudagraphs`), packed tensors (`saved_tensors`), backward code that may run again (`retained`), and always the two
+guards around changed inputs (`gradients_of_changes`, `order_of_changes`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.lower import retained
 from multigraph_backend.lower.gradients_of_changes import SafePartitioner
 from multigraph_backend.lower.order_of_changes import InnerCompile, compile_in_order
+from multigraph_backend.options import Options
+from multigraph_backend.saved_tensors.rules import Offload
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.output_code import How
+
+log = logging.getLogger(__name__)
+
+
+def compile_graph(
+    module: torch.fx.GraphModule,
+    inputs: list[Any],
+    options: Options,
+    label: str | None,
+    how: How,
+    ignore_shape_env: bool,
+    later: retained.Later | None,
+) -> Callable[..., Sequence[Any]]:
+    """Inductor's code for `module`; with a `label` for messages, `how` says what becomes of it.
+
+    `later`: see `retained`.
+    Raises what Inductor raises, and `CannotLower` for what it gets wrong.
+    """
+    knobs, inner = dict(options.inductor), None
+    if label is not None:
+        from multigraph_backend.cudagraphs import output_code
+
+        inner = output_code.inner_compile(options, label, how)
+        knobs.update(output_code.KNOBS if how == "recorded" else {})
+        if any(isinstance(rule.pack, Offload) for rule in options.saved_tensors):
+            knobs.setdefault(*output_code.PLACED)
+    around = None
+    if options.packing and (lacking := _lacks_for_packing()):
+        log.debug("saved tensors stay as they are; this torch differs: %s", lacking)  # said at the first graph
+    elif options.packing:
+        from multigraph_backend.saved_tensors import output_code as packing_code
+        from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
+
+        around = functools.partial(PackingPartitioner, rules=options.saved_tensors, budget=options.saved_tensors_budget)
+        inner = packing_code.inner_compile(inner, runs=how != "traced")
+    if how != "traced" and (lacking := _lacks_for_retained_graphs()):
+        log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph
+    elif how != "traced":
+        inner = retained.inner_compile(inner, later)
+    run: Callable[..., Sequence[Any]] = _compat.compile_fx(
+        module, inputs, ignore_shape_env=ignore_shape_env, **compile_fx_settings(knobs, inner, around)
+    )
+    return run
 
 
 def compile_fx_settings(
@@ -19,7 +75,7 @@ def compile_fx_settings(
     inner: InnerCompile | None = None,
     around: Callable[[Any], Any] | None = None,
 ) -> dict[str, object]:
-    """Keyword arguments for Inductor's `compile_fx`: the knobs `chosen`, and the two guards.
+    """Keyword arguments for Inductor's `compile_fx`: the knobs `chosen`, and the two guards around changed inputs.
 
     `inner` compiles one graph in place of Inductor's own function; `around` makes the partitioner that is used out of
     `SafePartitioner`.  Without what these need of torch only graphs that change no input may be compiled.
@@ -30,3 +86,17 @@ def compile_fx_settings(
     safe = SafePartitioner(theirs)
     patches = {**chosen, "custom_partitioner_fn": safe if around is None else around(safe)}
     return {"config_patches": patches, "inner_compile": functools.partial(compile_in_order, inner)}
+
+
+def _lacks_for_packing() -> str | None:
+    """What of torch packing needs and does not find."""
+    return _lacks_of("saved tensors", "changed inputs", "cudagraphs")
+
+
+def _lacks_for_retained_graphs() -> str | None:
+    """What of torch a backward that may run again needs and does not find; a compile without variants has one, too."""
+    return _lacks_of("retained graphs", "changed inputs", "cudagraphs") or _compat.without(*retained.NEEDED)
+
+
+def _lacks_of(*features: str) -> str | None:
+    return next((problem for feature in features for problem in _compat.missing(feature)), None)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import time
@@ -30,7 +29,7 @@ from multigraph_backend.capture.structure import copy_structure
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
-from multigraph_backend.lower import fresh_inputs, retained
+from multigraph_backend.lower import donation, fresh_inputs
 from multigraph_backend.lower.compile_thread import compile_within, describe
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import CannotLower, FreshInputs
@@ -41,11 +40,12 @@ from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.hooks import without_hooks
-from multigraph_backend.saved_tensors.rules import Offload, hook_rules
+from multigraph_backend.saved_tensors.rules import hook_rules
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.direct_call import DirectCall
     from multigraph_backend.cudagraphs.output_code import How, RecordedCode
+    from multigraph_backend.lower.retained import Compile, Later
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def lower(
     shared = bool(sharing(graph, args))
     bundled = recorded or packs or graph.communicates or state.grad
 
-    def later(compile: retained.Compile) -> Any:
+    def later(compile: Compile) -> Any:
         def compile_here(process_wide: contextlib.ExitStack) -> Any:
             with state.restored(process_wide, cache_tag, autograd_cache=False, bundled=bundled):
                 return compile(process_wide)
@@ -282,9 +282,10 @@ def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Option
 
 def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     """The chosen compiler's code for `module`, in Dynamo's own trace.  Raises as `compile_module` does."""
-    lacking = next(iter(_compat.missing("changed inputs")), None) or _compat.without("TracingContext")
-    if lacking and options.compiler == "inductor" and effects.may_change_inputs(module):
-        raise CannotLower(f"{CHANGES_INPUTS}: {lacking}")
+    if options.compiler == "inductor" and effects.may_change_inputs(module):
+        lacking = next(iter(_compat.missing("changed inputs")), None) or _compat.without("TracingContext")
+        if lacking:
+            raise CannotLower(f"{CHANGES_INPUTS}: {lacking}")
     recorded = records(module, inputs, options)
     plain = not recorded and not options.packing
     needed = ("lookup_backend",) if options.compiler != "inductor" else ("compile_fx", "inductor_config")
@@ -325,59 +326,21 @@ def compile_module(
     label: str | None = None,
     how: How = "recorded",
     ignore_shape_env: bool = False,
-    later: retained.Later | None = None,
+    later: Later | None = None,
 ) -> CompiledFunction:
     """The chosen compiler's code for `module`; with a `label` for messages, `how` says what becomes of it.
 
     `later`: see `retained`.
     Raises what the compiler raises, and `CannotLower` for what it gets wrong.
     """
-    if options.compiler != "inductor":
-        other: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
-        if options.compiler in retained.EAGER_COMPILERS and not _compat.without("TracingContext"):
-            retained.nothing_donated(getattr(_compat.TracingContext.try_get(), "fw_metadata", None))
-        return other
-    knobs, inner = dict(options.inductor), None
-    if label is not None:
-        from multigraph_backend.cudagraphs import output_code
+    if options.compiler == "inductor":
+        from multigraph_backend.lower.inductor import compile_graph  # loads Inductor
 
-        inner = output_code.inner_compile(options, label, how)
-        knobs.update(output_code.KNOBS if how == "recorded" else {})
-        if any(isinstance(rule.pack, Offload) for rule in options.saved_tensors):
-            knobs.setdefault(*output_code.PLACED)
-    around = None
-    if options.packing and (lacking := _lacks_for_packing()):
-        log.debug("saved tensors stay as they are; this torch differs: %s", lacking)  # said at the first graph
-    elif options.packing:
-        from multigraph_backend.saved_tensors import output_code as packing_code
-        from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
-
-        around = functools.partial(PackingPartitioner, rules=options.saved_tensors, budget=options.saved_tensors_budget)
-        inner = packing_code.inner_compile(inner, runs=how != "traced")
-    if how != "traced" and (lacking := _lacks_for_retained_graphs()):
-        log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph
-    elif how != "traced":
-        inner = retained.inner_compile(inner, later)
-    from multigraph_backend.lower.inductor import compile_fx_settings  # loads Inductor
-
-    run: CompiledFunction = _compat.compile_fx(
-        module, inputs, ignore_shape_env=ignore_shape_env, **compile_fx_settings(knobs, inner, around)
-    )
+        return compile_graph(module, inputs, options, label, how, ignore_shape_env, later)
+    run: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
+    if options.compiler in donation.EAGER_COMPILERS and not _compat.without("TracingContext"):
+        donation.nothing_donated(getattr(_compat.TracingContext.try_get(), "fw_metadata", None))
     return run
-
-
-def _lacks_for_packing() -> str | None:
-    """What of torch packing needs and does not find."""
-    return _lacks_of("saved tensors", "changed inputs", "cudagraphs")
-
-
-def _lacks_for_retained_graphs() -> str | None:
-    """What of torch a backward that may run again needs and does not find; a compile without variants has one, too."""
-    return _lacks_of("retained graphs", "changed inputs", "cudagraphs") or _compat.without(*retained.NEEDED)
-
-
-def _lacks_of(*features: str) -> str | None:
-    return next((problem for feature in features for problem in _compat.missing(feature)), None)
 
 
 def _compile(
@@ -386,7 +349,7 @@ def _compile(
     label: str | None,
     how: How,
     context: Any,
-    later: retained.Later | None,
+    later: Later | None,
 ) -> tuple[CompiledFunction, DirectCall | None, Sequence[RecordedCode]]:
     inputs = fresh.inputs
     if label is None or options.compiler != "inductor":

@@ -34,6 +34,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, events
+from multigraph_backend.lower import donation
 from multigraph_backend.lower.compile_thread import describe, reaching_the_caller
 from multigraph_backend.lower.first_compile import patch_back
 from multigraph_backend.process.interruptions import from_outside
@@ -45,9 +46,6 @@ InnerCompile = Callable[..., Any]
 Compile = Callable[[contextlib.ExitStack], Any]
 #: runs a compile later, in the state of now; raises what it raises
 Later = Callable[[Compile], Any]
-
-#: compilers of torch that write into no saved tensor: they run the graph, operator by operator
-EAGER_COMPILERS = frozenset({"eager", "aot_eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner"})
 
 #: rows of `_compat` that are found missing with variants; without them no code can be made that runs again
 NEEDED = ("TracingContext", "compiler_config", "functorch_config")
@@ -71,15 +69,6 @@ def inner_compile(inner: InnerCompile | None, later: Later | None = None) -> Inn
     return functools.partial(_compile, inner or _compat.compile_fx_inner, later)
 
 
-def nothing_donated(metadata: Any) -> None:
-    """Tell AOTAutograd that the backward writes into no saved tensor, for `metadata` of what it compiled."""
-    donated = getattr(metadata, "bw_donated_idxs", None)
-    if isinstance(donated, list):
-        donated.clear()  # that of subclasses and the one that is asked at each call share the list
-    elif metadata is not None:
-        metadata.bw_donated_idxs = []
-
-
 def _compile(
     compile_inner: InnerCompile, later: Later | None, gm: GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Any:
@@ -93,7 +82,7 @@ def _compile(
     inputs = list(example_inputs)
     with _in_cache_as(donated):
         code = compile_inner(gm, example_inputs, **settings)
-    nothing_donated(metadata)
+    donation.nothing_donated(metadata)
     changed = written(_source(code), names, donated)
     if not changed:
         return code

@@ -110,11 +110,16 @@ def saved_hook(pack: Pack, unpack: Unpack | None = None) -> SavedHook:
 
 
 def stock_hooks() -> SavedHook | None:
-    """The innermost `saved_tensors_hooks` in force, where both are graph modules; others run in eager anyway."""
-    if _compat.missing("saved tensors"):
+    """The innermost `saved_tensors_hooks` in force, where both are graph modules; others run in eager anyway.
+
+    This is asked at each compile, so it loads Inductor only where there are such hooks.
+    """
+    if _compat.without("top_saved_tensors_hooks"):
         return None
     found = _compat.top_saved_tensors_hooks(True)
     if not found or not all(isinstance(hook, torch.fx.GraphModule) for hook in found):
+        return None
+    if _compat.missing("saved tensors"):
         return None
     pack, unpack = found
     return SavedHook(pack, unpack, stock=True)

@@ -25,8 +25,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 JOBS = os.cpu_count() or 1
-#: of these the package decides some when it is imported
-AT_IMPORT = ("saved tensors", "changed inputs", "cudagraphs")
 #: what a compile without variants needs, too: it runs the whole program
 NOTHING = "nothing"
 AT_ONCE = ("compile_fx", "inductor_config", "functorch_config")
@@ -398,9 +396,9 @@ def in_children(work: Sequence[Hidden], rows: dict[str, Any], only_asked: bool =
 
 
 def is_whole(hidden: Hidden, rows: dict[str, Any]) -> bool:
-    feature = rows[hidden.row].feature if hidden.row in rows else ""
-    whole = hidden.row in (*AT_ONCE, NOTHING) or hidden.name in IN_BACKWARDS
-    return whole or feature in (*AT_IMPORT, "modes", "retained graphs")
+    if hidden.row in (*AT_ONCE, NOTHING) or hidden.name in IN_BACKWARDS:
+        return True
+    return hidden.row in rows and rows[hidden.row].of_inductor
 
 
 #: without these the program takes another way; without others it does not notice

@@ -15,7 +15,7 @@ import torch._functorch.config as functorch_config
 
 import multigraph_backend
 from multigraph_backend import Cast, Match, Range, Rule
-from multigraph_backend.lower import retained
+from multigraph_backend.lower import donation, retained
 from tests.support.backward_again import Function, also_saves, compiled, counted, writes
 
 
@@ -214,7 +214,7 @@ def test_a_backward_that_writes_all_the_same_is_noticed(monkeypatch: pytest.Monk
 
 
 def test_code_that_torch_refuses_to_run_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retained, "nothing_donated", lambda metadata: None)
+    monkeypatch.setattr(donation, "nothing_donated", lambda metadata: None)
     with pytest.raises(RuntimeError, match="donated"):
         assert_again_and_again(compiled(reads), reads)
 

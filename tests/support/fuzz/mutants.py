@@ -15,7 +15,7 @@ import torch
 
 from multigraph_backend.capture import declared, effects, from_dynamo, structure
 from multigraph_backend.capture.graph import CapturedGraph
-from multigraph_backend.lower import fresh_inputs, guards, lowering, retained
+from multigraph_backend.lower import donation, fresh_inputs, guards, lowering
 from multigraph_backend.lower.guards import AddedCondition
 
 
@@ -187,7 +187,7 @@ def everything_is_pure() -> Iterator[None]:
 @contextlib.contextmanager
 def refused_again() -> Iterator[None]:
     """What torch donates to a backward keeps it from running a second time."""
-    with mock.patch.object(retained, "nothing_donated"):
+    with mock.patch.object(donation, "nothing_donated"):
         yield
 
 
