@@ -128,7 +128,8 @@ def explain(model: object = None) -> Explanation:
     `model`: a module or function, compiled or not, or a name or glob of a module class or function.  A module stands
     for its class and those of its submodules (Dynamo traces a submodule on its own after a graph break).
     """
-    entries = sorted(registry.living(), key=lambda entry: (entry.code.file, entry.code.line, entry.serial))
+    alive = [entry for entry in registry.living() if isinstance(entry, regions.Region)]
+    entries = sorted(alive, key=lambda entry: (entry.code.file, entry.code.line, entry.serial))
     if model is not None:
         wanted = _names_of(model)
         entries = [entry for entry in entries if any(fnmatch.filter(entry.code.models, name) for name in wanted)]

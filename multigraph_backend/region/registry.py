@@ -1,29 +1,35 @@
 """Which regions are alive, for reports.
 
 A region ends with the code that Dynamo drops, so this holds it weakly.  `keep()` is for an account of a whole run,
-given after its models have ended; it is called before anything is compiled, so nothing here needs torch.
+given after its models have ended; it is called before anything is compiled, so nothing here needs torch.  Nor does
+it know what a region is: only what `gains` asks of each.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from multigraph_backend.region.region import Region
-
-_alive: weakref.WeakSet[Region] = weakref.WeakSet()
-_kept: list[Region] | None = None
+from typing import Protocol
 
 
-def add(region: Region) -> None:
+class Registered(Protocol):
+    """A region, as far as it is known here."""
+
+    def publish(self) -> None:
+        """Let generated code run what it may."""
+
+
+_alive: weakref.WeakSet[Registered] = weakref.WeakSet()
+_kept: list[Registered] | None = None
+
+
+def add(region: Registered) -> None:
     """A new region."""
     _alive.add(region)
     if _kept is not None:
         _kept.append(region)
 
 
-def living() -> list[Region]:
+def living() -> list[Registered]:
     """Every region that is alive; other threads may add some meanwhile."""
     while True:
         try:
