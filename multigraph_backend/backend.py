@@ -22,7 +22,7 @@ import torch
 from multigraph_backend import _compat, events
 from multigraph_backend.capture import from_dynamo, user_code
 from multigraph_backend.declare import marks
-from multigraph_backend.lower import lowering
+from multigraph_backend.lower import at_once
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import CannotLower
@@ -118,7 +118,7 @@ def _compile_at_once(
         if stock_hooks() is not None:  # torch puts them into the graphs itself: once is enough
             options = options.without_packs()
         with account.collecting() as saved:
-            run = lowering.compile_at_once(gm, list(example_inputs), options, f"{code}")
+            run = at_once.compile_at_once(gm, list(example_inputs), options, f"{code}")
     except CannotLower as error:
         run, saved = gm.forward, []
         reason = f"{reason}; it runs eagerly" + ("" if str(error) == reason else f": {error}")

@@ -36,11 +36,11 @@ def compile_graph(
     label: str | None,
     how: How,
     ignore_shape_env: bool,
-    later: retained.Later | None,
+    when_needed: retained.CompileWhenNeeded | None,
 ) -> Callable[..., Sequence[Any]]:
     """Inductor's code for `module`; with a `label` for messages, `how` says what becomes of it.
 
-    `later`: see `retained`.
+    `when_needed`: see `retained.inner_compile`.
     Raises what Inductor raises, and `CannotLower` for what it gets wrong.
     """
     knobs, inner = dict(options.inductor), None
@@ -63,7 +63,7 @@ def compile_graph(
     if how != "traced" and (lacking := _lacks_for_retained_graphs()):
         log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph
     elif how != "traced":
-        inner = retained.inner_compile(inner, later)
+        inner = retained.inner_compile(inner, when_needed)
     run: Callable[..., Sequence[Any]] = _compat.compile_fx(
         module, inputs, ignore_shape_env=ignore_shape_env, **compile_fx_settings(knobs, inner, around)
     )

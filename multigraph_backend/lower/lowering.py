@@ -1,20 +1,27 @@
-"""One compile of one captured graph: facts in, a callable and its condition out.
+"""One compile of one captured graph: facts in, a callable and its guards out.
 
 In: a `CapturedGraph`, facts about its symbols, example arguments, options, the state of the first compile.
-Out: a `Lowered`: a callable over the same arguments, and the `AddedCondition` under which it is right.
+Out: a `Lowered`: a callable over the same arguments, and the guards under which it is right.
 
-The way: fresh inputs with the facts built in (`fresh_inputs`), the chosen compiler under a new tracing context, then
-everything the compile assumed as a condition (`conditions`).  Runs in a compiling thread, under the compile lock.
+The way of a compile, a `CompileJob`:
+
+    lower                        the job is put together, and run in a compiling thread, under the compile lock
+      _packed_or_not             with packed tensors; if that fails, once more without
+        _floats_or_constants     with Python floats as symbols; if that cannot be, once more with their values
+          _attempt               in the state of the first compile: fresh inputs with the facts built in
+                                 (`fresh_inputs`), the chosen compiler under a new tracing context (`compilers`), then
+                                 everything that the compile assumed (`guards`)
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +29,22 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.capture import effects
 from multigraph_backend.capture.aliasing import sharing
 from multigraph_backend.capture.graph import CapturedGraph
-from multigraph_backend.capture.structure import copy_structure
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
-from multigraph_backend.lower import donation, fresh_inputs
-from multigraph_backend.lower.compile_thread import compile_within, describe
+from multigraph_backend.lower import fresh_inputs
+from multigraph_backend.lower.compile_thread import compile_within
+from multigraph_backend.lower.compilers import (
+    CHANGES_INPUTS,
+    CompiledFunction,
+    compile_module,
+    records,
+    retrying_unpacked,
+)
 from multigraph_backend.lower.first_compile import CompileState
-from multigraph_backend.lower.fresh_inputs import CannotLower, FreshInputs
+from multigraph_backend.lower.fresh_inputs import FreshInputs
 from multigraph_backend.lower.guards import AddedCondition, added_condition
 from multigraph_backend.options import Options
 from multigraph_backend.process import rank
@@ -45,13 +57,9 @@ from multigraph_backend.saved_tensors.rules import hook_rules
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.direct_call import DirectCall
     from multigraph_backend.cudagraphs.output_code import How, RecordedCode
-    from multigraph_backend.lower.retained import Compile, Later
+    from multigraph_backend.lower.retained import BackwardCompile
 
 log = logging.getLogger(__name__)
-
-CompiledFunction = Callable[..., Sequence[Any]]
-
-CHANGES_INPUTS = "the graph changes its inputs, what Inductor gets wrong there is not kept out, for this torch differs"
 
 
 @dataclass(frozen=True)
@@ -92,94 +100,218 @@ def lower(
     torch's traces.  Raises what the compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, and
     `CannotLower` when the result could not be proven right.
     """
+    job = _job(graph, facts, args, options, state, pinned or {}, name)
+    lowered = compile_within(options.compile_timeout, job.run, state.context())
+    log.debug("%s: facts [%s], condition %s", graph.code, _text(job.known), lowered.condition.code)
+    return lowered
 
+
+def _job(
+    graph: CapturedGraph,
+    facts: Mapping[sympy.Symbol, Facts],
+    args: Sequence[Any],
+    options: Options,
+    state: CompileState,
+    pinned: Mapping[sympy.Symbol, int],
+    name: str,
+) -> CompileJob:
     if options.compiler == "inductor" and graph.mutates_inputs and (lacking := _compat.missing("changed inputs")):
         raise _compat.MissingSymbol(f"{CHANGES_INPUTS}: {lacking[0]}")
-    pinned = pinned or {}
-    facts = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
-    tag = ";".join(known.describe(str(symbol)) for symbol, known in facts.items())
+    known = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
     recorded = records(graph.module, args, options)
-    cache_tag = f"{tag}|{recorded and options.recording}"
-    options = dataclasses.replace(options, inductor=compiling.quiet(options.inductor))
+    cache_tag = f"{_text(known)}|{recorded and options.recording}"
     if graph.communicates:
         cache_tag += f"|{groups.backends()}|{groups.registered_buffers()}|{groups.growing_ranges()}"
     hooked = state.hooks is not None and options.compiler == "inductor"
+    options = dataclasses.replace(options, inductor=compiling.quiet(options.inductor))
     if state.hooks is not None and hooked:
         options = dataclasses.replace(options, saved_tensors=(*options.saved_tensors, *hook_rules(state.hooks)))
-    what = _compiled(graph, args, options, cache_tag, state.grad) if rank.live() else ""
-    packs = options.packing
-    shared = bool(sharing(graph, args))
-    bundled = recorded or packs or graph.communicates or state.grad
+    return CompileJob(
+        graph,
+        args,
+        known,
+        pinned,
+        options,
+        state,
+        name,
+        recorded=recorded,
+        hooked=hooked,
+        shared=bool(sharing(graph, args)),
+        bundled=recorded or options.packing or graph.communicates or state.grad,
+        cache_tag=cache_tag,
+        once_a_host=_identity(graph, args, options, cache_tag, state.grad) if rank.live() else "",
+    )
 
-    def later(compile: Compile) -> Any:
-        def compile_here(process_wide: contextlib.ExitStack) -> Any:
-            with state.restored(process_wide, cache_tag, autograd_cache=False, bundled=bundled):
-                return compile(process_wide)
 
-        return compile_within(options.compile_timeout, compile_here, state.context())
+def _text(known: Mapping[sympy.Symbol, Facts]) -> str:
+    return ";".join(facts.describe(str(symbol)) for symbol, facts in known.items())
 
-    def attempt(process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float], options: Options) -> Lowered:
+
+@dataclass(frozen=True, eq=False)
+class CompileJob:
+    """One compile: of what, for which arguments, with what known, under which options and in which state.
+
+    `known`: facts about symbols: those that dispatch checks, and those of the `pinned` ones, which are fixed in this
+    compile though nothing was declared so, and which its guards check.
+    `recorded`: the code is to be recorded.  `hooked`: hooks of torch's are part of it.  `shared`: inputs share memory.
+    `bundled`: AOTAutograd's cache keeps what the compiler returns.  `cache_tag`: tells the job from others of the graph
+    in keys of caches.  `once_a_host`: what is compiled, as text that is the same in every process; "" where no other
+    rank may compile the same.
+    """
+
+    graph: CapturedGraph
+    args: Sequence[Any]
+    known: Mapping[sympy.Symbol, Facts]
+    pinned: Mapping[sympy.Symbol, int]
+    options: Options
+    state: CompileState
+    name: str
+    recorded: bool
+    hooked: bool
+    shared: bool
+    bundled: bool
+    cache_tag: str
+    once_a_host: str
+
+    def run(self, process_wide: contextlib.ExitStack) -> Lowered:
+        """In the compiling thread; what is changed for the whole process is entered on `process_wide`."""
+        graph = self.graph
+        with events.compile_phase(str(graph.code), self.name, graph.compile_id):
+            lowered = self._packed_or_not(process_wide)
+        said = {
+            "graph": str(graph.code),
+            "condition": self.name,
+            "facts": _text(self.known),
+            "added": lowered.condition.code,
+            "seconds": lowered.seconds,
+        }
+        events.compile_artifact(said, lambda: graph.module.print_readable(print_output=False), graph.compile_id)
+        return lowered
+
+    def _packed_or_not(self, process_wide: contextlib.ExitStack) -> Lowered:
+        if not self.options.packing:
+            return self._floats_or_constants(process_wide)
+        try:
+            return self._floats_or_constants(process_wide)
+        except Exception as error:
+            if from_outside(error):
+                raise
+            process_wide.close()
+            reason = retrying_unpacked(str(self.graph.code), error)
+        unpacked = dataclasses.replace(self, options=self.options.without_packs())
+        lowered = unpacked._floats_or_constants(process_wide)
+        return dataclasses.replace(lowered, saved=(SavedTensors((), failed=reason),))
+
+    def _floats_or_constants(self, process_wide: contextlib.ExitStack) -> Lowered:
+        if not self.graph.floats_are_constants:
+            try:
+                return self._attempt(process_wide, _constant_floats(self.graph, self.args))
+            except _compat.TensorifyScalarRestartAnalysis:
+                # a Python float is used where no tensor can stand for it: Dynamo would trace anew with its value
+                self.graph.floats_are_constants = True
+                process_wide.close()
+        return self._attempt(process_wide, _constant_floats(self.graph, self.args))
+
+    def _attempt(self, process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float]) -> Lowered:
         started = time.perf_counter()
+        graph = self.graph
         # AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it
-        autograd_cache = not shared and len(floats) == len(graph.floats)
-        process_wide.enter_context(compiling.once_a_host(what, compiling.patience(options.compile_timeout)))
+        autograd_cache = not self.shared and len(floats) == len(graph.floats)
+        patience = compiling.patience(self.options.compile_timeout)
+        process_wide.enter_context(compiling.once_a_host(self.once_a_host, patience))
         with (
-            state.restored(process_wide, cache_tag, autograd_cache, bundled),
+            self.state.restored(process_wide, self.cache_tag, autograd_cache, self.bundled),
             _compat.own_float_specializations(),
             saved_account.collecting() as saved,
         ):
-            fresh = fresh_inputs.build(graph, facts, args, floats)
+            fresh = fresh_inputs.build(graph, self.known, self.args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
             with _compat.tracing(context):
-                label = f"{graph.code}, {name}" if recorded or graph.communicates else None
-                how: How = "recorded" if recorded else "unrecorded"
-                again = None if graph.communicates else later  # other ranks would wait for its collectives
-                run, direct, codes = _compile(fresh, options, label, how, context, again)
-            condition = added_condition(graph, fresh, context, args, {**pinned, **floats})
-        if hooked and any(said.packed for said in saved):
+                run, direct, codes = self._call_compiler(fresh, context)
+            condition = added_condition(graph, fresh, context, self.args, {**self.pinned, **floats})
+        if self.hooked and any(said.packed for said in saved):
             run = without_hooks(run)
         made = Lowered(run, condition, time.perf_counter() - started, direct, tuple(saved))
         if not graph.communicates:
             return made
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
 
-    def compile(process_wide: contextlib.ExitStack) -> Lowered:
-        with events.compile_phase(str(graph.code), name, graph.compile_id):
-            lowered = compile_packed(process_wide)
-        facts = {"graph": str(graph.code), "condition": name, "facts": tag, "added": lowered.condition.code}
-        events.compile_artifact(
-            {**facts, "seconds": lowered.seconds},
-            lambda: graph.module.print_readable(print_output=False),
-            graph.compile_id,
-        )
-        return lowered
+    def _call_compiler(
+        self, fresh: FreshInputs, context: Any
+    ) -> tuple[CompiledFunction, DirectCall | None, Sequence[RecordedCode]]:
+        """Code over the graph's arguments, a shorter way to it where there is one, and what of it can be recorded."""
+        graph, options = self.graph, self.options
+        # other ranks would wait for the collectives of a backward that is compiled when it is needed
+        when_needed = None if graph.communicates else self._when_needed()
+        if options.compiler != "inductor" or not (self.recorded or graph.communicates):
+            compiled = compile_module(
+                fresh.module, fresh.inputs, options, ignore_shape_env=True, when_needed=when_needed
+            )
+            return _over_arguments(compiled, fresh), None, ()
+        from multigraph_backend.cudagraphs import direct_call, output_code
 
-    def compile_packed(process_wide: contextlib.ExitStack) -> Lowered:
-        if not packs:
-            return compile_here(process_wide, options)
-        try:
-            return compile_here(process_wide, options)
-        except Exception as error:
-            if from_outside(error):
-                raise
-            process_wide.close()
-            reason = _retrying_unpacked(str(graph.code), error)
-        lowered = compile_here(process_wide, options.without_packs())
-        return dataclasses.replace(lowered, saved=(SavedTensors((), failed=reason),))
+        label = f"{graph.code}, {self.name}"
+        how: How = "recorded" if self.recorded else "unrecorded"
+        with output_code.attached() as codes:
+            compiled = compile_module(
+                fresh.module, fresh.inputs, options, label, how, ignore_shape_env=True, when_needed=when_needed
+            )
+            run = _over_arguments(compiled, fresh)
+        direct = None if fresh.divided else direct_call.find(run, codes, context.fw_metadata)
+        return (run, None, codes) if direct is None else (direct.first, direct, codes)
 
-    def compile_here(process_wide: contextlib.ExitStack, options: Options) -> Lowered:
-        if not graph.floats_are_constants:
-            try:
-                return attempt(process_wide, _constant_floats(graph, args), options)
-            except _compat.TensorifyScalarRestartAnalysis:
-                # a Python float is used where no tensor can stand for it: Dynamo would trace anew with its value
-                graph.floats_are_constants = True
-                process_wide.close()
-        return attempt(process_wide, _constant_floats(graph, args), options)
+    def _when_needed(self) -> _WhenNeeded:
+        return _WhenNeeded(self.state, self.cache_tag, self.bundled, self.options.compile_timeout)
 
-    lowered = compile_within(options.compile_timeout, compile, state.context())
-    log.debug("%s: facts [%s], condition %s", graph.code, tag, lowered.condition.code)
-    return lowered
+
+@dataclass(frozen=True, eq=False)
+class _WhenNeeded:
+    """Runs a backward's compile when a call first needs it, in the state of the first compile.
+
+    Code keeps it, so it holds nothing of the call that its job was for.
+    """
+
+    state: CompileState
+    cache_tag: str
+    bundled: bool
+    timeout: float | None
+
+    def __call__(self, compile_backward: BackwardCompile) -> Any:
+        return compile_within(self.timeout, functools.partial(self._run, compile_backward), self.state.context())
+
+    def _run(self, compile_backward: BackwardCompile, process_wide: contextlib.ExitStack) -> Any:
+        with self.state.restored(process_wide, self.cache_tag, autograd_cache=False, bundled=self.bundled):
+            return compile_backward(process_wide)
+
+
+def _identity(graph: CapturedGraph, args: Sequence[Any], options: Options, cache_tag: str, grad: bool) -> str:
+    """What a compile is of, as text that is the same in every process that compiles the same."""
+    layouts = [
+        f"{arg.dtype}{arg.dim()}{arg.device}" if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in args
+    ]
+    knobs = [name for name, _ in options.inductor]
+    return repr((graph.module.code, layouts, cache_tag, options.recording, knobs, grad))
+
+
+def _over_arguments(run: Any, fresh: FreshInputs) -> CompiledFunction:
+    """What a compiler returned, without what only Dynamo needs, taking the graph's arguments."""
+    if not callable(run):
+        raise TypeError(f"the compiler returned {type(run).__name__}, which is not callable")
+    run = _compat.innermost_fn(run)  # only the dispatcher calls it, and Dynamo calls that outside of its own frames
+    for attribute in ("zero_grad", "named_parameters", "named_buffers"):  # they keep the graph's copy alive
+        vars(run).pop(attribute, None) if hasattr(run, "__dict__") else None
+    return _taking_parts(run, len(fresh.inputs), fresh.divided) if fresh.divided else run
+
+
+def _taking_parts(run: CompiledFunction, count: int, divided: Mapping[int, int]) -> CompiledFunction:
+    """Pass `argument // m` where the code was compiled to take k of a size `m*k`."""
+    parameters = ", ".join(f"a{index}" for index in range(count))
+    passed = ", ".join(f"a{index} // {divided[index]}" if index in divided else f"a{index}" for index in range(count))
+    adapted: CompiledFunction = eval(f"lambda {parameters}: run({passed})", {"run": run})
+    return adapted
+
+
+# ---------------------------------------------------------------- Python floats
 
 
 def _constant_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Symbol, float]:
@@ -201,21 +333,7 @@ def _is_symbolic(value: float, computed: bool) -> bool:
     return math.isfinite(value) and (value != 0 or (not computed and math.copysign(1.0, value) > 0))
 
 
-def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
-    """For another compile: a compiler changes the graph.  None where parts of it cannot be copied."""
-    try:
-        return copy_structure(module)
-    except Exception as error:
-        log.debug("a graph cannot be copied: %s", describe(error))
-        return None
-
-
-def _retrying_unpacked(code: str, error: BaseException) -> str:
-    """Count and log that code is compiled again without packs, after `error`; the reason, for reports."""
-    reason = f"the compile with packed tensors failed: {describe(error)}"
-    events.count("unpacked_retries")
-    events.warn_once(f"{code}: {reason}", "%s: saved tensors stay as they are: %s", code, reason)
-    return reason
+# ---------------------------------------------------------------- collectives
 
 
 def only_traced(
@@ -230,22 +348,28 @@ def only_traced(
 
     Raises as `lower` does.
     """
+    trace = functools.partial(_trace, graph, facts, args, options, state)
+    return compile_within(options.compile_timeout, trace, state.context())
 
-    def trace_only(process_wide: contextlib.ExitStack) -> Lowered:
-        started = time.perf_counter()
-        floats = _constant_floats(graph, args)
-        with state.restored(process_wide, "", autograd_cache=False), _compat.own_float_specializations():
-            fresh = fresh_inputs.build(graph, facts, args, floats)
-            with _compat.tracing(_compat.TracingContext(fresh.fake_mode)):
-                from multigraph_backend.cudagraphs import output_code
 
-                with output_code.attached() as codes:
-                    label = str(graph.code)
-                    compile_module(fresh.module, fresh.inputs, options, label, "traced", ignore_shape_env=True)
-        made = Lowered(_not_compiled, AddedCondition("True", None), time.perf_counter() - started)
-        return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
+def _trace(
+    graph: CapturedGraph,
+    facts: Mapping[sympy.Symbol, Facts],
+    args: Sequence[Any],
+    options: Options,
+    state: CompileState,
+    process_wide: contextlib.ExitStack,
+) -> Lowered:
+    from multigraph_backend.cudagraphs import output_code
 
-    return compile_within(options.compile_timeout, trace_only, state.context())
+    started = time.perf_counter()
+    floats = _constant_floats(graph, args)
+    with state.restored(process_wide, "", autograd_cache=False), _compat.own_float_specializations():
+        fresh = fresh_inputs.build(graph, facts, args, floats)
+        with _compat.tracing(_compat.TracingContext(fresh.fake_mode)), output_code.attached() as codes:
+            compile_module(fresh.module, fresh.inputs, options, str(graph.code), "traced", ignore_shape_env=True)
+    made = Lowered(_not_compiled, AddedCondition("True", None), time.perf_counter() - started)
+    return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
 
 
 def _not_compiled(*args: Any) -> Sequence[Any]:
@@ -269,151 +393,3 @@ def _sizes(fresh: FreshInputs) -> Sizes:
     made = Sizes(dict(fresh.replaced))
     equal = {symbol: fresh.shape_env.replace(symbol) for symbol in made.symbols.values()}
     return dataclasses.replace(made, equal=equal)
-
-
-def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> bool:
-    """Whether code for `module` is to be recorded: it is wanted, and something of the graph is on a GPU."""
-    if not options.cudagraphs or options.compiler != "inductor":
-        return False
-    values = [*inputs, *module.parameters(), *module.buffers()]
-    values += [node.meta.get("example_value") for node in module.graph.nodes]
-    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
-
-
-def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
-    """The chosen compiler's code for `module`, in Dynamo's own trace.  Raises as `compile_module` does."""
-    if options.compiler == "inductor" and effects.may_change_inputs(module):
-        lacking = next(iter(_compat.missing("changed inputs")), None) or _compat.without("TracingContext")
-        if lacking:
-            raise CannotLower(f"{CHANGES_INPUTS}: {lacking}")
-    recorded = records(module, inputs, options)
-    plain = not recorded and not options.packing
-    needed = ("lookup_backend",) if options.compiler != "inductor" else ("compile_fx", "inductor_config")
-    if lacking := _compat.without(*needed, *(() if plain else ("functorch_config",))):
-        raise CannotLower(f"this torch differs: {lacking}")
-    if plain:
-        return compile_module(module, inputs, options)
-    recorded_as = name if recorded else None
-    # its backward is compiled at the first call of it, when no setting of now is in force any more
-    with _compat.functorch_config.patch(enable_autograd_cache=False):
-        if not options.packing:
-            return compile_module(module, inputs, options, recorded_as)
-        untouched = _copied(module)
-        try:
-            with (
-                saved_account.collecting() as saved,
-                _compat.functorch_config.patch(force_non_lazy_backward_lowering=True),  # so that a failure shows now
-            ):
-                run = compile_module(module, inputs, options, recorded_as)
-            for account in saved:
-                saved_account.pass_on(account)
-            return run
-        except _compat.TensorifyScalarRestartAnalysis:  # Dynamo traces anew
-            raise
-        except Exception as error:
-            if untouched is None or from_outside(error):
-                raise
-            reason = _retrying_unpacked(name, error)
-        run = compile_module(untouched, inputs, options.without_packs(), recorded_as)
-        saved_account.pass_on(SavedTensors((), failed=reason))
-        return run
-
-
-def compile_module(
-    module: torch.fx.GraphModule,
-    inputs: list[Any],
-    options: Options,
-    label: str | None = None,
-    how: How = "recorded",
-    ignore_shape_env: bool = False,
-    later: Later | None = None,
-) -> CompiledFunction:
-    """The chosen compiler's code for `module`; with a `label` for messages, `how` says what becomes of it.
-
-    `later`: see `retained`.
-    Raises what the compiler raises, and `CannotLower` for what it gets wrong.
-    """
-    if options.compiler == "inductor":
-        from multigraph_backend.lower.inductor import compile_graph  # loads Inductor
-
-        return compile_graph(module, inputs, options, label, how, ignore_shape_env, later)
-    run: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
-    if options.compiler in donation.EAGER_COMPILERS and not _compat.without("TracingContext"):
-        donation.nothing_donated(getattr(_compat.TracingContext.try_get(), "fw_metadata", None))
-    return run
-
-
-def _compile(
-    fresh: FreshInputs,
-    options: Options,
-    label: str | None,
-    how: How,
-    context: Any,
-    later: Later | None,
-) -> tuple[CompiledFunction, DirectCall | None, Sequence[RecordedCode]]:
-    inputs = fresh.inputs
-    if label is None or options.compiler != "inductor":
-        run = compile_module(fresh.module, inputs, options, ignore_shape_env=True, later=later)
-        return _bare(run, fresh), None, ()
-    from multigraph_backend.cudagraphs import direct_call, output_code
-
-    with output_code.attached() as codes:
-        compiled = compile_module(fresh.module, inputs, options, label, how, ignore_shape_env=True, later=later)
-        run = _bare(compiled, fresh)
-    direct = None if fresh.divided else direct_call.find(run, codes, context.fw_metadata)
-    return (run, None, codes) if direct is None else (direct.first, direct, codes)
-
-
-def _bare(run: Any, fresh: FreshInputs) -> CompiledFunction:
-    """What a compiler returned, without what only Dynamo needs, taking the graph's arguments."""
-    if not callable(run):
-        raise TypeError(f"the compiler returned {type(run).__name__}, which is not callable")
-    run = _compat.innermost_fn(run)  # only the dispatcher calls it, and Dynamo calls that outside of its own frames
-    for attribute in ("zero_grad", "named_parameters", "named_buffers"):  # they keep the graph's copy alive
-        vars(run).pop(attribute, None) if hasattr(run, "__dict__") else None
-    return _taking_parts(run, len(fresh.inputs), fresh.divided) if fresh.divided else run
-
-
-def _compiled(graph: CapturedGraph, args: Sequence[Any], options: Options, tag: str, grad: bool) -> str:
-    """What a compile is of, as text that is the same in every process that compiles the same."""
-    layouts = [
-        f"{arg.dtype}{arg.dim()}{arg.device}" if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in args
-    ]
-    knobs = [name for name, _ in options.inductor]
-    return repr((graph.module.code, layouts, tag, options.recording, knobs, grad))
-
-
-def _taking_parts(run: CompiledFunction, count: int, divided: Mapping[int, int]) -> CompiledFunction:
-    """Pass `argument // m` where the code was compiled to take k of a size `m*k`."""
-    parameters = ", ".join(f"a{index}" for index in range(count))
-    passed = ", ".join(f"a{index} // {divided[index]}" if index in divided else f"a{index}" for index in range(count))
-    adapted: CompiledFunction = eval(f"lambda {parameters}: run({passed})", {"run": run})
-    return adapted
-
-
-def stand_ins(graph: CapturedGraph, args: Sequence[Any], values: Mapping[sympy.Symbol, int]) -> list[Any]:
-    """Arguments like `args` with other sizes, without memory: fake tensors for all that depends on `values`.
-
-    For compiling before any call has such sizes.  Raises `CannotLower` for inputs that cannot be made up (views).
-    """
-    made: list[Any] = []
-
-    def number(expr: Any) -> int:
-        return int(expr.xreplace(values)) if isinstance(expr, sympy.Basic) else int(expr)
-
-    for entry, arg in zip(graph.inputs, args, strict=True):
-        if entry.expr is not None:
-            free = entry.expr.free_symbols
-            made.append(number(entry.expr) if free <= set(values) else arg)
-        elif entry.layout is not None and _depends(entry.layout.size, entry.layout.stride, entry.layout.offset):
-            if arg._is_view() or type(arg) not in (torch.Tensor, torch.nn.Parameter):
-                raise CannotLower(f"input {entry.name} cannot be made up for other sizes (a view, or a subclass)")
-            size, stride = [number(expr) for expr in entry.layout.size], [number(expr) for expr in entry.layout.stride]
-            made.append(fresh_inputs.twin(arg, size, stride, number(entry.layout.offset)))
-        else:
-            made.append(arg)
-    return made
-
-
-def _depends(size: Sequence[Any], stride: Sequence[Any], offset: Any) -> bool:
-    return any(isinstance(expr, sympy.Basic) and expr.free_symbols for expr in (*size, *stride, offset))

@@ -42,10 +42,10 @@ from multigraph_backend.process.interruptions import from_outside
 log = logging.getLogger(__name__)
 
 InnerCompile = Callable[..., Any]
-#: a compile; what it changes for the whole process goes onto the stack that it is given
-Compile = Callable[[contextlib.ExitStack], Any]
-#: runs a compile later, in the state of now; raises what it raises
-Later = Callable[[Compile], Any]
+#: compiles a backward; what it changes for the whole process goes onto the stack that it is given
+BackwardCompile = Callable[[contextlib.ExitStack], Any]
+#: runs such a compile when a call first needs its code, in the state of the first compile; raises what it raises
+CompileWhenNeeded = Callable[[BackwardCompile], Any]
 
 #: rows of `_compat` that are found missing with variants; without them no code can be made that runs again
 NEEDED = ("TracingContext", "compiler_config", "functorch_config")
@@ -59,18 +59,22 @@ class ReliesOnMore(RuntimeError):
     """Code without donation is right for fewer sizes than the code that it is to stand in for."""
 
 
-def inner_compile(inner: InnerCompile | None, later: Later | None = None) -> InnerCompile:
+def inner_compile(inner: InnerCompile | None, when_needed: CompileWhenNeeded | None = None) -> InnerCompile:
     """`inner`, or Inductor's own compile of one graph; backward code may run again for the same forward.
 
-    `later`: see there; without it, or what it needs of torch, copies serve.
+    `when_needed` runs the compile without donation; without it, or what that needs of torch, copies serve.
     """
     if _compat.without("virtualized"):
-        later = None
-    return functools.partial(_compile, inner or _compat.compile_fx_inner, later)
+        when_needed = None
+    return functools.partial(_compile, inner or _compat.compile_fx_inner, when_needed)
 
 
 def _compile(
-    compile_inner: InnerCompile, later: Later | None, gm: GraphModule, example_inputs: Sequence[Any], **settings: Any
+    compile_inner: InnerCompile,
+    when_needed: CompileWhenNeeded | None,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    **settings: Any,
 ) -> Any:
     context = _compat.TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
@@ -78,7 +82,7 @@ def _compile(
         return compile_inner(gm, example_inputs, **settings)
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     donated = list(getattr(metadata, "bw_donated_idxs", None) or ())
-    untouched = _copied(gm) if donated and later is not None else None  # Inductor changes the graph
+    untouched = _copied(gm) if donated and when_needed is not None else None  # Inductor changes the graph
     inputs = list(example_inputs)
     with _in_cache_as(donated):
         code = compile_inner(gm, example_inputs, **settings)
@@ -87,9 +91,10 @@ def _compile(
     if not changed:
         return code
     again = None
-    if later is not None and untouched is not None:
-        then = _Then(compile_inner, untouched, inputs, settings, [names[index] for index in donated], context)
-        again = functools.partial(later, then.compile)
+    if when_needed is not None and untouched is not None:
+        given = [names[index] for index in donated]
+        undonated = _UndonatedCompile(compile_inner, untouched, inputs, settings, given, context)
+        again = functools.partial(when_needed, undonated.compile)
     return RetainedCode(code, changed, again)
 
 
@@ -224,7 +229,7 @@ def _buffer(expression: ast.expr) -> str:
 # ---------------------------------------------------------------- the compile without donation
 
 
-class _Then:
+class _UndonatedCompile:
     """A compile of a backward, and all that it depended on, to be made again with nothing donated."""
 
     def __init__(

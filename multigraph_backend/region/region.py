@@ -35,6 +35,7 @@ from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.guards import AddedCondition
 from multigraph_backend.lower.lowering import Lowered
+from multigraph_backend.lower.stand_ins import stand_ins
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import dispatch, gains, registry
@@ -389,7 +390,7 @@ class Region:
             for symbol, facts in variant.facts.items():
                 values[symbol] = _example(facts.intersect(declared.bounds(self._graph, symbol)), values[symbol])
             try:
-                made = lowering.stand_ins(self._graph, args, values)
+                made = stand_ins(self._graph, args, values)
             except CannotLower as error:
                 log.info("%s: %s stays lazy: %s", self.code, variant.text, error)
                 self.notes.append(f"{variant.text} stays lazy: {error}")

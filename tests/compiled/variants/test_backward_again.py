@@ -126,7 +126,7 @@ def test_copies_serve_where_there_is_no_other_code(monkeypatch: pytest.MonkeyPat
     def fails(self: Any, process_wide: Any) -> Any:
         raise ValueError("no compiler today")
 
-    monkeypatch.setattr(retained._Then, "compile", fails)
+    monkeypatch.setattr(retained._UndonatedCompile, "compile", fails)
     run = compiled(writes)
     assert_again_and_again(run, writes)
     assert counted() == (0, 4)

@@ -1,0 +1,66 @@
+"""The compiler that the options name, and what it is asked to do with a graph.
+
+In: a graph module and its inputs, real or fake; options.  Out: what the compiler made of it.  Where code with packed
+tensors cannot be compiled, the caller compiles once more without; what is said of that is here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from multigraph_backend import _compat, events
+from multigraph_backend.lower import donation
+from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.options import Options
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.output_code import How
+    from multigraph_backend.lower.retained import CompileWhenNeeded
+
+CompiledFunction = Callable[..., Sequence[Any]]
+
+CHANGES_INPUTS = "the graph changes its inputs, what Inductor gets wrong there is not kept out, for this torch differs"
+
+
+def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> bool:
+    """Whether code for `module` is to be recorded: it is wanted, and something of the graph is on a GPU."""
+    if not options.cudagraphs or options.compiler != "inductor":
+        return False
+    values = [*inputs, *module.parameters(), *module.buffers()]
+    values += [node.meta.get("example_value") for node in module.graph.nodes]
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+
+
+def compile_module(
+    module: torch.fx.GraphModule,
+    inputs: list[Any],
+    options: Options,
+    label: str | None = None,
+    how: How = "recorded",
+    ignore_shape_env: bool = False,
+    when_needed: CompileWhenNeeded | None = None,
+) -> CompiledFunction:
+    """The chosen compiler's code for `module`; with a `label` for messages, `how` says what becomes of it.
+
+    `when_needed`: see `retained.inner_compile`.
+    Raises what the compiler raises, and `CannotLower` for what it gets wrong.
+    """
+    if options.compiler == "inductor":
+        from multigraph_backend.lower.inductor import compile_graph  # loads Inductor
+
+        return compile_graph(module, inputs, options, label, how, ignore_shape_env, when_needed)
+    run: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
+    if options.compiler in donation.EAGER_COMPILERS and not _compat.without("TracingContext"):
+        donation.nothing_donated(getattr(_compat.TracingContext.try_get(), "fw_metadata", None))
+    return run
+
+
+def retrying_unpacked(code: str, error: BaseException) -> str:
+    """Count and log that code is compiled again without packs, after `error`; the reason, for reports."""
+    reason = f"the compile with packed tensors failed: {describe(error)}"
+    events.count("unpacked_retries")
+    events.warn_once(f"{code}: {reason}", "%s: saved tensors stay as they are: %s", code, reason)
+    return reason
