@@ -60,8 +60,8 @@ class Multigraph:
         `OptionsError` for what is not accepted.
         """
         marks.meet(example_inputs)
-        code = user_code.current()
-        accepted = Options.build(options, mode, code.models)
+        traced = user_code.current()
+        accepted = Options.build(options, mode, traced.models)
         by_inductor = accepted.compiler == "inductor"
         for feature, line in _compat.switched_off(by_inductor):
             events.warn_once("recordings" if feature.startswith("cudagraphs") else f"off: {feature}", "%s", line)
@@ -72,24 +72,24 @@ class Multigraph:
             accepted = accepted.without_packs()
         try:
             if "all" in disabled:
-                return _compile_at_once(gm, example_inputs, accepted, code, "MULTIGRAPH_DISABLE=all")
+                return _compile_at_once(gm, example_inputs, accepted, traced, "MULTIGRAPH_DISABLE=all")
             if "variants" in disabled:
                 accepted = dataclasses.replace(accepted, specialize=())
                 _take_over_marks(example_inputs)
             lacking = list(_compat.missing("variants", by_inductor))
             lacking += filter(None, [_compat.missing_in_trace(gm, example_inputs)])
             if lacking:
-                return _compile_at_once(gm, example_inputs, accepted, code, f"this torch differs: {lacking[0]}")
+                return _compile_at_once(gm, example_inputs, accepted, traced, f"this torch differs: {lacking[0]}")
             try:
-                graph = from_dynamo.capture(gm, example_inputs, code)
+                graph = from_dynamo.capture(gm, example_inputs, traced)
                 state = CompileState.take()
             except from_dynamo.CannotCapture as reason:
-                return _compile_at_once(gm, example_inputs, accepted, code, str(reason))
+                return _compile_at_once(gm, example_inputs, accepted, traced, str(reason))
             except Exception as error:  # what this torch does otherwise, and no row of `_compat` knows of
                 if accepted.on_failure == "raise" or from_outside(error):
                     raise
-                log.debug("%s: cannot be captured", code, exc_info=True)
-                return _compile_at_once(gm, example_inputs, accepted, code, f"cannot be captured: {describe(error)}")
+                log.debug("%s: cannot be captured", traced, exc_info=True)
+                return _compile_at_once(gm, example_inputs, accepted, traced, f"cannot be captured: {describe(error)}")
             if "saved_tensors" in disabled:
                 state = dataclasses.replace(state, hooks=None)  # they run in eager
             if state.hooks is not None:  # ours to place; torch would look at their copies when it asks its cache
@@ -110,7 +110,7 @@ class Multigraph:
 
 
 def _compile_at_once(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options, code: user_code.UserCode, reason: str
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options, traced: user_code.UserCode, reason: str
 ) -> Callable[..., Any]:
     """As any other backend does: one generic compile, in Dynamo's trace and under its guards."""
     started = time.perf_counter()
@@ -118,11 +118,11 @@ def _compile_at_once(
         if stock_hooks() is not None:  # torch puts them into the graphs itself: once is enough
             options = options.without_packs()
         with account.collecting() as saved:
-            run = at_once.compile_at_once(gm, list(example_inputs), options, f"{code}")
+            run = at_once.compile_at_once(gm, list(example_inputs), options, f"{traced}")
     except CannotLower as error:
         run, saved = gm.forward, []
         reason = f"{reason}; it runs eagerly" + ("" if str(error) == reason else f": {error}")
-    return region.compiled_at_once(run, code, options, time.perf_counter() - started, reason, tuple(saved))
+    return region.compiled_at_once(run, traced, options, time.perf_counter() - started, reason, tuple(saved))
 
 
 def _take_over_marks(example_inputs: Sequence[Any]) -> None:

@@ -103,12 +103,12 @@ def compile_phase(code: str, condition: str, compile_id: Any) -> Iterator[None]:
         yield
 
 
-def compile_artifact(facts: Mapping[str, object], graph: Callable[[], str], compile_id: Any) -> None:
+def compile_artifact(said: Mapping[str, object], graph: Callable[[], str], compile_id: Any) -> None:
     """What a compile was for and what came of it, with its graph, for the structured trace (TORCH_TRACE)."""
     if _compat.missing("instruments"):
         return
     for name, encoding, payload in (
-        ("multigraph_variant", "json", lambda: json.dumps(dict(facts))),
+        ("multigraph_variant", "json", lambda: json.dumps(dict(said))),
         ("multigraph_variant_graph", "string", graph),
     ):
         metadata = {"name": name, "encoding": encoding}
@@ -156,6 +156,6 @@ def warn_once(key: str, message: str, *args: object) -> None:
     with _lock:
         first = key not in _said
         _said.add(key)
-    if (where := rank.place()) is not None and where.world_size > 1:
+    if (where := rank.current()) is not None and where.world_size > 1:
         message = f"rank {where.rank}: {message}"
     log.log(logging.WARNING if first else logging.DEBUG, message, *args)

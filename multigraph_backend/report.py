@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class VariantReport:
     """One declared condition: its `state` is declared, compiling, ready, failed or inactive; `forms` are the
-    conditions that its compiles added ("True": none); `compile_seconds` over all of its forms.
+    guards of each of its forms ("True": none); `compile_seconds` over all of its forms.
 
     `gain`: how many times as fast as generic, over `gain_calls` calls under `measure_gains()`; None where not measured.
     `user_stack`: after a failure, the lines of the user's program that the compiler was at, where torch says so.
@@ -129,11 +129,11 @@ def explain(model: object = None) -> Explanation:
     for its class and those of its submodules (Dynamo traces a submodule on its own after a graph break).
     """
     alive = [entry for entry in registry.living() if isinstance(entry, regions.Region)]
-    entries = sorted(alive, key=lambda entry: (entry.code.file, entry.code.line, entry.serial))
+    entries = sorted(alive, key=lambda entry: (entry.user_code.file, entry.user_code.line, entry.serial))
     if model is not None:
         wanted = _names_of(model)
-        entries = [entry for entry in entries if any(fnmatch.filter(entry.code.models, name) for name in wanted)]
-    where = rank.place()
+        entries = [entry for entry in entries if any(fnmatch.filter(entry.user_code.models, name) for name in wanted)]
+    where = rank.current()
     return Explanation(
         tuple(_report(entry, entries) for entry in entries),
         stance=regions.stance(),
@@ -180,15 +180,15 @@ def _names_of(model: object) -> set[str]:
 
 
 def _report(region: regions.Region, all_regions: Sequence[regions.Region]) -> RegionReport:
-    linked = [other for other in all_regions if other.code.same_place(region.code) and other is not region]
+    linked = [other for other in all_regions if other.user_code.same_function(region.user_code) and other is not region]
     variants = tuple(_variant_report(region, variant, linked) for variant in region.variants)
     return RegionReport(
         id=region.serial,
         linked=tuple(other.serial for other in linked),
         name=region.name,
-        function=region.code.function,
-        file=region.code.file,
-        line=region.code.line,
+        function=region.user_code.function,
+        file=region.user_code.file,
+        line=region.user_code.line,
         sizes=dict(region.sizes),
         variants=variants,
         generic=_variant_report(region, region.generic, ()),
@@ -200,9 +200,9 @@ def _report(region: regions.Region, all_regions: Sequence[regions.Region]) -> Re
 _ARGUMENT = re.compile(r"a\[\d+\](?:\.(?:size|stride)\(\d+\)|\.item\(\))?")
 
 
-def _named(region: regions.Region, code: str) -> str:
-    """A condition over arguments in the user's names."""
-    return _ARGUMENT.sub(lambda match: region.argument_names.get(match.group(), match.group()), code)
+def _named(region: regions.Region, guards: str) -> str:
+    """Guards over arguments in the user's names."""
+    return _ARGUMENT.sub(lambda match: region.argument_names.get(match.group(), match.group()), guards)
 
 
 def _linked_reason(variant: Variant, linked: Sequence[regions.Region]) -> str | None:
@@ -231,7 +231,7 @@ def _variant_report(region: regions.Region, variant: Variant, linked: Sequence[r
         calls=variant.calls,
         compile_seconds=round(variant.compile_seconds, 4),
         reason=variant.reason if variant.failures else _linked_reason(variant, linked) or variant.reason,
-        forms=tuple(_named(region, form.lowered.condition.code) for form in variant.forms),
+        forms=tuple(_named(region, form.lowered.guards.text) for form in variant.forms),
         opaque=opaque,
         gain=None if variant.gain.factor is None else round(variant.gain.factor, 3),
         gain_calls=variant.gain.calls,
@@ -254,9 +254,9 @@ def _region_text(entry: RegionReport) -> str:
             line += f"  compiled in {variant.compile_seconds:.2f} s"
         if variant.gain is not None:
             line += f"  {variant.gain:.2f} times as fast as generic ({variant.gain_calls} calls)"
-        added = [form for form in variant.forms if form != "True"]
-        if added:
-            line += f"  where {' | '.join(added)}"
+        guarded = [form for form in variant.forms if form != "True"]
+        if guarded:
+            line += f"  where {' | '.join(guarded)}"
         if variant.opaque:
             line += f"  checked at each call: {variant.opaque}"
         if variant.reason:

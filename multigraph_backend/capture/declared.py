@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import sympy
 
 from multigraph_backend.capture import size_names
-from multigraph_backend.capture.graph import CapturedGraph, Mark, NamedSize
+from multigraph_backend.capture.graph import CapturedGraph, MarkedSize, NamedSize
 from multigraph_backend.declare import probing
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.declare.predicates import Predicate, predicate_from_facts, unreachable
@@ -57,9 +57,9 @@ def resolve(graph: CapturedGraph, predicates: Sequence[Predicate]) -> tuple[list
     """Conditions of `predicates`, then of the graph's marks, and notes for the report."""
     notes: list[str] = []
     conditions = [_from_predicate(graph, predicate, notes) for predicate in predicates]
-    for mark in graph.marks:
-        conditions += _from_mark(graph, mark, notes)
-    _mark_unreachable(conditions)
+    for marked in graph.marked_sizes:
+        conditions += _from_mark(graph, marked, notes)
+    _find_unreachable(conditions)
     return conditions, notes
 
 
@@ -69,7 +69,7 @@ def _from_predicate(graph: CapturedGraph, predicate: Predicate, notes: list[str]
         found = graph.find(name)
         if found is None:
             condition.never = unknown_name(graph, name)
-            if not graph.code.partial:  # what Dynamo traces after a break is not what the name was declared for
+            if not graph.user_code.partial:  # what Dynamo traces after a break is not what the name was declared for
                 notes.append(condition.never)
         elif isinstance(found, int):
             _decide(condition, name, found, facts)
@@ -89,7 +89,7 @@ def unknown_name(graph: CapturedGraph, name: str) -> str:
     if isinstance(meant, list):
         hint = f"; {name} is a tensor, name one of its sizes: {', '.join(map(repr, meant))}"
     known = ", ".join(graph.sizes) or "none"
-    return f"{name!r} is no size or integer input of {graph.code.function} (it has: {known}){hint}"
+    return f"{name!r} is no size or integer input of {graph.user_code.function} (it has: {known}){hint}"
 
 
 def _add_term(graph: CapturedGraph, condition: Condition, name: str, size: NamedSize, facts: Facts) -> None:
@@ -154,29 +154,29 @@ def about_symbols(expr: sympy.Expr, facts: Facts) -> dict[sympy.Symbol, Facts]:
 # ---------------------------------------------------------------- stock marks
 
 
-def _from_mark(graph: CapturedGraph, mark: Mark, notes: list[str]) -> list[Condition]:
-    size = graph.sizes.get(mark.name)
+def _from_mark(graph: CapturedGraph, marked: MarkedSize, notes: list[str]) -> list[Condition]:
+    size = graph.sizes.get(marked.name)
     if size is None:
-        notes.append(f"{mark.name} is marked, but the graph of {graph.code.function} does not take that tensor")
+        notes.append(f"{marked.name} is marked, but the graph of {graph.user_code.function} does not take that tensor")
         return []
-    learnt = _learn(mark.check)
+    learnt = _learn(marked.check)
     if isinstance(learnt, probing.Opaque):
-        text = f"{_callable_name(mark.check)}({mark.name})"
-        condition = Condition(text, None, check=mark.check, check_size=size, opaque_because=learnt.reason)
+        text = f"{_callable_name(marked.check)}({marked.name})"
+        condition = Condition(text, None, check=marked.check, check_size=size, opaque_because=learnt.reason)
         if size.expr.is_Integer:
             try:
-                agreed = bool(mark.check(int(size.expr)))
+                agreed = bool(marked.check(int(size.expr)))
             except Exception as error:
                 condition.never = f"{text} raised {type(error).__name__}: {error}"
             else:
-                condition.never = None if agreed else f"{mark.name} is {size.expr} in this graph"
+                condition.never = None if agreed else f"{marked.name} is {size.expr} in this graph"
             condition.check = condition.check_size = None
         return [condition]
     conditions = []
     for facts in learnt.alternatives:
-        predicate = predicate_from_facts({mark.name: facts})
-        condition = Condition(facts.describe(mark.name), predicate)
-        _add_term(graph, condition, mark.name, size, facts)
+        predicate = predicate_from_facts({marked.name: facts})
+        condition = Condition(facts.describe(marked.name), predicate)
+        _add_term(graph, condition, marked.name, size, facts)
         conditions.append(condition)
     return conditions
 
@@ -199,7 +199,7 @@ def _callable_name(check: object) -> str:
 # ---------------------------------------------------------------- unreachable
 
 
-def _mark_unreachable(conditions: Sequence[Condition]) -> None:
+def _find_unreachable(conditions: Sequence[Condition]) -> None:
     """Say which conditions an earlier one takes every call from; conditions that never apply take none."""
     alive = [entry for entry in conditions if entry.never is None and entry.predicate is not None]
     predicates = [entry.predicate for entry in alive if entry.predicate is not None]

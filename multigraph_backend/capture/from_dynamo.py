@@ -18,7 +18,15 @@ import torch
 from multigraph_backend import _compat, events
 from multigraph_backend.capture import size_names
 from multigraph_backend.capture.effects import computes_floats, impure, output_kinds, viewed_inputs, written
-from multigraph_backend.capture.graph import CapturedGraph, Input, Location, Mark, NamedSize, SymbolInfo, TensorLayout
+from multigraph_backend.capture.graph import (
+    CapturedGraph,
+    Input,
+    Location,
+    MarkedSize,
+    NamedSize,
+    SymbolInfo,
+    TensorLayout,
+)
 from multigraph_backend.capture.known_numbers import write_known_items
 from multigraph_backend.capture.structure import KEPT_META, copy_structure, forget_tracer
 from multigraph_backend.capture.user_code import UserCode
@@ -29,7 +37,7 @@ class CannotCapture(Exception):
     """This graph cannot be compiled late; it has to be compiled at once, as one generic graph."""
 
 
-def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserCode) -> CapturedGraph:
+def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: UserCode) -> CapturedGraph:
     """Take what a late compile needs from a backend call in progress.
 
     Raises `CannotCapture` for inputs that cannot be described apart from Dynamo's trace (tensor subclasses).
@@ -51,7 +59,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
             continue
         if expr.free_symbols <= set(symbols):
             guards.append(expr)
-    sizes, traced_names = _name_sizes(inputs, symbols, shape_env, code)
+    sizes, traced_names = _name_sizes(inputs, symbols, shape_env, user_code)
     outputs = output_kinds(gm)
     if not hasattr(gm, "_param_name_to_source"):
         gm._param_name_to_source = {}  # type: ignore[assignment]
@@ -67,15 +75,15 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], code: UserC
         shape_env_settings=dataclasses.asdict(shape_env.settings),
         sizes=sizes,
         traced_names=traced_names,
-        marks=_marks(shape_env, code),
+        marked_sizes=_marked_sizes(shape_env, user_code),
         written=written(gm),
         viewed_inputs=viewed_inputs(gm),
         outputs=outputs,
-        code=code,
+        user_code=user_code,
         communicates=sequence.holds_collectives(gm),
         impure=impure(gm),
         compile_id=events.current_compile_id(),
-        notes=_lost_marks(inputs, example_inputs, code),
+        notes=_lost_marks(inputs, example_inputs, user_code),
         computes_floats=computes_floats(gm),
         zeros=zeros,
     )
@@ -179,7 +187,7 @@ def _locate_symbols(inputs: Sequence[Input], shape_env: Any) -> dict[sympy.Symbo
 
 
 def _name_sizes(
-    inputs: Sequence[Input], symbols: Mapping[sympy.Symbol, SymbolInfo], shape_env: Any, code: UserCode
+    inputs: Sequence[Input], symbols: Mapping[sympy.Symbol, SymbolInfo], shape_env: Any, user_code: UserCode
 ) -> tuple[dict[str, NamedSize], dict[str, str]]:
     """Sizes of the graph's tensors, its integers, and sizes of tensors that it takes only as a number."""
     sizes: dict[str, NamedSize] = {}
@@ -208,23 +216,23 @@ def _name_sizes(
                 if "._base" not in name:  # the tensor that a view looks into is no input
                     named.setdefault(name, NamedSize(shape_env.replace(symbol), info.location))
     for traced, size in named.items():
-        name = code.known_as(traced)
+        name = user_code.known_as(traced)
         sizes.setdefault(name, size)
         if name != traced:
             traced_names[traced] = name
     return sizes, traced_names
 
 
-def _marks(shape_env: Any, code: UserCode) -> tuple[Mark, ...]:
+def _marked_sizes(shape_env: Any, user_code: UserCode) -> tuple[MarkedSize, ...]:
     """The stock marks in their order."""
-    marks = []
+    marked = []
     for entry in shape_env.specializations:
         base, dim = _compat.source_name(entry.source.base), entry.source.idx
-        marks.append(Mark(code.known_as(size_names.size_name(base, dim)), entry.check_fn))
-    return tuple(marks)
+        marked.append(MarkedSize(user_code.known_as(size_names.size_name(base, dim)), entry.check_fn))
+    return tuple(marked)
 
 
-def _lost_marks(inputs: Sequence[Input], example_inputs: Sequence[Any], code: UserCode) -> list[str]:
+def _lost_marks(inputs: Sequence[Input], example_inputs: Sequence[Any], user_code: UserCode) -> list[str]:
     """What `mark_unbacked` erased: every mark leaves an entry per dimension, and it starts the table anew."""
     notes = []
     for entry, example in zip(inputs, example_inputs, strict=True):
@@ -234,7 +242,7 @@ def _lost_marks(inputs: Sequence[Input], example_inputs: Sequence[Any], code: Us
         marked = {*getattr(example, "_dynamo_dynamic_indices", ()), *getattr(example, "_dynamo_unbacked_indices", ())}
         lost = sorted(marked - set(table))
         for dim in lost:
-            name = code.known_as(size_names.size_name(_compat.source_name(entry.layout.source), dim))
+            name = user_code.known_as(size_names.size_name(_compat.source_name(entry.layout.source), dim))
             notes.append(
                 f"{name}: torch lost what was marked on it (mark_unbacked forgets the specialize_on of other "
                 "dimensions); use multigraph_backend.mark or options"

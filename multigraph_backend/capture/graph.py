@@ -50,7 +50,7 @@ class Location:
             case "offset":
                 return value.storage_offset()
 
-    def code(self) -> str:
+    def text(self) -> str:
         """The same as Python text over the argument tuple `a`."""
         value = f"a[{self.index}]"
         match self.kind:
@@ -112,7 +112,7 @@ class NamedSize:
 
 
 @dataclass(frozen=True)
-class Mark:
+class MarkedSize:
     """One entry of a stock `specialize_on`: the size's name and the user's callable."""
 
     name: str
@@ -130,11 +130,11 @@ class CapturedGraph:
     shape_env_settings: dict[str, Any]
     sizes: dict[str, NamedSize]  # every named size and integer input of the graph
     traced_names: dict[str, str]  # as Dynamo calls it -> as the user calls it, where they differ
-    marks: tuple[Mark, ...]
+    marked_sizes: tuple[MarkedSize, ...]
     written: frozenset[int]  # positions of what a call may write to in place; `held` counts on behind the inputs
     viewed_inputs: tuple[int, ...]  # positions of inputs of which views are returned
     outputs: tuple[str, ...]  # "tensor" or "other", in order
-    code: UserCode
+    user_code: UserCode
     communicates: bool = False  # whether it issues collectives
     impure: str | None = None  # an operator or function that it calls and that is not known to be free of side effects
     compile_id: Any = None  # torch's id of the trace, for its own tools
@@ -189,7 +189,7 @@ class CapturedGraph:
         """What a declared name stands for: a size or integer input, a constant of the trace, or nothing."""
         name = size_names.normalized(declared)
         size = self.sizes.get(self.traced_names.get(name, name))
-        return size if size is not None else self.code.integers.get(name)
+        return size if size is not None else self.user_code.integers.get(name)
 
     def values(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of every symbol that the inputs carry, in a call with `args`."""

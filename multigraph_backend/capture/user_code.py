@@ -41,8 +41,8 @@ class UserCode:
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"
 
-    def same_place(self, other: UserCode) -> bool:
-        """Whether both are graphs of one function."""
+    def same_function(self, other: UserCode) -> bool:
+        """Whether both are of one function."""
         return (self.function, self.file, self.line) == (other.function, other.file, other.line)
 
     def known_as(self, name: str) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from multigraph_backend import _compat
 from multigraph_backend.allocator import installing
-from multigraph_backend.process.rank import live, place
+from multigraph_backend.process.rank import current, live
 
 #: backends whose collectives a CUDA graph can hold
 RECORDABLE = frozenset(("nccl",))
@@ -25,7 +25,7 @@ REGISTERS_CAPTURED = "NCCL_GRAPH_REGISTER"
 
 def backend_of(group: str, device_type: str) -> str | None:
     """The backend that serves tensors of `device_type` in the group of that name; None where there is none."""
-    if place() is None or _compat.missing("distributed"):
+    if current() is None or _compat.missing("distributed"):
         return None
     try:
         config = dist.get_backend_config(_compat.resolve_process_group(group))
@@ -37,7 +37,7 @@ def backend_of(group: str, device_type: str) -> str | None:
 
 def backends() -> str:
     """The backends of the default group, as text, for keys of caches."""
-    if place() is None:
+    if current() is None:
         return ""
     return str(dist.get_backend_config())
 

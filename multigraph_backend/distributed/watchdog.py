@@ -82,7 +82,7 @@ def _watch() -> None:
         time.sleep(min(timeout / LOOKS, LONGEST))
         for text in looks.look(time.monotonic(), timeout * PART):
             events.count("late_collectives")
-            place = rank.place()
+            place = rank.current()
             line = f"rank {place.rank}: {text}" if place is not None else text
             _said.append(line)
             log.warning("%s (the group's timeout is %g s)", line, timeout)

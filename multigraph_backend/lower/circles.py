@@ -29,7 +29,7 @@ _LOOKS = 4  # in a row that find a thread at the same beginning of a function
 _RESUME = dis.opmap.get("RESUME")
 
 
-_Place = tuple[int, int, int]  # thread, frame, instruction
+_Beginning = tuple[int, int, int]  # thread, frame, instruction
 
 
 class _Met(BaseException):
@@ -43,7 +43,7 @@ def look_out(thread: int, waiting: threading.Lock) -> None:
 
 
 def _look(thread: int, waiting: threading.Lock) -> None:
-    seen: dict[_Place, int] = {}
+    seen: dict[_Beginning, int] = {}
     while waiting.locked():
         time.sleep(_PERIOD)
         if thread not in (places := _beginnings()):
@@ -54,13 +54,13 @@ def _look(thread: int, waiting: threading.Lock) -> None:
             return
 
 
-def _beginnings() -> dict[int, _Place | None]:
+def _beginnings() -> dict[int, _Beginning | None]:
     """Each other thread, and where it is if that is the beginning of a function.
 
     Frames are let go of before another thread can run: one that outlived its function here would end here what that
     function had, such as a state of torch that belongs to its thread.
     """
-    own, found = _thread.get_ident(), dict[int, _Place | None]()
+    own, found = _thread.get_ident(), dict[int, _Beginning | None]()
     with frames.without_collections():
         for ident, frame in sys._current_frames().items():
             if ident != own:

@@ -56,12 +56,12 @@ class FreshInputs:
     fake_mode: Any
     module: torch.fx.GraphModule
     inputs: list[Any] = field(default_factory=list)
-    code_of: dict[sympy.Symbol, str] = field(default_factory=dict)  # Python text of each new symbol over the arguments
+    text_of: dict[sympy.Symbol, str] = field(default_factory=dict)  # Python text of each new symbol over the arguments
     replaced: dict[sympy.Symbol, Any] = field(default_factory=dict)  # Dynamo's symbol -> expression over new ones
     checked: set[sympy.Symbol] = field(default_factory=set)  # Dynamo's symbols that may be numbers: calls are checked
     divided: dict[int, int] = field(default_factory=dict)  # argument position -> m: the code takes argument // m
     # storage offsets of arguments that share memory with another or are views to differentiate, where the graph
-    # mutates its inputs: the code takes them for constants, so they are part of its condition
+    # mutates its inputs: the code takes them for constants, so its guards check them
     offsets: dict[int, int] = field(default_factory=dict)
     zeros: dict[int, float] = field(
         default_factory=dict
@@ -119,7 +119,7 @@ def build(
         if expr in (sympy.false, False) or not shape_env.evaluate_expr(expr):
             raise CannotLower(f"Dynamo's guard {guard} does not hold for the declared sizes")
     fresh.known_guards = len(shape_env.guards)
-    if graph.mutates_inputs and fresh.code_of:
+    if graph.mutates_inputs and fresh.text_of:
         # AOTAutograd makes a returned view of a changed input again by the strides of its own copy of that input; with
         # symbolic sizes that is right only where both begin at 0 and are contiguous
         fresh.windows = tuple(index for index in graph.viewed_inputs if index in changed)
@@ -157,13 +157,13 @@ def _replace_symbol(
         fresh.replaced[symbol] = sympy.Integer(known.exact)
         fresh.checked.add(symbol)
         return
-    code = info.location.code()
+    text = info.location.text()
     dynamic = _compat.DimDynamic.DYNAMIC
     if info.is_float:
         new = shape_env.create_symbol(
             float(value), info.source, dynamic, positive=None, do_not_specialize_zero_one=True
         )
-        fresh.replaced[symbol], fresh.code_of[new] = new, f"float({code})"
+        fresh.replaced[symbol], fresh.text_of[new] = new, f"float({text})"
         return
     if info.unbacked and known is None:
         with shape_env.ignore_fresh_unbacked_symbols():  # an input is bound, not pending
@@ -172,7 +172,7 @@ def _replace_symbol(
         shape_env._constrain_range_for_size(new)
         if info.lower is not None:
             shape_env._update_var_to_range(new, _compat.ValueRanges(info.lower, info.upper))
-        fresh.replaced[symbol], fresh.code_of[new] = new, code
+        fresh.replaced[symbol], fresh.text_of[new] = new, text
         return
     # an unbacked size with a declared fact becomes a backed one: what a compile then asks of it is the variant's
     # condition, and dispatch checks it
@@ -197,13 +197,13 @@ def _replace_symbol(
             return
         source = _compat.ConstantSource(f"{_compat.source_name(info.source)}//{factor}")
         new = _bounded_symbol(shape_env, value // factor, source, lower, upper, info.positive)
-        fresh.replaced[symbol], fresh.code_of[new] = factor * new, f"({code}//{factor})"
+        fresh.replaced[symbol], fresh.text_of[new] = factor * new, f"({text}//{factor})"
         multiples[symbol] = (factor, new)
         return
     new = _bounded_symbol(shape_env, value, info.source, lower, upper, info.positive)
     fresh.replaced[symbol] = new
     if isinstance(new, sympy.Symbol):
-        fresh.code_of[new] = code
+        fresh.text_of[new] = text
         if factor > 1:
             shape_env.evaluate_expr(sympy.Eq(_compat.Mod(new, factor), 0))
 
@@ -326,7 +326,7 @@ def _fresh_number(
             number = shape_env.create_symintnode(new, hint=int(expr), source=entry.source)
             if isinstance(new, sympy.Symbol):
                 shape_env.evaluate_expr(sympy.Eq(new, expr))
-                fresh.code_of[new] = f"a[{index}]"
+                fresh.text_of[new] = f"a[{index}]"
                 fresh.known_guards = len(shape_env.guards)
             return number
         number = int(expr) if expr.is_Integer else float(expr)
@@ -362,10 +362,10 @@ def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tenso
         named = [(f"{of_base}.size({dim})", value) for dim, value in enumerate(fake._base.size())]
         named += [(f"{of_base}.stride({dim})", value) for dim, value in enumerate(fake._base.stride())]
         named.append((f"{of_base}.storage_offset()", fake._base.storage_offset()))
-        for code, value in named:
+        for text, value in named:
             expr = _compat.sympy_expr(value)
             if isinstance(expr, sympy.Symbol):
-                fresh.code_of.setdefault(expr, code)
+                fresh.text_of.setdefault(expr, text)
     return fake
 
 

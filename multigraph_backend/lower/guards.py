@@ -29,28 +29,32 @@ _BASE = re.compile(r"a\[\d+\]\._base")
 
 
 @dataclass(frozen=True)
-class AddedCondition:
-    """`code` over the argument tuple `a` ("True": nothing was added) and the same as a function of it."""
+class Guards:
+    """`text`: one Python expression over the argument tuple `a` ("True": there are none).  `check`: the same as a
+    function of it, None where there are none."""
 
-    code: str
+    text: str
     check: Callable[[Sequence[Any]], bool] | None
 
-    def holds(self, args: Sequence[Any]) -> bool:
+    def hold(self, args: Sequence[Any]) -> bool:
         return self.check is None or bool(self.check(args))
 
 
-def added_condition(
+NONE = Guards("True", None)
+
+
+def guards_of(
     graph: CapturedGraph,
     fresh: FreshInputs,
     context: Any,
     args: Sequence[Any],
     pinned: Mapping[sympy.Symbol, int | float],
-) -> AddedCondition:
-    """The condition of a compile that has just ended under the tracing context `context`.
+) -> Guards:
+    """The guards of a compile that has just ended under the tracing context `context`.
 
     `pinned` symbols were fixed though nothing was declared so.
 
-    Raises `CannotLower` if it cannot be expressed, or does not hold for the very arguments it was made from.
+    Raises `CannotLower` if they cannot be expressed, or do not hold for the very arguments of the compile.
     """
     parts = [
         *_pinned_parts(graph, pinned),
@@ -58,9 +62,9 @@ def added_condition(
         *_shape_parts(fresh),
         *_aliasing_parts(graph, fresh, context, args),
     ]
-    code = " and ".join(dict.fromkeys(parts))
-    if not code:
-        return AddedCondition("True", None)
+    text = " and ".join(dict.fromkeys(parts))
+    if not text:
+        return NONE
     namespace = {
         **_compat.SYMPY_INTERP,
         "overlapping": overlapping,
@@ -71,15 +75,15 @@ def added_condition(
         "inf": math.inf,
         "nan": math.nan,
     }
-    check = eval(f"lambda a: {code}", namespace)  # printed by sympy from guards, never from user text
+    check = eval(f"lambda a: {text}", namespace)  # printed by sympy from guards, never from user text
     if not check(args):
-        raise CannotLower(f"the compile assumed what does not hold for its own inputs: {code}")
-    return AddedCondition(code, check)
+        raise CannotLower(f"the compile assumed what does not hold for its own inputs: {text}")
+    return Guards(text, check)
 
 
 def _pinned_parts(graph: CapturedGraph, pinned: Mapping[sympy.Symbol, int | float]) -> list[str]:
     locations = {symbol: graph.symbols[symbol].location for symbol in pinned}
-    return [_is_number(where.code(), pinned[symbol]) for symbol, where in locations.items() if where is not None]
+    return [_is_number(where.text(), pinned[symbol]) for symbol, where in locations.items() if where is not None]
 
 
 def _float_parts(
@@ -95,9 +99,9 @@ def _float_parts(
         if symbol in pinned or where is None:
             continue
         if where.read(args) == 0 and fresh.replaced.get(symbol) in guarded:
-            yield _is_number(where.code(), 0.0)
+            yield _is_number(where.text(), 0.0)
         elif graph.computes_floats:
-            yield f"ordinary({where.code()})"
+            yield f"ordinary({where.text()})"
 
 
 def _ordinary(value: float) -> bool:
@@ -105,11 +109,11 @@ def _ordinary(value: float) -> bool:
     return value != 0 and math.isfinite(value)
 
 
-def _is_number(code: str, number: int | float) -> str:
-    """The text that `code` is this very number: zeros of both signs are two, and not-a-number is one."""
+def _is_number(text: str, number: int | float) -> str:
+    """Text that says that `text` is this very number: zeros of both signs are two, and not-a-number is one."""
     if isinstance(number, float) and (number == 0 or math.isnan(number)):
-        return f"same_float({code}, {number!r})"
-    return f"{code} == {number!r}"
+        return f"same_float({text}, {number!r})"
+    return f"{text} == {number!r}"
 
 
 def _same_float(value: float, number: float) -> bool:
@@ -119,7 +123,7 @@ def _same_float(value: float, number: float) -> bool:
 
 
 def _shape_parts(fresh: FreshInputs) -> list[str]:
-    names = fresh.code_of
+    names = fresh.text_of
 
     class Printer(_compat.PythonPrinter):  # type: ignore[misc]
         def _print_Symbol(self, expr: sympy.Symbol) -> str:
@@ -128,7 +132,7 @@ def _shape_parts(fresh: FreshInputs) -> list[str]:
     printer = Printer()
     assumed = [guard.expr for guard in fresh.shape_env.guards[fresh.known_guards :]]
     # a symbol that was found equal to something else is replaced by it from then on
-    for new in fresh.code_of:
+    for new in fresh.text_of:
         target = fresh.shape_env.replacements.get(new)
         if target is not None:
             assumed.append(sympy.Eq(new, target, evaluate=False))
@@ -166,7 +170,7 @@ def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args
                 raise CannotLower(OVERLAPPING)
             over = [position[_compat.source_name(source)] for source in guard.overlapping_sources]
             apart = [position[_compat.source_name(source)] for source in guard.non_overlapping_sources]
-            parts.append(f"overlapping({_tuple_code(over)}, {_tuple_code(apart)})")
+            parts.append(f"overlapping({_tuple_text(over)}, {_tuple_text(apart)})")
         else:
             raise CannotLower(f"AOTAutograd added a guard of an unknown kind: {guard}")
     parts += [f"a[{index}].storage_offset() == {offset}" for index, offset in fresh.offsets.items()]
@@ -180,5 +184,5 @@ def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args
     return parts
 
 
-def _tuple_code(indices: Sequence[int]) -> str:
+def _tuple_text(indices: Sequence[int]) -> str:
     return "(" + "".join(f"a[{index}], " for index in indices) + ")"

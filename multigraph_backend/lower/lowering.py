@@ -34,7 +34,7 @@ from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
-from multigraph_backend.lower import fresh_inputs
+from multigraph_backend.lower import fresh_inputs, guards
 from multigraph_backend.lower.compile_thread import compile_within
 from multigraph_backend.lower.compilers import (
     CHANGES_INPUTS,
@@ -45,7 +45,7 @@ from multigraph_backend.lower.compilers import (
 )
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import FreshInputs
-from multigraph_backend.lower.guards import AddedCondition, added_condition
+from multigraph_backend.lower.guards import Guards
 from multigraph_backend.options import Options
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lowered:
-    """Compiled code of one form of a graph; `condition` says for which arguments it is right.
+    """Compiled code of one form of a graph; `guards` say for which arguments it is right.
 
     `direct`: a shorter way to what `run` runs, known after the first call.
     `saved`: what became of the tensors that it saves for backward, where there are rules for them.
@@ -72,7 +72,7 @@ class Lowered:
     """
 
     run: CompiledFunction
-    condition: AddedCondition
+    guards: Guards
     seconds: float
     direct: DirectCall | None = None
     saved: tuple[SavedTensors, ...] = ()
@@ -96,13 +96,13 @@ def lower(
 ) -> Lowered:
     """Compile `graph` for arguments like `args`, with `facts` known.
 
-    `facts` are what the dispatcher checks; `pinned` symbols are fixed too, and the condition says so.  `name` is for
+    `facts` are what the dispatcher checks; `pinned` symbols are fixed too, and the guards check it.  `name` is for
     torch's traces.  Raises what the compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, and
     `CannotLower` when the result could not be proven right.
     """
     job = _job(graph, facts, args, options, state, pinned or {}, name)
     lowered = compile_within(options.compile_timeout, job.run, state.context())
-    log.debug("%s: facts [%s], condition %s", graph.code, _text(job.known), lowered.condition.code)
+    log.debug("%s: facts [%s], guards %s", graph.user_code, _text(job.known), lowered.guards.text)
     return lowered
 
 
@@ -176,13 +176,13 @@ class CompileJob:
     def run(self, process_wide: contextlib.ExitStack) -> Lowered:
         """In the compiling thread; what is changed for the whole process is entered on `process_wide`."""
         graph = self.graph
-        with events.compile_phase(str(graph.code), self.name, graph.compile_id):
+        with events.compile_phase(str(graph.user_code), self.name, graph.compile_id):
             lowered = self._packed_or_not(process_wide)
         said = {
-            "graph": str(graph.code),
+            "graph": str(graph.user_code),
             "condition": self.name,
             "facts": _text(self.known),
-            "added": lowered.condition.code,
+            "added": lowered.guards.text,
             "seconds": lowered.seconds,
         }
         events.compile_artifact(said, lambda: graph.module.print_readable(print_output=False), graph.compile_id)
@@ -197,7 +197,7 @@ class CompileJob:
             if from_outside(error):
                 raise
             process_wide.close()
-            reason = retrying_unpacked(str(self.graph.code), error)
+            reason = retrying_unpacked(str(self.graph.user_code), error)
         unpacked = dataclasses.replace(self, options=self.options.without_packs())
         lowered = unpacked._floats_or_constants(process_wide)
         return dataclasses.replace(lowered, saved=(SavedTensors((), failed=reason),))
@@ -228,10 +228,10 @@ class CompileJob:
             context = _compat.TracingContext(fresh.fake_mode)
             with _compat.tracing(context):
                 run, direct, codes = self._call_compiler(fresh, context)
-            condition = added_condition(graph, fresh, context, self.args, {**self.pinned, **floats})
+            relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
         if self.hooked and any(said.packed for said in saved):
             run = without_hooks(run)
-        made = Lowered(run, condition, time.perf_counter() - started, direct, tuple(saved))
+        made = Lowered(run, relied_on, time.perf_counter() - started, direct, tuple(saved))
         if not graph.communicates:
             return made
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
@@ -250,7 +250,7 @@ class CompileJob:
             return _over_arguments(compiled, fresh), None, ()
         from multigraph_backend.cudagraphs import direct_call, output_code
 
-        label = f"{graph.code}, {self.name}"
+        label = f"{graph.user_code}, {self.name}"
         how: How = "recorded" if self.recorded else "unrecorded"
         with output_code.attached() as codes:
             compiled = compile_module(
@@ -367,8 +367,8 @@ def _trace(
     with state.restored(process_wide, "", autograd_cache=False), _compat.own_float_specializations():
         fresh = fresh_inputs.build(graph, facts, args, floats)
         with _compat.tracing(_compat.TracingContext(fresh.fake_mode)), output_code.attached() as codes:
-            compile_module(fresh.module, fresh.inputs, options, str(graph.code), "traced", ignore_shape_env=True)
-    made = Lowered(_not_compiled, AddedCondition("True", None), time.perf_counter() - started)
+            compile_module(fresh.module, fresh.inputs, options, str(graph.user_code), "traced", ignore_shape_env=True)
+    made = Lowered(_not_compiled, guards.NONE, time.perf_counter() - started)
     return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
 
 

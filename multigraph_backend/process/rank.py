@@ -10,21 +10,21 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 
-class Place(NamedTuple):
+class Rank(NamedTuple):
     """This process among others."""
 
     rank: int
     world_size: int
 
 
-def place() -> Place | None:
+def current() -> Rank | None:
     """Rank and size of the default group; None where the program runs no process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return Place(dist.get_rank(), dist.get_world_size())
+    return Rank(dist.get_rank(), dist.get_world_size())
 
 
 def live() -> bool:
     """Whether other ranks may wait for this one."""
-    where = place()
+    where = current()
     return where is not None and where.world_size > 1

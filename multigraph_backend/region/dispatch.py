@@ -39,7 +39,7 @@ class NoProfiler:
     _is_profiler_enabled = False
 
 
-# condition over the argument tuple (None: always), call counter, code (None only where the condition never holds)
+# guards as a check of the argument tuple (None: there are none), call counter, code (None only where the check fails)
 Ready = tuple[Callable[[Sequence[Any]], bool] | None, Callable[[], object], Callable[..., Any] | None]
 
 
@@ -361,7 +361,7 @@ def install(
 ) -> Callable[..., Any]:
     """Compile the generated text.
 
-    `missed(target, args)` runs a call for which `ready[target]` has no code or its condition fails.  Entries of
+    `missed(target, args)` runs a call for which `ready[target]` has no code or its guards fail.  Entries of
     `ready` may be replaced at any time.  `profiled(target, args)` runs the calls while `profiler._is_profiler_enabled`.
     """
     lookups: dict[str, Any] = {"bisect_right": bisect_right}

@@ -29,11 +29,10 @@ from multigraph_backend.capture.user_code import UserCode
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import SameSizes
-from multigraph_backend.lower import lowering
+from multigraph_backend.lower import guards, lowering
 from multigraph_backend.lower.compile_thread import Interrupted, describe, reaching_the_caller
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import CannotLower
-from multigraph_backend.lower.guards import AddedCondition
 from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.lower.stand_ins import stand_ins
 from multigraph_backend.options import Options
@@ -71,12 +70,12 @@ class Region:
         self.serial = next(_serials)
         self.options = options
         self.name = name
-        self.code: UserCode = graph.code
+        self.user_code: UserCode = graph.user_code
         self.sizes = {size: str(entry.expr) for size, entry in graph.sizes.items()}
         self.argument_names = _argument_names(graph)
         self._graph = graph
         self._state = state
-        if options.on_failure == "raise" and not graph.code.partial:
+        if options.on_failure == "raise" and not graph.user_code.partial:
             _refuse_unknown_names(graph, options)
         conditions, notes = declared.resolve(graph, options.specialize)
         self.notes = list(dict.fromkeys([*graph.notes, *notes]))
@@ -91,7 +90,7 @@ class Region:
         events.count("regions")
         registry.add(self)
         for note in self.notes:
-            events.warn_once(f"{self.code}: {note}", "%s: %s", self.code, note)
+            events.warn_once(f"{self.user_code}: {note}", "%s: %s", self.user_code, note)
 
     def dispatcher(self) -> Callable[..., Any]:
         """The function that runs a call: same arguments as the graph, same outputs."""
@@ -100,7 +99,7 @@ class Region:
 
     def _profiled(self, target: int, args: tuple[Any, ...]) -> Any:
         """A call while torch's profiler runs: the same, under the variant's name."""
-        with torch.profiler.record_function(f"multigraph: {self.code.function}: {self._variant(target).text}"):
+        with torch.profiler.record_function(f"multigraph: {self.user_code.function}: {self._variant(target).text}"):
             check, tick, run = self._ready[target]
             if run is not None and (check is None or check(args)):
                 tick()
@@ -129,8 +128,8 @@ class Region:
         in_force = stance()
         if in_force == "fail_on_recompile":
             raise RuntimeError(
-                f"{self.code}: no compiled form fits this call of {variant.text}, and torch.compiler.set_stance is "
-                "'fail_on_recompile'; call it once under the default stance, or use 'eager_on_recompile'"
+                f"{self.user_code}: no compiled form fits this call of {variant.text}, and torch.compiler.set_stance "
+                "is 'fail_on_recompile'; call it once under the default stance, or use 'eager_on_recompile'"
             )
         why = f"stance {in_force!r}" if in_force in _NO_COMPILE_STANCES else self.generic.reason
         return self._run_eagerly(args, why or "no form may be compiled")
@@ -183,7 +182,7 @@ class Region:
                 exact = size.location.read(args)
                 if variant.exact is not None and variant.exact != exact:
                     return None
-        log.info("%s: compiling %s", self.code, variant.text)
+        log.info("%s: compiling %s", self.user_code, variant.text)
         try:
             lowered = lowering.lower(self._graph, variant.facts, args, self.options, self._state, pinned, variant.text)
             if self._graph.communicates:
@@ -196,7 +195,7 @@ class Region:
         form = Form(lowered)
         variant.exact = exact
         variant.add(form, self._sharing(args))
-        log.info("%s: compiled %s in %.2f s", self.code, variant.text, lowered.seconds)
+        log.info("%s: compiled %s in %.2f s", self.user_code, variant.text, lowered.seconds)
         return form
 
     def _check_collectives(self, variant: Variant, lowered: Lowered, args: Sequence[Any]) -> None:
@@ -217,7 +216,8 @@ class Region:
         if different is None:
             return
         if variant.generic:  # nothing safer is left; each rank that comes here compiles the same
-            events.warn_once(f"{self.code}: {different}", "%s: %s: ranks may wait forever", self.code, different)
+            where = self.user_code
+            events.warn_once(f"{where}: {different}", "%s: %s: ranks may wait forever", where, different)
             return
         events.count("refused_collectives")
         raise OtherCollectives(f"{different}; ranks that run generic would wait forever, or mix up data")
@@ -234,19 +234,19 @@ class Region:
         if remedy is not None:  # a lack of this machine: every compile fails, and one line says it
             events.warn_once(remedy, "%s", remedy)
         elif isinstance(error, _compat.MissingSymbol):  # said at the first graph
-            log.debug("%s: %s cannot be compiled: %s", self.code, variant.text, error)
+            log.debug("%s: %s cannot be compiled: %s", self.user_code, variant.text, error)
         else:
             events.warn_once(
-                f"{self.code}: {variant.text} failed",
+                f"{self.user_code}: {variant.text} failed",
                 "%s: %s could not be compiled; calls run %s instead. %s",
-                self.code,
+                self.user_code,
                 variant.text,
                 "eagerly" if variant.generic else "generic",
                 variant.reason,
             )
         log.debug("%s", variant.details)
         if self.options.on_failure == "raise":
-            raise VariantFailed(f"{self.code}: {variant.text} could not be compiled: {describe(error)}") from error
+            raise VariantFailed(f"{self.user_code}: {variant.text} could not be compiled: {describe(error)}") from error
 
     def _first_run(self, variant: Variant, form: Form, args: Sequence[Any]) -> Any:
         """The first call of new code: its outputs are checked for structure, and an error is held against eager."""
@@ -275,20 +275,22 @@ class Region:
             problem = WrongOutputs(wrong)
             if draw_again is None:
                 variant.drop(form, problem, self._sharing(args))
-                raise WrongOutputs(f"{self.code}: {variant.text}: {wrong}; the graph {once}, so it cannot be run again")
+                what = f"{self.user_code}: {variant.text}: {wrong}"
+                raise WrongOutputs(f"{what}; the graph {once}, so it cannot be run again")
             draw_again()
             outputs = self._run_eagerly(args, wrong)
         variant.drop(form, problem, self._sharing(args))
         self._publish(variant)
         events.warn_once(
-            f"{self.code}: {variant.text} wrong",
+            f"{self.user_code}: {variant.text} wrong",
             "%s: the compiled %s was dropped: %s",
-            self.code,
+            self.user_code,
             variant.text,
             variant.reason,
         )
         if self.options.on_failure == "raise":
-            raise VariantFailed(f"{self.code}: the compiled {variant.text} is wrong: {variant.reason}") from problem
+            what = f"{self.user_code}: the compiled {variant.text}"
+            raise VariantFailed(f"{what} is wrong: {variant.reason}") from problem
         return outputs
 
     def _wrong_outputs(self, outputs: Any) -> str | None:
@@ -306,7 +308,7 @@ class Region:
     def _run_eagerly(self, args: Sequence[Any], why: str) -> Any:
         events.count("eager_calls")
         if not self.generic.failures:  # else it was said when generic failed
-            events.warn_once(f"{self.code}: eager", "%s: runs eagerly: %s", self.code, why)
+            events.warn_once(f"{self.user_code}: eager", "%s: runs eagerly: %s", self.user_code, why)
         return self._graph.module(*args)
 
     # ---------------------------------------------------------------- publishing
@@ -337,12 +339,12 @@ class Region:
         if not forms:
             return _NOT_READY
         if len(forms) == 1:
-            return forms[0].condition.check, variant.tick, forms[0].shortest
+            return forms[0].guards.check, variant.tick, forms[0].shortest
         return None, lambda: None, self._chooser(variant, forms)
 
     def _chooser(self, variant: Variant, forms: Sequence[Lowered], past: Ready | None = None) -> Callable[..., Any]:
         """Tries one form after the other, then `past`."""
-        entries = [(form.condition.check, variant.tick, form.shortest) for form in forms]
+        entries = [(form.guards.check, variant.tick, form.shortest) for form in forms]
         choices = (*entries, *(() if past is None or past[2] is None else ((past[0], past[1], past[2]),)))
         number, missed = variant.number, weakref.WeakMethod(self.missed)
 
@@ -392,7 +394,7 @@ class Region:
             try:
                 made = stand_ins(self._graph, args, values)
             except CannotLower as error:
-                log.info("%s: %s stays lazy: %s", self.code, variant.text, error)
+                log.info("%s: %s stays lazy: %s", self.user_code, variant.text, error)
                 self.notes.append(f"{variant.text} stays lazy: {error}")
                 continue
             yield variant, made
@@ -400,7 +402,7 @@ class Region:
 
 def compiled_at_once(
     run: Callable[..., Any],
-    code: UserCode,
+    user_code: UserCode,
     options: Options,
     seconds: float,
     reason: str,
@@ -409,19 +411,19 @@ def compiled_at_once(
     """The dispatcher of a graph that cannot be compiled late: one generic form, covered by Dynamo's own guards."""
     region = Region.__new__(Region)
     region.serial = next(_serials)
-    region.options, region.name, region.code, region.sizes = options, None, code, {}
+    region.options, region.name, region.user_code, region.sizes = options, None, user_code, {}
     region.argument_names = {}
     region.notes = [f"compiled at once, without variants: {reason}"]
     region.variants, region.generic = [], Variant(0, None)
-    region.generic.add(Form(Lowered(run, AddedCondition("True", None), seconds, saved=saved), proven=True))
+    region.generic.add(Form(Lowered(run, guards.NONE, seconds, saved=saved), proven=True))
     region.plan, region._checks = dispatch.plan((), (), 0), {}
     region._ready, region._publish_lock, region._all_pending = [_NOT_READY], threading.RLock(), False
     region._publish(region.generic)
     events.count("regions")
     registry.add(region)
     # what torch lacks it lacks for every graph
-    key = reason.partition(";")[0] if reason.startswith("this torch differs") else f"{code}: {reason}"
-    events.warn_once(key, "%s: %s", code, region.notes[0])
+    key = reason.partition(";")[0] if reason.startswith("this torch differs") else f"{user_code}: {reason}"
+    events.warn_once(key, "%s: %s", user_code, region.notes[0])
     return region.dispatcher()
 
 
@@ -461,15 +463,15 @@ def _draw_again(args: Sequence[Any]) -> Callable[[], None]:
 
 def _argument_names(graph: CapturedGraph) -> dict[str, str]:
     """Argument text in conditions -> the user's name of that size or integer."""
-    names = {size.location.code(): name for name, size in graph.sizes.items()}
+    names = {size.location.text(): name for name, size in graph.sizes.items()}
     for name, size in graph.sizes.items():
         info = graph.symbols.get(size.expr) if isinstance(size.expr, sympy.Symbol) else None
         if info is not None and info.location is not None:
-            names.setdefault(info.location.code(), name)
+            names.setdefault(info.location.text(), name)
     for index, entry in enumerate(graph.inputs):
         if entry.layout is not None:
             traced = size_names.input_name(_compat.source_name(entry.layout.source))
-            name = graph.code.known_as(traced)
+            name = graph.user_code.known_as(traced)
             names.setdefault(f"a[{index}].item()" if entry.number else f"a[{index}]", name)
     return names
 
@@ -492,7 +494,7 @@ def _plan(
     def column(size: NamedSize) -> int:
         info = graph.symbols.get(size.expr) if isinstance(size.expr, sympy.Symbol) else None
         location = info.location if info is not None and info.location is not None else size.location
-        return columns.setdefault(location.code(), len(columns))
+        return columns.setdefault(location.text(), len(columns))
 
     for variant in variants:
         condition = variant.condition

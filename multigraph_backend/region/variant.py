@@ -2,9 +2,9 @@
 
 A variant is one condition of the user, or the generic graph that serves when none matches.  Its code exists in
 *forms*: a compile may come to rely on more than was declared (Inductor on the CPU splits a reduction at 4096 elements),
-and where the declared condition holds but no form's own condition does, a further form is compiled.
+and where the declared condition holds but the guards of no form do, a further form is compiled.
 
-Invariants: one compile at a time per variant, however many threads ask; a form runs only where its condition holds;
+Invariants: one compile at a time per variant, however many threads ask; a form runs only where its guards hold;
 a failure leaves a reason and a time before which nobody tries again.
 """
 
@@ -44,7 +44,7 @@ class Form:
     proven: bool = False
 
     def holds(self, args: Sequence[Any]) -> bool:
-        return self.lowered.condition.holds(args)
+        return self.lowered.guards.hold(args)
 
 
 class Variant:
@@ -102,7 +102,7 @@ class Variant:
         return {} if self.condition is None else self.condition.facts
 
     def fitting(self, args: Sequence[Any]) -> Form | None:
-        """The first form whose condition holds."""
+        """The first form whose guards hold."""
         return next((form for form in self.forms if form.holds(args)), None)
 
     @property

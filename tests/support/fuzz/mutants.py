@@ -16,19 +16,18 @@ import torch
 from multigraph_backend.capture import declared, effects, from_dynamo, structure
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.lower import donation, fresh_inputs, guards, lowering
-from multigraph_backend.lower.guards import AddedCondition
 
 
 @contextlib.contextmanager
 def dropped_guard() -> Iterator[None]:
     """What a compile came to rely on is not checked."""
-    added_condition = lowering.added_condition
+    guards_of = guards.guards_of
 
-    def nothing_added(*args: Any, **kwargs: Any) -> AddedCondition:
-        added_condition(*args, **kwargs)
-        return AddedCondition("True", None)
+    def nothing_added(*args: Any, **kwargs: Any) -> guards.Guards:
+        guards_of(*args, **kwargs)
+        return guards.NONE
 
-    with mock.patch.object(lowering, "added_condition", nothing_added):
+    with mock.patch.object(guards, "guards_of", nothing_added):
         yield
 
 

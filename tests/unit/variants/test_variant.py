@@ -7,7 +7,7 @@ from typing import Any
 
 from multigraph_backend import events
 from multigraph_backend.capture.declared import Condition
-from multigraph_backend.lower.guards import AddedCondition
+from multigraph_backend.lower.guards import Guards
 from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.region.variant import MOST_FORMS, MOST_GENERIC_FORMS, Form, Variant
 
@@ -21,7 +21,7 @@ def form(largest: int) -> Form:
     def check(args: Sequence[Any]) -> bool:
         return bool(args[0] <= largest)
 
-    return Form(Lowered(lambda *args: args, AddedCondition(f"a[0] <= {largest}", check), seconds=0.5))
+    return Form(Lowered(lambda *args: args, Guards(f"a[0] <= {largest}", check), seconds=0.5))
 
 
 class Clock:
