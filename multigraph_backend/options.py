@@ -100,7 +100,6 @@ class Options:
     saved_tensors: rules for what is saved for backward, the first that matches decides; none: nothing is packed
     saved_tensors_budget: how much may be saved for backward; then the rules say what may be done, and it how much of
         it; None: all that the rules say
-    mode: the mode of `torch.compile`; None is the default one
     """
 
     specialize: tuple[Predicate, ...] = ()
@@ -119,7 +118,6 @@ class Options:
     inductor: tuple[tuple[str, object], ...] = ()
     saved_tensors: tuple[Rule, ...] = ()
     saved_tensors_budget: Budget | None = None
-    mode: str | None = None
 
     def __hash__(self) -> int:
         # Callables and the values of patches take no part: they may be unhashable.
@@ -189,6 +187,7 @@ class Options:
         _take_over_cudagraphs(knobs, read, os.environ if environ is None else environ)
         read["cut"] = cast(tuple[str, ...], read.get("cut", ())) + cast(tuple[str, ...], read.pop("splitting_ops", ()))
         read["inductor"] = tuple(sorted(knobs.items(), key=lambda item: item[0]))
+        read.pop("mode", None)  # it is among the knobs
         return Options(**cast(dict[str, Any], read))
 
 

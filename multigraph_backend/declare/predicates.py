@@ -8,8 +8,8 @@ can do none of that but the first, so a condition here is one of five small immu
 In:  names of integers as the user writes them (``"input_ids[0]"`` is a dimension of a tensor, ``"n"`` an
      integer input), and integers; or the declarative form, a JSON object such as ``{"input_ids[0]": 1,
      "input_ids[1]": {"multiple_of": 64}}``.
-Out: whether a call's sizes satisfy the condition (`Predicate.holds`), what a compiler may assume of each
-     integer alone (`Facts`), which conditions imply which (`Predicate.covers`, `unreachable`).
+Out: what holds of each integer alone (`Facts`), which a call is checked for and a compiler may assume; which
+     predicates can never be the first to hold (`unreachable`).
 
 Invariant: a predicate's truth is exactly the conjunction of its `Facts`, name by name. So implication between
 predicates is decided by comparing facts, without search and without error in either direction.
@@ -48,16 +48,12 @@ _KEYS = ("min", "max", "multiple_of")
 
 
 class Predicate(ABC):
-    """A condition over named integers. Immutable, hashable, equal as written (`covers` compares meanings)."""
+    """What may hold of named integers. Immutable, hashable, equal as written (`unreachable` compares meanings)."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
         """The names it speaks of, in order of first appearance."""
-
-    @abstractmethod
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether `sizes` satisfies the condition. Raises KeyError for a name that `sizes` lacks."""
 
     @abstractmethod
     def facts(self) -> Mapping[str, Facts]:
@@ -67,14 +63,6 @@ class Predicate(ABC):
     def satisfiable(self) -> bool:
         """Whether any assignment of integers satisfies the condition."""
         return not any(facts.empty for facts in self.facts().values())
-
-    def covers(self, other: Predicate) -> bool:
-        """Whether all that satisfies `other` satisfies this. An unsatisfiable `other` is covered."""
-        return _covers(self.facts(), other.facts())
-
-    def normal_form(self) -> Predicate:
-        """The same condition, each name's statements merged; what a JSON round trip gives."""
-        return predicate_from_facts(self.facts())
 
     def alternatives(self) -> tuple[Predicate, ...]:
         """Conditions without `In` that together mean the same: one for each listed value, in the order
@@ -92,7 +80,8 @@ class Predicate(ABC):
         )
 
     def to_json(self) -> dict[str, object]:
-        """The declarative form, of plain JSON types. `predicate_from_json` reads it back as `normal_form`."""
+        """The declarative form, of plain JSON types. Read back by `predicate_from_json`, statements about one
+        name are merged."""
         return {name: _facts_to_json(facts) for name, facts in self.facts().items()}
 
     def __str__(self) -> str:
@@ -136,9 +125,6 @@ class Eq(_OfOne):
         super().__post_init__()
         self._set_integer("value")
 
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        return sizes[self.name] == self.value
-
     def facts(self) -> Mapping[str, Facts]:
         return {self.name: Facts(values=(self.value,))}
 
@@ -161,9 +147,6 @@ class In(_OfOne):
         ordered = sorted(listed) if isinstance(values, set | frozenset) else listed
         object.__setattr__(self, "values", tuple(dict.fromkeys(map(int, ordered))))
 
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        return sizes[self.name] in self.values
-
     def facts(self) -> Mapping[str, Facts]:
         return {self.name: Facts(values=self.values)}
 
@@ -183,10 +166,6 @@ class Range(_OfOne):
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"Range of {self.name!r}: min {self.min} is greater than max {self.max}")
 
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        n = sizes[self.name]
-        return (self.min is None or self.min <= n) and (self.max is None or n <= self.max)
-
     def facts(self) -> Mapping[str, Facts]:
         return {self.name: Facts(min=self.min, max=self.max)}
 
@@ -200,9 +179,6 @@ class MultipleOf(_OfOne):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._set_integer("factor", least=1)
-
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        return sizes[self.name] % self.factor == 0
 
     def facts(self) -> Mapping[str, Facts]:
         return {self.name: Facts(multiple_of=self.factor)}
@@ -228,9 +204,6 @@ class And(Predicate):
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for predicate in self.predicates for name in predicate.names))
-
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        return all(predicate.holds(sizes) for predicate in self.predicates)
 
     def facts(self) -> Mapping[str, Facts]:
         known: dict[str, Facts] = {}

@@ -55,10 +55,6 @@ class Rule:
     check: str | None = None
     check_column: int = 0
 
-    def holds(self, values: Sequence[int]) -> bool:
-        """Whether the terms hold; the check is not asked."""
-        return all(facts.holds(values[column]) for column, facts in self.terms)
-
 
 @dataclass(frozen=True)
 class Intervals:
@@ -180,29 +176,6 @@ def _intervals(column: int, entries: Sequence[tuple[Facts, int]]) -> Intervals:
             bounds.append(cut)
             kept.append(target)
     return Intervals(column, tuple(bounds), tuple(kept))
-
-
-def choose(planned: Plan, values: Sequence[int], ask: Callable[[str, int], bool]) -> int:
-    """What the generated function decides, read off the plan: the reference for tests and reports."""
-    for step in planned.steps:
-        if isinstance(step, Rule):
-            assert step.check is not None
-            if step.holds(values) and ask(step.check, values[step.check_column]):
-                return step.target
-        elif (found := _choose_in(step, values)) != NOTHING:
-            return found
-    return planned.generic
-
-
-def _choose_in(segment: Segment, values: Sequence[int]) -> int:
-    found = [
-        table.get(values[columns[0]] if len(columns) == 1 else tuple(values[column] for column in columns), NOTHING)
-        for columns, table in segment.tables
-    ]
-    found += [entry.targets[bisect_right(entry.bounds, values[entry.column])] for entry in segment.intervals]
-    tried = [*(rule for entry in segment.multiples for rule in entry.rules), *segment.others]
-    found += [rule.target for rule in tried if rule.holds(values)]
-    return min((target for target in found if target != NOTHING), default=segment.always)
 
 
 # ---------------------------------------------------------------- source text

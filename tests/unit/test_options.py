@@ -74,7 +74,7 @@ def test_defaults() -> None:
     assert build() == Options() == build({}) == build(mode="default") == build({"inductor": {}})
     assert_expected_inline(
         repr(Options()),
-        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, limits=(), inductor=(), saved_tensors=(), saved_tensors_budget=None, mode=None)""",  # noqa: E501
+        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, limits=(), inductor=(), saved_tensors=(), saved_tensors_budget=None)""",  # noqa: E501
     )
 
 
@@ -218,7 +218,6 @@ def test_long_values_are_shortened_in_errors() -> None:
 def test_mode_and_patches_combine() -> None:
     assert build(mode="reduce-overhead").inductor == ()  # what it asks for is done anyway
     options = build({"inductor": {"triton.cudagraphs": False, "realize_scale": 2}}, mode="max-autotune")
-    assert options.mode == "max-autotune"
     assert options.inductor == (
         ("coordinate_descent_tuning", True),
         ("max_autotune", True),
@@ -411,7 +410,6 @@ def test_code_replaces_the_environment_key_by_key() -> None:
     assert build({"compile_timeout": 5}, env=env) == Options(
         compile="eager",
         compile_timeout=5.0,
-        mode="max-autotune",
         inductor=(("coordinate_descent_tuning", True), ("max_autotune", True)),
     )
     assert build(mode="reduce-overhead", env=env).inductor == ()
