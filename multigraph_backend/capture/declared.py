@@ -1,12 +1,21 @@
-"""From what the user declared to what a region can check and assume.
+"""From what the user declared to what a region can check and assume: predicates and marks become conditions.
+
+For a graph over `x` of sizes `[2*s0, 64]`, the predicate `{"x[0]": {"max": 100, "multiple_of": 8}, "x[1]": 64}` becomes
+
+    terms   x[0]: max 96, a multiple of 8       dispatch checks this at a call
+    facts   s0: max 48, a multiple of 4         a compile may assume this
+
+    >>> s0 = sympy.Symbol("s0", integer=True)
+    >>> about_symbols(2 * s0, Facts(max=100, multiple_of=8))
+    {s0: Facts(min=None, max=48, multiple_of=4, values=None)}
+
+and `x[1]` takes no part: a size that Dynamo traced as a constant decides its part of a condition at once.  With
+`"x[1]": 32` the condition would have a reason why it never applies here: no call of this graph has such a size.
 
 In: predicates over names (`options["specialize"]`) and stock marks (a callable on one size), in declared order; the
 sizes that one Dynamo graph has.
 Out: one `Condition` each: terms over the graph's sizes for dispatch, facts about its symbols for the compiler, or the
 reason why it never applies here.
-
-A size that Dynamo traced as a constant decides its part of a condition at once: a graph traced for size 1 is the
-variant for size 1, or can never be.
 """
 
 from __future__ import annotations

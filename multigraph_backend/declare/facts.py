@@ -1,5 +1,15 @@
 """What is known of one integer: the only facts about a size that a variant's compile may take for granted.
 
+    >>> sixteens = Facts(min=1, max=100, multiple_of=16)
+    >>> sixteens.describe("x[0]")  # bounds are moved to values that are possible
+    '16 <= x[0] <= 96 and x[0] % 16 == 0'
+    >>> sixteens.holds(48), sixteens.holds(50)
+    (True, False)
+    >>> sixteens.intersect(Facts(min=90)).exact  # a single possible value is a value
+    96
+    >>> Facts(max=512).covers(sixteens)
+    True
+
 Checking a size at a call and assuming it in a compiler must never drift apart, so both are read from one
 small object.
 

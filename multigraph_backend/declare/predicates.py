@@ -1,9 +1,17 @@
-"""What a variant may be specialized for: conditions over named integers.
+"""What a variant may be specialized for: predicates over named integers.
 
-A specialization is only worth compiling if the same condition can be checked at every call, proven to the
+    >>> small = predicate_from_json({"ids[0]": 1, "ids[1]": {"max": 512, "multiple_of": 64}})
+    >>> small
+    And(Eq(name='ids[0]', value=1), Range(name='ids[1]', min=None, max=512), MultipleOf(name='ids[1]', factor=64))
+    >>> print(small)
+    ids[0] == 1 and ids[1] <= 512 and ids[1] % 64 == 0
+    >>> unreachable([MultipleOf("n", 8), Eq("n", 16)])  # the second can never be the first to hold
+    {1: 0}
+
+A specialization is only worth compiling if the same predicate can be checked at every call, proven to the
 compiler, printed for the user, sent through JSON, and compared with the other declared ones. Free-form Python
-can do none of that but the first, so a condition here is one of five small immutable kinds: `Eq`, `In`,
-`Range`, `MultipleOf`, and `And` of these.
+can do none of that but the first, so a predicate is one of five small immutable kinds: `Eq`, `In`, `Range`,
+`MultipleOf`, and `And` of these. What becomes of it in one graph is a condition (`capture.declared`).
 
 In:  names of integers as the user writes them (``"input_ids[0]"`` is a dimension of a tensor, ``"n"`` an
      integer input), and integers; or the declarative form, a JSON object such as ``{"input_ids[0]": 1,
@@ -57,18 +65,18 @@ class Predicate(ABC):
 
     @abstractmethod
     def facts(self) -> Mapping[str, Facts]:
-        """What may be assumed of each name once the condition holds; every name of `names`, in that order."""
+        """What may be assumed of each name once it holds; every name of `names`, in that order."""
 
     @property
     def satisfiable(self) -> bool:
-        """Whether any assignment of integers satisfies the condition."""
+        """Whether any assignment of integers satisfies it."""
         return not any(facts.empty for facts in self.facts().values())
 
     def alternatives(self) -> tuple[Predicate, ...]:
-        """Conditions without `In` that together mean the same: one for each listed value, in the order
+        """Predicates without `In` that together mean the same: one for each listed value, in the order
         declared.
 
-        Several lists give their product, the last one varying fastest. An unsatisfiable condition has no
+        Several lists give their product, the last one varying fastest. An unsatisfiable predicate has no
         alternative.
         """
         choices = [
@@ -91,7 +99,7 @@ class Predicate(ABC):
 
 @dataclass(frozen=True)
 class _OfOne(Predicate):
-    """A condition over a single name."""
+    """A predicate over a single name."""
 
     name: str
 

@@ -1,10 +1,23 @@
 """Learn what a callable asks of its one integer, so that a compiler may assume it and a report may print it.
 
-A stock mark, ``mark_dynamic(x, 0, specialize_on=[lambda n: n % 64 == 0])``, carries a bare callable: nothing
-but its answer for given sizes is known, and its source may not exist (an interactive session, a partial, an
-object). So it is called with a probe in the integer's place. The probe records comparisons and remainders;
-whenever the callable wants the truth of one, both answers are explored by calling it again. Each way to a
-true answer is a conjunction of what was asked and answered.
+    >>> understand(lambda n: n > 0 and n % 64 == 0)
+    Understood(alternatives=(Facts(min=64, max=None, multiple_of=64, values=None),))
+    >>> understand(lambda n: n != 8)
+    Opaque(reason='not (n == 8) cannot be used as a fact')
+
+The first of these callables is called three times with a probe in place of the integer. Each comparison of the probe is
+a question, and whenever the callable wants the truth of one, both answers are explored, yes first:
+
+    n > 0? yes    n % 64 == 0? yes    true:  1 <= n and n % 64 == 0
+    n > 0? yes    n % 64 == 0? no     false
+    n > 0? no                         false
+
+Each way to a true answer is a conjunction of what was asked and answered. Then the callable is called with some
+concrete integers, and has to say what was understood.
+
+A stock mark, ``mark_dynamic(x, 0, specialize_on=[lambda n: n % 64 == 0])``, carries a bare callable: nothing but its
+answer for given sizes is known, and its source may not exist (an interactive session, a partial, an object). So it is
+called, and not read.
 
 In:  a callable of one integer, a size: only values from 0 on are considered.
 Out: `Understood`, with the facts of each alternative, or `Opaque`, with the reason why not.

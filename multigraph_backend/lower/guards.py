@@ -1,9 +1,22 @@
-"""What a compile came to rely on, as one Python condition over the arguments of a call.
+"""What a compile came to rely on: its guards, as one Python expression over the arguments of a call.
 
-While a graph is compiled, torch decides questions about sizes by looking at the example (`numel <= 2**31 - 1`) and
-notes the answers as guards; AOTAutograd notes which inputs are the same tensor or share memory.  Dynamo has long
-returned and would not check them.  So they are printed to one expression over the argument tuple `a`, which becomes
-part of the variant's condition.
+While a graph is compiled, torch decides questions about sizes by looking at the example, and notes the answers as
+guards.  A graph over `x` of sizes `[s0, s1]` is called with `(s0, s1, x)`; for 16 by 4 a compiler asks
+
+    is x.numel() * 4 <= 2**31 (bytes that 32 bits can count)? yes;  does x.size(0) equal 7? no
+
+The ShapeEnv has two guards from then on, and the guards of the code are their text over the argument tuple `a`:
+
+    4*a[1]*a[0] <= 2147483648 and a[0] != 7
+
+A variant for multiples of 8 asks the same.  Its first size is `8*k`, which no compile has to ask about 7:
+
+    32*a[1]*(a[0]//8) <= 2147483648
+
+Dynamo has long returned and would not check any of this, so each call does.  A call for which it does not hold gets
+another form.  AOTAutograd notes more: which inputs are the same tensor or share memory.
+
+In: a compile that has just ended: its fresh inputs with their ShapeEnv, and its tracing context.  Out: `Guards`.
 
 Invariant: nothing that a compile assumed is dropped.  A guard over a symbol that no argument carries rejects the
 compile.

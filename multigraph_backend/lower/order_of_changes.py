@@ -49,7 +49,8 @@ class ChangesLast(_OutputCode):  # type: ignore[misc]
     """Code that returns new values of inputs behind its `count` outputs, copied to the inputs `targets` at last.
 
     AOTAutograd keeps it in no cache: it has no key of Inductor's, by which `code` alone would be found, and it refuses
-    to be serialized.  Having none is having no such attribute: AOTAutograd of torch 2.11 asks for that alone.
+    to be serialized.  The attribute of the key is absent, and not None: AOTAutograd of torch 2.11 only asks whether it
+    is there.
     """
 
     def __init__(self, code: Any, targets: Sequence[int], count: int) -> None:

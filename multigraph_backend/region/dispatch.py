@@ -1,13 +1,48 @@
 """Which variant runs a call: rules over sizes in, one generated Python function out.
 
+For the rules `a[0] == 1`, `2 <= a[0] <= 64` and `a[0] % 128 == 0`, in that order, with generic as target 3:
+
+    def find0(n0):
+        best = otherwise0
+        t = table0_0.get(n0, -1)
+        if 0 <= t < best or best < 0 <= t:
+            best = t
+        t = targets0_0[bisect_right(bounds0_0, n0)]
+        if 0 <= t < best or best < 0 <= t:
+            best = t
+        if 0 <= best < 2:
+            return best
+        if n0 % 128 == 0:
+            return 2
+        return best
+    def dispatch(*a):
+        n0 = a[0]
+        key = n0
+        seen = last[0]
+        if seen[0] == key:
+            t = seen[1]
+        else:
+            t = known0.get(key, -1)
+            if t < 0:
+                t = remember(known0, key, find0(n0))
+            last[0] = (key, t)
+        if profiler._is_profiler_enabled:
+            return profiled(t, a)
+        check, tick, run = ready[t]
+        if check is None or check(a):
+            tick()
+            return run(*a)
+        return missed(t, a)
+
+How it stays flat: the sizes of the last call are tried first (`last`), then a table of sizes seen before (`known0`); a
+new combination is looked up by `find0`: a table for equalities (`table0_0`, of one column, or of several together),
+bisection for ranges, a table of all numbers below 65536 where there are many multiples, then what remains in order.
+`check` stands for the guards of the code that is ready.  Opaque rules are asked at every call, in their place in the
+order.
+
 In: columns (Python text of each declared size over the argument tuple `a`) and rules in declared order, each a
 conjunction of facts about columns, or with a callable of the user that has to be asked (opaque).
-Out: source text of `dispatch(*a)`.  First declared match wins; the last target is the generic graph.
-
-How it stays flat: the sizes of the last call are tried first; then a table of sizes seen before; a new combination
-is looked up by `find`: a table for equalities (of one column, or of several together), bisection for ranges, a table of
-all numbers below 65536 where there are many multiples, then what remains in order.
-Opaque rules are asked at every call, in their place in the order.
+Out: source text of `dispatch(*a)`.  The first declared match wins; the last target is the generic graph.
 
 Everything here is pure: text and tables are functions of the rules.  `install` compiles the text.
 """

@@ -12,6 +12,9 @@ from torch._inductor.utils import run_and_get_code
 
 import multigraph_backend
 from multigraph_backend.backend import multigraph
+from multigraph_backend.lower import guards
+from multigraph_backend.region import registry
+from multigraph_backend.region.region import Region
 
 SYMBOL = re.compile(r"\b(?:ks\d+|s\d+|u\d+)\b")
 
@@ -99,3 +102,22 @@ def test_a_compiler_can_ask_for_the_declared_fact(
     torch.testing.assert_close(compiled(x), f(x))
     assert multigraph_backend.stats()["variant_calls"] == 1
     assert answers == {**dict.fromkeys(known, True), **dict.fromkeys(unknown, False)}
+
+
+def test_the_guards_in_the_example_of_their_module_are_true() -> None:
+    def asking(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        x = inputs[2]
+        assert x.numel() * 4 <= 2**31
+        assert x.size(0) != 7
+        return gm.forward
+
+    options = {"compiler": asking, "specialize": [{"x[0]": {"multiple_of": 8}}]}
+    compiled = torch.compile(lambda x: x.sum(1), backend="multigraph", dynamic=True, options=options)
+    torch._dynamo.reset()
+    for rows in (15, 16):
+        compiled(torch.randn(rows, 4))
+    (region,) = (entry for entry in registry.living() if isinstance(entry, Region))
+    forms = [form.lowered.guards.text for variant in (region.generic, *region.variants) for form in variant.forms]
+    assert forms == ["4*a[1]*a[0] <= 2147483648 and a[0] != 7", "32*a[1]*(a[0]//8) <= 2147483648"]
+    assert guards.__doc__ is not None
+    assert all(f"\n    {text}\n" in guards.__doc__ for text in forms)
