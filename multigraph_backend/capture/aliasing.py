@@ -79,7 +79,7 @@ def any_overlap(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def overlapping(over: Sequence[torch.Tensor], apart: Sequence[torch.Tensor]) -> bool:
-    """Whether, among all of these, it is just the tensors of `over` that overlap another one in memory."""
+    """Whether the tensors of `over` are exactly those, among all of these, that overlap another one in memory."""
     found = _compat.compute_overlapping_tensors([*over, *apart], symbolic=False)
     return sorted(found) == list(range(len(over)))
 

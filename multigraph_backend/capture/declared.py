@@ -209,7 +209,7 @@ def _callable_name(check: object) -> str:
 
 
 def _find_unreachable(conditions: Sequence[Condition]) -> None:
-    """Say which conditions an earlier one takes every call from; conditions that never apply take none."""
+    """Note which conditions never run because earlier ones cover them; those that never apply cover nothing."""
     alive = [entry for entry in conditions if entry.never is None and entry.predicate is not None]
     predicates = [entry.predicate for entry in alive if entry.predicate is not None]
     for index, by in unreachable(predicates).items():

@@ -45,10 +45,10 @@ def written(gm: torch.fx.GraphModule) -> frozenset[int]:
 def _written_among_shared(entries: Iterable[tuple[Any, torch.fx.Node]], written: set[Any]) -> dict[int, torch.Tensor]:
     """Adds to `written` the memory that several of these real tensors share and that versions say is written to.
 
-    torch makes the fake of at most one of them, which begins where the memory does, as of a tensor alone, and those of
-    the others by `set_`, which counts up their version once.  So one was written to where the version of any has been
-    counted up further, or, if that one may be among them, those of all have been.  Returned are the fakes about which
-    that is said, or which they are views of, by their `id`.
+    torch makes fakes of such tensors by `set_`, which counts up their version to 1.  At most one of them, which begins
+    where the memory does, is made as if it were alone, with version 0.  So one of them was written to if any version is
+    above 1; and, if there is one that begins where the memory does, also if no version is 0.  Returned are the fakes
+    that this was asked of, or the tensors that they are views of, by their `id`.
     """
     groups: dict[Any, dict[int, tuple[torch.Tensor, int]]] = {}
     for real, node in entries:

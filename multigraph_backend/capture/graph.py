@@ -155,7 +155,7 @@ class CapturedGraph:
 
     @functools.cached_property
     def user_inputs(self) -> tuple[int, ...]:
-        """Those of them that are no parameters or buffers."""
+        """Positions of `tensor_inputs` that are no parameters or buffers."""
         return tuple(index for index in self.tensor_inputs if not self.inputs[index].static)
 
     @functools.cached_property

@@ -1,11 +1,12 @@
-"""`mark`: stock marks without their traps.
+"""`mark`: a mark on a tensor's dimension, as torch has them, without what goes wrong with torch's.
 
 torch's `mark_unbacked` starts the table of a tensor's specializations anew, so marking one dimension forgets what was
 marked on another, and its list form drops `specialize_on`.  `mark` keeps all of it, and takes values and ranges where
 torch takes callables alone.
 
 Marks are attributes of one tensor object: a clone, a slice or a tensor on another device has none, and nobody hears of
-it.  So the place of each `mark` is kept until a trace has met one of its tensors; `explain()` shows the others.
+it.  So the file and line of each call of `mark` is kept until a trace has met one of its tensors; `explain()` shows
+the others.
 """
 
 from __future__ import annotations

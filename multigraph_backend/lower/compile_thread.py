@@ -32,10 +32,10 @@ from multigraph_backend.lower import circles
 
 Result = TypeVar("Result")
 
-_GRACE = 1.0  # seconds an overdue compile gets to notice
-_UNWINDING = 10.0  # seconds it gets to unwind once it has, or to clean up once it has ended
+_GRACE = 1.0  # seconds that a compile gets to notice that it was told to end
+_UNWINDING = 10.0  # seconds that it gets to unwind after it has noticed, or to clean up after its end
 _PATIENCE = 600.0  # seconds to wait for Dynamo's compile lock where compiles have no limit
-_MEETS = 0.5  # seconds after which a caller that waits meets what came for it at a bad moment
+_MEETS = 0.5  # seconds between two moments at which a waiting caller takes signals that came meanwhile
 _LOOK = 0.05  # seconds between two looks at who holds that lock
 
 
@@ -82,7 +82,7 @@ class _Overdue(BaseException):
 
 
 class _Once:
-    """What one of two threads does: the one that claims it first."""
+    """Something that exactly one of two threads does: the one that claims it first."""
 
     def __init__(self) -> None:
         self._taken = threading.Lock()
@@ -143,7 +143,7 @@ class _Job(Generic[Result]):
                 self.result = self._compile(self._process_wide)
             except BaseException as error:
                 self.error = error
-            if not self._end.claim():  # it was told to end: it shall meet that here, and not in what follows
+            if not self._end.claim():  # it was told to end: the exception shall arrive here, and not in what follows
                 while self._told.locked():
                     time.sleep(0.001)
         except BaseException as error:
@@ -202,7 +202,8 @@ class _Job(Generic[Result]):
             if self._release.claim():
                 _holding.discard(self)
                 _compat.take_over_compile_lock()
-                # where it was told, and something dropped what it was told by; else it is parked when it comes back
+                # it was told to end, and some code of its own dropped that exception: it is told once more.  Else it is
+                # parked when it comes back
                 if self._told.acquire(blocking=False):
                     self._send(thread)
 

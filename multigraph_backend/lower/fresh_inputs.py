@@ -239,8 +239,9 @@ def _fill_inputs(
 ) -> None:
     """Make `fresh.inputs`.
 
-    A tensor takes the tensor that it is a view of and its gradient along: torch makes fakes of these with it, with
-    sizes as it thinks, and they stay.  Where they are inputs themselves they are made before it, as planned for them.
+    With the fake of a tensor torch makes fakes of the tensor that it is a view of and of its gradient, with sizes of
+    its own choice, and takes them again whenever it meets these tensors.  So where one of them is an input itself, its
+    fake is made first, as planned for it.
     """
     position = {id(args[index]): index for index in graph.tensor_inputs}
     made: dict[int, Any] = {}
@@ -271,8 +272,10 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _fresh_gradient(fresh: FreshInputs, entry: Input, gradient: torch.Tensor) -> Any:
-    """A fake for the gradient of an input, where it is none itself: nothing of it becomes a symbol of its own, for
-    calls are not checked for it."""
+    """A fake for the gradient of an input, where the gradient is no input itself.
+
+    No size of it becomes a symbol of its own: no call is checked for that.
+    """
     assert entry.layout is not None
     layout = TensorLayout(
         source=_compat.ConstantSource(f"{_compat.source_name(entry.layout.source)}.grad"),
@@ -351,7 +354,7 @@ def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tenso
     fake = fresh.fake_mode.from_tensor(
         arg, symbolic_context=_symbolic_context(fresh, entry, offset, base), source=layout.source, trace=False
     )
-    # once only: a new symbol may have the name of one of Dynamo's
+    # translated once only: a new symbol may have the name of one of Dynamo's
     planned = (*map(fresh.translate, (*layout.size, *layout.stride)), offset)
     for got, expr in zip((*fake.size(), *fake.stride(), fake.storage_offset()), planned, strict=True):
         # Dynamo's guards may have settled a symbol further than was declared

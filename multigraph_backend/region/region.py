@@ -447,7 +447,7 @@ def stance() -> str:
 
 
 def _draw_again(args: Sequence[Any]) -> Callable[[], None]:
-    """What sets the random number generators of a call with `args` back to where they are now."""
+    """A function that sets the random number generators that a call with `args` may use back to their state of now."""
     devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
     if any(_compat.is_capturing() for _ in devices[:1]):  # a generator that is being recorded tells no state
         devices = []
