@@ -143,13 +143,13 @@ def test_a_compile_that_drops_what_should_end_it_is_parked_too(monkeypatch: pyte
 
 PROFILED = """
 import contextvars, cProfile, threading
-from multigraph_backend import background
+from multigraph_backend.lower import compile_thread
 
 in_c_code = threading.Lock()
 in_c_code.acquire()
 try:
-    background.compile_within(0.2, lambda process_wide: in_c_code.acquire(), contextvars.copy_context())
-except background.CompileTimeout:
+    compile_thread.compile_within(0.2, lambda process_wide: in_c_code.acquire(), contextvars.copy_context())
+except compile_thread.CompileTimeout:
     profile = cProfile.Profile()
     print(profile.runcall(lambda: (lambda: "profiled")()), sum(entry.callcount for entry in profile.getstats()))
 """
