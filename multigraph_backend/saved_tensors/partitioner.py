@@ -197,9 +197,9 @@ def _of_torch(rule: Rule) -> bool:
 
 @functools.cache
 def source_hash() -> str:
-    """The text of this package: other code is another key."""
+    """The text of this folder and of those in it: other code is another key."""
     made = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         made.update(path.read_bytes())
     return made.hexdigest()
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 
 import multigraph_backend
 from multigraph_backend import _compat, saved_hook
+from multigraph_backend.saved_tensors import partitioner
 from tests.support.saved_tensors.models import Mlp, accounts, assert_step, compiled, rules, step
 
 Hook = Callable[[Any], Any]
@@ -247,3 +250,19 @@ def test_json_names_a_hook_by_its_place() -> None:
 
 
 EXACT = saved_hook(narrow, widen)
+
+
+def test_keys_of_caches_say_every_module_that_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = shutil.copytree(Path(partitioner.__file__).parent, tmp_path / "saved_tensors")
+    monkeypatch.setattr(partitioner, "__file__", str(package / "partitioner.py"))
+    partitioner.source_hash.cache_clear()
+    known = set()
+    try:
+        for module in sorted(package.rglob("*.py")):
+            known.add(partitioner.source_hash())
+            partitioner.source_hash.cache_clear()
+            module.write_text(module.read_text() + "\n")
+        known.add(partitioner.source_hash())
+    finally:
+        partitioner.source_hash.cache_clear()
+    assert len(known) == 1 + len(list(package.rglob("*.py"))) > 20
