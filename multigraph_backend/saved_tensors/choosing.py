@@ -18,46 +18,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from multigraph_backend.saved_tensors import graphs, pointwise, regions, statistics
-from multigraph_backend.saved_tensors.hooks import SavedHook
-from multigraph_backend.saved_tensors.rules import (
-    Bits,
-    Cast,
-    Described,
-    Keep,
-    Offload,
-    Recompute,
-    Role,
-    Rule,
-    Scaled,
-    decide,
-)
+from multigraph_backend.saved_tensors import graphs, regions, rematerialize, statistics
+from multigraph_backend.saved_tensors.rules import Described, Keep, Role, Rule, decide
+from multigraph_backend.saved_tensors.units import Kept, Unit
 
 GATHERED = "FSDP2 is at work, which frees what it has gathered and gathers it again before the backward"
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One buffer to pack: `source` is the forward node whose value is packed, `members` the saved views of it."""
-
-    source: Node
-    members: tuple[Node, ...]
-    described: Described
-    pack: Cast | Scaled | Bits | Offload | Recompute | SavedHook
-    rule: str
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A saved tensor that stays as it is."""
-
-    node: Node
-    described: Described
-    reason: str
 
 
 @dataclass
@@ -98,13 +63,13 @@ def choose(
             _sharing_in_other_ways(forward), "it shares memory with another value in a way no view explains"
         ),
         **dict.fromkeys(_saved_twice(forward, families), "it shares memory with what else is saved of its region"),
-        **dict.fromkeys(changed(forward), "the graph changes it in place"),
+        **dict.fromkeys(graphs.changed(forward.graph), "the graph changes it in place"),
     }
     follows: set[Node] = set()
     if any(rule.match.pointwise is not None for rule in rules):
         parameters = {node for node, role in roles.items() if role == "parameter"}
         known = {root: members for root, members in families.items() if root not in odd}
-        follows = pointwise.following(forward.graph, known, parameters)
+        follows = rematerialize.following(forward.graph, known, parameters)
     for root, members in families.items():
         role = roles.get(root, "intermediate")
         if gathered and role in ("parameter", "input"):
@@ -189,24 +154,13 @@ def _saved_twice(forward: GraphModule, families: Mapping[Node, Sequence[Node]]) 
     by_memory: dict[tuple[Node, Node | None], list[Node]] = {}
     for node in families:
         by_memory.setdefault(regions.memory(forward, node), []).append(node)
-    written = {regions.memory(forward, node) for node in changed(forward)}
+    written = {regions.memory(forward, node) for node in graphs.changed(forward.graph)}
     return {
         node
         for memory, nodes in by_memory.items()
         for node in nodes
         if (len(nodes) > 1 or memory in written) and regions.result(forward, node) is not None
     }
-
-
-def changed(forward: GraphModule) -> set[Node]:
-    """Roots of what the graph writes to: a pack behind the last use would see other values."""
-    found: set[Node] = set()
-    for node in forward.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        for argument, value in zip(schema.arguments if schema is not None else (), node.args, strict=False):
-            if isinstance(value, Node) and argument.alias_info is not None and argument.alias_info.is_write:
-                found.add(graphs.root(value))
-    return found
 
 
 def _sharing_in_other_ways(forward: GraphModule) -> set[Node]:

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from multigraph_backend.saved_tensors import choosing, costs, graphs, placement
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.rules import Offload, Recompute
-from multigraph_backend.saved_tensors.tracing import Traced
+from multigraph_backend.saved_tensors.units import Traced
 
 
 class Estimate:
@@ -81,9 +81,7 @@ def _packing(traced: Traced, reordered: bool) -> placement.Packing:
     unit = traced.unit
     packing, unpacking = traced.pack.graph, traced.unpack.graph
     tensors = unpacking.find_nodes(op="placeholder")[: len(traced.saved)]
-    anchors: list[Node] = []
     if isinstance(unit.pack, Recompute):
-        anchors = [node for node in traced.numbers if graphs.tensor(node) is not None]
         tensors = [node for node in unpacking.find_nodes(op="placeholder") if graphs.tensor(node) is not None]
     return placement.Packing(
         name=unit.name,
@@ -92,7 +90,7 @@ def _packing(traced: Traced, reordered: bool) -> placement.Packing:
         members=tuple(member.name for member in unit.members),
         pack=graphs.fragment(packing, packing.find_nodes(op="placeholder")),
         unpack=graphs.fragment(unpacking, tensors),
-        anchors=tuple(node.name for node in anchors),
+        computed_from=tuple(node.name for node in traced.computed_from if graphs.tensor(node) is not None),
         cheap=traced.cheap and not isinstance(unit.pack, Recompute),
         transfer=_transfer(traced),
         floating=reordered and _fused(packing),

@@ -60,6 +60,17 @@ def chain(node: Node, source: Node) -> list[Node]:
     return views[::-1]
 
 
+def changed(graph: Graph) -> set[Node]:
+    """Roots of what the graph writes to."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for argument, value in zip(schema.arguments if schema is not None else (), node.args, strict=False):
+            if isinstance(value, Node) and argument.alias_info is not None and argument.alias_info.is_write:
+                found.add(root(value))
+    return found
+
+
 def tensor(node: Node) -> torch.Tensor | None:
     """The fake value of `node` where it is one plain tensor."""
     value = node.meta.get("val")

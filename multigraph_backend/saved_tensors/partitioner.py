@@ -33,20 +33,18 @@ from multigraph_backend.saved_tensors import (
     graphs,
     packs,
     placement,
-    recompute,
+    rematerialize,
     surgery,
-    units,
     within_budget,
 )
 from multigraph_backend.saved_tensors.account import SavedTensor, SavedTensors
 from multigraph_backend.saved_tensors.budget import Budget
-from multigraph_backend.saved_tensors.choosing import Kept, Unit
 from multigraph_backend.saved_tensors.estimate import Estimate
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.rules import Recompute, Rule, rule_to_json
-from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
-from multigraph_backend.saved_tensors.units import Tracer
+from multigraph_backend.saved_tensors.tracing import Tracer
+from multigraph_backend.saved_tensors.units import CannotPack, Kept, Traced, Unit
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +100,7 @@ def pack_saved_tensors(
     try:
         lent: list[str] = []
         if budget is not None or any(isinstance(rule.pack, Recompute) for rule in rules):
-            lent = recompute.lend_parameters(forward, backward, outputs, static)
+            lent = rematerialize.lend_parameters(forward, backward, outputs, static)
         idle = _deciding_nothing(forward, outputs, static, rules, budget is not None)
         if budget is None:
             traced, kept = _by_rules(forward, backward, outputs, static, rules, gathered)
@@ -111,12 +109,12 @@ def pack_saved_tensors(
             chosen = within_budget.choose(forward, backward, outputs, static, rules, budget)
             traced, kept, said = chosen.traced, chosen.kept, chosen.said
         if not traced:
-            recompute.take_back(forward, backward, outputs, lent)
+            rematerialize.take_back(forward, backward, outputs, lent)
             kept = [entry for entry in kept if entry.node.name not in lent]
             account.add(SavedTensors(tuple(map(_kept, kept)), budget=said, unmatched=idle))
             return forward, backward
         placed = _carry_out(forward, backward, outputs, static, traced, reordered)
-        used = recompute.take_back(forward, backward, outputs, lent)
+        used = rematerialize.take_back(forward, backward, outputs, lent)
         kept = [entry for entry in kept if entry.node.name not in lent or entry.node.name in used]
         account.add(replace(_account(traced, kept, placed), budget=said, unmatched=idle))
     except Exception as error:
@@ -148,7 +146,7 @@ def _carry_out(
     leaning: list[Traced] = []
     rest: list[Traced] = []
     for entry in traced:
-        leans = any(anchor.name in packed for anchor in units.anchors(entry))
+        leans = any(node.name in packed for node in entry.computed_from)
         (leaning if leans else rest).append(entry)
     found = []
     for part in filter(None, (leaning, rest)):

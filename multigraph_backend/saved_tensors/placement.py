@@ -34,9 +34,9 @@ class Packing:
     """One unit: its `source` step and `memory` in forward, its `members` (placeholders) in backward.
 
     `pack` takes the memory, `unpack` what `pack` gives; the outputs of `unpack` stand for the members, in order.
-    `transfer`: that the pack is an offload, and how its copies run.  `anchors`: buffers of the backward that `unpack`
-    takes besides, as its last inputs.  `floating`: the compiler finds a place for the pack, which is to stand at
-    the end; peaks are estimated as if it were behind the last use.
+    `transfer`: that the pack is an offload, and how its copies run.  `computed_from`: buffers of the backward that
+    `unpack` takes besides, as its last inputs.  `floating`: the compiler finds a place for the pack, which is to stand
+    at the end; peaks are estimated as if it were behind the last use.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Packing:
     members: tuple[str, ...]
     pack: Fragment
     unpack: Fragment
-    anchors: tuple[str, ...] = ()
+    computed_from: tuple[str, ...] = ()
     cheap: bool = False
     transfer: Transfer | None = None
     floating: bool = False
@@ -284,9 +284,9 @@ def packed_backward(
         known = {**packing.pack.sizes, **backward.sizes}
         sizes.update({name: known.get(output, 0) for name, output in zip(saved, packing.pack.outputs, strict=True)})
         for copy, (at, uses) in enumerate(unpacks[packing.name]):
-            own = saved[: len(packing.unpack.inputs) - len(packing.anchors)]
+            own = saved[: len(packing.unpack.inputs) - len(packing.computed_from)]
             steps, made, outputs = packing.unpack.placed(
-                f"{packing.name}.unpack{copy or ''}.", [*own, *packing.anchors]
+                f"{packing.name}.unpack{copy or ''}.", [*own, *packing.computed_from]
             )
             if packing.transfer is not None and (begin := (begins or {}).get(packing.name, at)) < at:
                 makes = next(step.makes for step in steps if step.makes)

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from multigraph_backend.saved_tensors import graphs, tracing
 from multigraph_backend.saved_tensors.offload import links
 from multigraph_backend.saved_tensors.placement import Placement, Unpacking
-from multigraph_backend.saved_tensors.tracing import Traced
+from multigraph_backend.saved_tensors.units import Traced
 
 _NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 
@@ -135,7 +135,7 @@ def _unpack(backward: GraphModule, unit: _Unit) -> None:
         values = _put_in(
             backward,
             traced.unpack,
-            [*inputs, *traced.numbers],
+            [*inputs, *traced.inputs],
             before,
             f"{traced.unit.name}_unpack",
             before.meta if before.op != "output" else {},

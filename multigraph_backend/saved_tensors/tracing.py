@@ -1,17 +1,20 @@
-"""Pack and unpack of one unit, traced with fake tensors into graphs that can be put into forward and backward.
+"""Pack and unpack of units, traced with fake tensors into graphs that can be put into forward and backward.
 
-In: a unit, two Python functions, the symbolic numbers that the backward graph has.  Out: a `Traced`: the pack graph
-over the source, the unpack graph over what is saved in its place, both in Inductor's core operators.
+In: units as `choosing` finds them, the backward graph, and with it the symbolic numbers that it has.  Out: a `Traced`
+for each: the pack graph over the source, the unpack graph over what is saved in its place, both in Inductor's core
+operators.  Units of one form (the same pack, sizes, types and views) are traced once.
 
-Invariant: each tensor that the unpack graph returns has the shape, type and strides of the saved tensor that it stands
-for, for every size; what cannot be traced, or is anything else, raises `CannotPack` with the reason.
+Invariants: each tensor that the unpack graph returns has the shape, type and strides of the saved tensor that it stands
+for, for every size; what cannot be traced, or is anything else, raises `CannotPack` with the reason.  What is traced
+can be carried out on the two graphs, alone and together with what else was traced, where a unit that is computed again
+needs none of the others, or is carried out before those that it needs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,47 +23,96 @@ from torch.overrides import TorchFunctionMode
 
 from multigraph_backend import _compat
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.saved_tensors import graphs
-from multigraph_backend.saved_tensors.choosing import Unit
+from multigraph_backend.saved_tensors import graphs, packs, rematerialize
 from multigraph_backend.saved_tensors.hooks import SavedHook
+from multigraph_backend.saved_tensors.rules import Offload, Recompute
 from multigraph_backend.saved_tensors.structure import CannotTakeApart, take_apart
+from multigraph_backend.saved_tensors.units import CannotPack, Traced, Unit
 
 PackFunction = Callable[[torch.Tensor], Any]
 UnpackFunction = Callable[[Any], Any]
 
 
-class CannotPack(Exception):
-    """A unit is kept as it is, because of this."""
+class Tracer:
+    """For one partition of a graph."""
+
+    def __init__(self, backward: GraphModule) -> None:
+        self._backward = backward
+        self._placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        self._numbers = [node for node in self._placeholders.values() if isinstance(node.meta.get("val"), torch.SymInt)]
+        self._computes_bytes = _computes_bytes(backward)
+        self._known: dict[Hashable, Traced | CannotPack] = {}
+
+    def trace(self, unit: Unit, taken: Collection[str] = ()) -> Traced:
+        """`taken`: inputs of the backward that will be gone.  Raises CannotPack."""
+        self._expect(unit)
+        if isinstance(unit.pack, Recompute):
+            return rematerialize.trace(unit, self._backward, taken)
+        if isinstance(unit.pack, Offload) and self._computes_bytes:
+            raise CannotPack("the backward computes bytes on the CPU, which may come to lie in its copy")
+        attentions = self._into_attention(unit)
+        if unit.described.role == "statistic" and any("cudnn" in name for name in attentions):
+            raise CannotPack("cuDNN's attention takes it only where its own forward has put it")
+        in_memory = bool(attentions)
+        form = _form(unit, in_memory)
+        if form not in self._known:
+            try:
+                self._known[form] = self._first(unit, in_memory)
+            except CannotPack as reason:
+                self._known[form] = reason
+        found = self._known[form]
+        if isinstance(found, CannotPack):
+            raise found
+        return replace(found, unit=unit)
+
+    def _expect(self, unit: Unit) -> None:
+        """The backward graph takes each member by its name, and reads it."""
+        for member in unit.members:
+            if member.name not in self._placeholders:
+                raise CannotPack("the backward graph does not take it by its name")
+            if not self._placeholders[member.name].users:
+                raise CannotPack("the backward graph does not read it")
+
+    def _into_attention(self, unit: Unit) -> set[str]:
+        """The backwards of attentions that read it.
+
+        Inductor gives these operators tensors that lie otherwise than in its graph.  cuDNN's is then wrong: torch 2.11
+        keeps its plans by how query, key and value lie, and not by how the output does that they were made for.
+        """
+        reached = [self._placeholders[member.name] for member in unit.members]
+        found: set[str] = set()
+        for node in reached:
+            for user in node.users:
+                if "attention" in str(user.target) and user.op == "call_function":
+                    found.add(str(user.target))
+                if graphs.viewed(user) is node:
+                    reached.append(user)
+        return found
+
+    def _first(self, unit: Unit, in_memory: bool) -> Traced:
+        value = graphs.tensor(unit.source)
+        assert value is not None
+        order = graphs.memory_order(value)
+        assert order is not None
+        assert not isinstance(unit.pack, Recompute)
+        if isinstance(unit.pack, SavedHook):
+            return trace_functions(unit, unit.pack.pack, unit.pack.unpack, self._numbers, in_memory)
+        found = packs.functions(unit.pack, value.permute(order.dims) if value.dim() else value)
+        if isinstance(found, str):
+            raise CannotPack(found)
+        traced = trace_functions(unit, *found, self._numbers, in_memory)
+        if traced.saved_bytes >= unit.described.bytes:
+            raise CannotPack(f"packed it would need {traced.saved_bytes} bytes of {unit.described.bytes}")
+        return traced
 
 
-@dataclass(frozen=True)
-class Traced:
-    """`pack`: one placeholder, the source, and the distinct tensors to save as outputs.  `unpack`: as placeholders
-    these and then the numbers `numbers` of the backward graph, and as outputs the members of the unit, in order.
-    """
-
-    unit: Unit
-    pack: GraphModule
-    unpack: GraphModule
-    saved: tuple[torch.Tensor, ...]
-    numbers: tuple[Node, ...]
-
-    @property
-    def saved_bytes(self) -> int:
-        """On the device."""
-        made = dict.fromkeys(node for node in graphs.results(self.pack.graph) if isinstance(node, Node))
-        values = [value for node in made if not graphs.on_host(node) and (value := graphs.tensor(node)) is not None]
-        return sum(map(graphs.tensor_bytes, values))
-
-    @property
-    def cheap(self) -> bool:
-        """Whether unpacking twice costs next to nothing: a few operations, element by element."""
-        made = [node for node in self.unpack.graph.nodes if node.op == "call_function" and graphs.viewed(node) is None]
-        plain = all(graphs.elementwise(node) for node in made)
-        return plain and len(made) <= 6 and not self.unpack.graph.find_nodes(op="get_attr")
+def _computes_bytes(backward: GraphModule) -> bool:
+    """Whether Inductor may take the memory of bytes on the host, once it is read, for something that it makes there."""
+    made = [graphs.tensor(node) for node in backward.graph.nodes if node.op == "call_function"]
+    return any(value is not None and value.dtype == torch.uint8 and value.device.type == "cpu" for value in made)
 
 
-def trace(
+def trace_functions(
     unit: Unit, pack: PackFunction, unpack: UnpackFunction, numbers: Sequence[Node], in_memory: bool = False
 ) -> Traced:
     """Trace both functions for `unit`.
@@ -115,8 +167,8 @@ def trace(
     return Traced(unit, packed, unpacked, tuple(saved), tuple(numbers))
 
 
-def form(unit: Unit, in_memory: bool) -> Hashable:
-    """What `trace` makes of a unit: for units of the same form it makes the same graphs."""
+def _form(unit: Unit, in_memory: bool) -> Hashable:
+    """What `trace_functions` makes of a unit: for units of the same form it makes the same graphs."""
     source = graphs.tensor(unit.source)
     assert source is not None
     pack: Any = id(unit.pack) if isinstance(unit.pack, SavedHook) else unit.pack

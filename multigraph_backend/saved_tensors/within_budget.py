@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from multigraph_backend.saved_tensors import budget, choosing, costs, graphs, recompute, units
+from multigraph_backend.saved_tensors import budget, choosing, costs, graphs, rematerialize
 from multigraph_backend.saved_tensors.budget import Budget, Move
-from multigraph_backend.saved_tensors.choosing import Choice, Kept, Unit
+from multigraph_backend.saved_tensors.choosing import Choice
 from multigraph_backend.saved_tensors.estimate import Estimate
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.rules import Bits, Keep, Match, Offload, Recompute, Role, Rule
-from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
-from multigraph_backend.saved_tensors.units import Tracer
+from multigraph_backend.saved_tensors.tracing import Tracer
+from multigraph_backend.saved_tensors.units import CannotPack, Kept, Traced, Unit
 
 SAVED_ALONE: tuple[Role, ...] = ("intermediate", "statistic")  # for the backward, and for nobody else
 HIDDEN = 0.1  # what a second of copying costs while there is enough to compute beside it
@@ -74,7 +74,7 @@ def choose(
     left = saved - sum(move.saves for move in made)
     traced_units = [plan.made[move.unit] for move in made]
     packed = {member for entry in traced_units for member in entry.unit.members}
-    leaned_on = {anchor.name for entry in traced_units for anchor in units.anchors(entry)}
+    needed = {node.name for entry in traced_units for node in entry.computed_from}
     kept = []
     for node in choosing.saved_tensors(forward, outputs):
         if node in packed:
@@ -83,7 +83,7 @@ def choose(
         unit_of = next((known for known in everything.units if node in known.members), None)
         if unit_of is not None:
             why = refused.get(unit_of.source, "the budget is met without it" if left <= goal else "nothing lowers it")
-            if node.name in leaned_on:
+            if node.name in needed:
                 why = "others are computed from it"
             kept.append(Kept(node, unit_of.described, why))
         elif entry is not None:
@@ -102,8 +102,8 @@ class _Plan:
 
     def make(self, move: Move) -> bool:
         unit = self.units[move.way]
-        leaned_on = {anchor.name for entry in self.made.values() for anchor in units.anchors(entry)}
-        if any(member.name in leaned_on for member in unit.members):
+        needed = {node.name for entry in self.made.values() for node in entry.computed_from}
+        if any(member.name in needed for member in unit.members):
             return False
         taken = {member.name for entry in self.made.values() for member in entry.unit.members}
         try:
@@ -161,7 +161,7 @@ def _seconds(traced: Traced) -> float:
     unit, value = traced.unit, graphs.tensor(traced.unit.source)
     assert value is not None
     if isinstance(unit.pack, Recompute):
-        return recompute.seconds(traced)
+        return rematerialize.seconds(traced)
     if isinstance(unit.pack, Offload):
         return unit.described.bytes / min(transfers.of(value.device).stream.bytes_per_second())
     return 2 * (unit.described.bytes + traced.saved_bytes) / costs.machine_of(value.device).bytes_per_second

@@ -16,10 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from multigraph_backend import Bits, Cast, Keep, Match, Recompute, Rule
 from multigraph_backend.saved_tensors import choosing, rules, statistics
-from multigraph_backend.saved_tensors.choosing import Unit
 from multigraph_backend.saved_tensors.hooks import SavedHook
-from multigraph_backend.saved_tensors.tracing import CannotPack
-from multigraph_backend.saved_tensors.units import Tracer
+from multigraph_backend.saved_tensors.tracing import Tracer
+from multigraph_backend.saved_tensors.units import CannotPack, Unit
 from tests.support.saved_tensors.models import Block, accounts, assert_step, compiled, step
 
 FP8 = Cast("float8_e4m3fn")

@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from multigraph_backend import Scaled, saved_hook
-from multigraph_backend.saved_tensors import tracing, units
+from multigraph_backend.saved_tensors import tracing
 from tests.support.saved_tensors.partitioned import everything, gradients, partition
 
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
+    trace_functions = tracing.trace_functions
 
     def counting(unit: Any, *args: Any) -> Any:
         names.append(unit.name)
-        return tracing.trace(unit, *args)
+        return trace_functions(unit, *args)
 
-    monkeypatch.setattr(units, "tracing", type("Counting", (), {**vars(tracing), "trace": counting}))
+    monkeypatch.setattr(tracing, "trace_functions", counting)
     return names
 
 

@@ -1,25 +1,105 @@
-"""A saved tensor that is not saved: the backward computes it again, from what it has anyway.
+"""Rematerializing: a saved tensor that is not saved, for the backward can compute it again from what it has anyway.
 
-In: a unit of the forward graph, the backward graph, names of what it must not lean on.  Out: a `Traced` whose pack
-saves nothing, and whose unpack is the part of the forward that leads from the backward's inputs to the unit.
+    forward    h = x @ w;  y = h.relu();  returns y, and saves h and y      (w is a parameter)
+    following  y follows from h, element by element: `Match(pointwise=True)` matches y and not h
+    trace      y again:  pack(y) = nothing,  unpack = relu(h)     the backward has h
+               h again:  pack(h) = nothing,  unpack = x @ w       it has x, and w was lent to it
 
 Stock's partitioner does the same, by its own prices, before this; what comes here is what it chose to save.
 
-Invariant: what is repeated gives the same each time: operators of torch that draw no random numbers and change nothing.
+In: the forward graph; families of saved tensors, of which `following` finds those that follow from the rest; or a
+unit and the backward graph.  Out of `trace`: a `Traced` whose pack saves nothing, and whose unpack is the part of the
+forward that leads from the backward's inputs to the unit.  `lend_parameters` and `take_back` see to it that parameters
+are among these inputs.
+
+Invariants: what is repeated gives the same each time: operators of torch that draw no random numbers and change
+nothing.  A family that follows needs nothing of another one that does, so all of them can be left unsaved together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from multigraph_backend.saved_tensors import choosing, costs, graphs
-from multigraph_backend.saved_tensors.choosing import Unit
-from multigraph_backend.saved_tensors.repeating import MOST, why_not
-from multigraph_backend.saved_tensors.tracing import CannotPack, Traced
+from multigraph_backend.saved_tensors import costs, graphs
+from multigraph_backend.saved_tensors.units import CannotPack, Traced, Unit
+
+MOST = 64  # operations that are repeated for one tensor
+SOURCES = 2  # tensors of its own size that one that follows is computed from, at the most
+
+
+def why_not(node: Node) -> str | None:
+    """Why `node` cannot be computed again, None if it can."""
+    if node.op != "call_function":
+        return f"it is made of {node.name}, which the backward does not have"
+    if node.target is operator.getitem:
+        return None
+    schema: Any = getattr(node.target, "_schema", None)
+    if schema is None or getattr(node.target, "namespace", "") not in ("aten", "prims"):
+        return f"it is made by {node.target}, which may give something else when it is repeated"
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return f"it is made by {node.target}, which draws random numbers"
+    if schema.is_mutable:
+        return f"it is made by {node.target}, which changes something"
+    return None
+
+
+# ---------------------------------------------------------------- which saved tensors follow from others
+
+
+def following(graph: Graph, families: Mapping[Node, Sequence[Node]], parameters: set[Node]) -> set[Node]:
+    """The roots of `families` (a buffer and the saved views of it) that follow from the rest and from `parameters`.
+
+    Computing such a family again takes no longer than reading what it is computed from.  Each of its elements comes, by
+    operations that draw no random numbers, from tensors that stay: parameters, and saved families that do not follow
+    themselves.  At most `SOURCES` of them are of its size, so that a long sum of saved tensors is not read again for
+    each of its terms.
+    """
+    stays = set(parameters)
+    found: set[Node] = set()
+    for node in graph.nodes:
+        members = families.get(node)
+        if members is None:
+            continue
+        if node.op != "placeholder" and _follows(node, members, stays):
+            found.add(node)
+        else:
+            stays.update(members)
+    return found
+
+
+def _follows(root: Node, members: Sequence[Node], stays: set[Node]) -> bool:
+    size = _bytes(root)
+    needed: set[Node] = set()
+    sources: set[Node] = set()
+    waiting = [root, *members]
+    while waiting:
+        node = waiting.pop()
+        if node in needed or node in sources:
+            continue
+        if node in stays:
+            sources.add(node)
+            continue
+        if why_not(node) is not None or not (graphs.elementwise(node) or graphs.viewed(node) is not None):
+            return False
+        needed.add(node)
+        if len(needed) > MOST:
+            return False
+        waiting += node.all_input_nodes
+    large = [node for node in sources if 2 * _bytes(node) >= size]
+    return bool(sources) and len(large) <= SOURCES
+
+
+def _bytes(node: Node) -> int:
+    value = graphs.tensor(node)
+    return 0 if value is None else graphs.tensor_bytes(value)
+
+
+# ---------------------------------------------------------------- computing one again
 
 
 def trace(unit: Unit, backward: GraphModule, taken: Collection[str]) -> Traced:
@@ -31,33 +111,38 @@ def trace(unit: Unit, backward: GraphModule, taken: Collection[str]) -> Traced:
     wanted = [*graphs.chain(unit.members[0], unit.source), unit.source]
     for member in unit.members[1:]:
         wanted += graphs.chain(member, unit.source)
-    needed, anchors = _needed(wanted, given)
-    if not any(graphs.tensor(anchor) is not None for anchor in anchors):
+    needed, inputs = _needed(wanted, given)
+    if not any(graphs.tensor(node) is not None for node in inputs):
         raise CannotPack("the backward has nothing to compute it from")
     unpack = Graph()
     copies: dict[Node, Node] = {}
-    for anchor in anchors:
-        copies[anchor] = unpack.placeholder(anchor.name)
-        copies[anchor].meta.update(given[anchor.name].meta)
+    for node in inputs:
+        copies[node] = unpack.placeholder(node.name)
+        copies[node].meta.update(given[node.name].meta)
     for node in unit.source.graph.nodes:
         if node in needed:
             copies[node] = unpack.node_copy(node, copies.__getitem__)
     unpack.output(tuple(copies[member] for member in unit.members))
-    numbers = tuple(given[anchor.name] for anchor in anchors)
-    return Traced(unit, _nothing(unit.source), GraphModule(torch.nn.Module(), unpack), (), numbers)
+    return Traced(
+        unit,
+        _nothing(unit.source),
+        GraphModule(torch.nn.Module(), unpack),
+        (),
+        tuple(given[node.name] for node in inputs),
+    )
 
 
 def _needed(wanted: list[Node], given: dict[str, Node]) -> tuple[set[Node], list[Node]]:
     """What is repeated, and the inputs of the backward that it begins with."""
     needed: set[Node] = set()
-    anchors: dict[Node, None] = {}
+    inputs: dict[Node, None] = {}
     waiting = list(wanted)
     while waiting:
         node = waiting.pop()
-        if node in needed or node in anchors:
+        if node in needed or node in inputs:
             continue
         if node.name in given:
-            anchors[node] = None
+            inputs[node] = None
             continue
         if (reason := why_not(node)) is not None:
             raise CannotPack(reason)
@@ -65,7 +150,7 @@ def _needed(wanted: list[Node], given: dict[str, Node]) -> tuple[set[Node], list
         if len(needed) > MOST:
             raise CannotPack(f"more than {MOST} operations lead to it from what the backward has")
         waiting += node.all_input_nodes
-    return needed, list(anchors)
+    return needed, list(inputs)
 
 
 def _nothing(source: Node) -> GraphModule:
@@ -113,7 +198,7 @@ def lend_parameters(forward: GraphModule, backward: GraphModule, outputs: int, s
         ),
         None,
     )  # fmt: skip
-    changed = choosing.changed(forward)
+    changed = graphs.changed(forward.graph)
     lent = [
         node
         for index, node in enumerate(forward.graph.find_nodes(op="placeholder"))
