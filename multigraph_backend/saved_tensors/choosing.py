@@ -1,17 +1,18 @@
 """Which saved tensors are packed, and as what: the plan before anything is traced.
 
-In: the partitioned forward graph, how many of its outputs are the user's, the rules.  Out: units to pack, and the
-tensors that are kept, each with the reason.
+In: a `Partition`, the rules.  Out: units to pack, and the tensors that are kept, each with the reason.  The graph is
+read once, into candidates; what any list of rules says of these is a question to plain data.
 
 Saved tensors that share memory are one unit: a transpose, a view and the three parts of a projection that attention
 reads lie in one buffer, which is packed once; each of them is a view of what is unpacked.  A unit is packed as its
 elements lie in memory, so that a transpose is scaled along the rows of what it is a transpose of.
 
-Invariant: every saved tensor is in one unit or among the kept ones, never in both.
+Invariant: every saved tensor is in one candidate, and then in one unit or among the kept ones, never in both.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,42 +20,53 @@ import torch
 from torch.fx import GraphModule, Node
 
 from multigraph_backend.saved_tensors import graphs, regions, rematerialize, statistics
+from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.rules import Described, Keep, Role, Rule, decide
 from multigraph_backend.saved_tensors.units import Kept, Unit
 
 GATHERED = "FSDP2 is at work, which frees what it has gathered and gathers it again before the backward"
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A buffer, or a part of one, that rules decide about as a whole: `source`, and the saved views `members` of it.
+
+    `described`: what rules may ask of it.  `alone`: each member, described without the others.  `refused`: why it is
+    kept, whatever rules say.
+    """
+
+    source: Node
+    members: tuple[Node, ...]
+    described: Described
+    alone: tuple[Described, ...]
+    refused: str | None = None
+
+    @functools.cached_property
+    def gaps(self) -> bool:
+        """Whether other bytes lie between its elements."""
+        value = graphs.tensor(self.source)
+        return value is None or graphs.memory_order(value) is None
+
+    def kept(self, reason: str) -> list[Kept]:
+        return [Kept(node, described, reason) for node, described in zip(self.members, self.alone, strict=True)]
+
+
 @dataclass
 class Choice:
-    """`deciding`: the rules that decide about a saved tensor of this graph."""
+    """`deciding`: the rules that decide about a candidate, once for each."""
 
     units: list[Unit] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     deciding: list[Rule] = field(default_factory=list)
 
 
-def saved_tensors(forward: GraphModule, outputs: int) -> list[Node]:
-    """What the forward graph hands to the backward graph, without symbolic numbers and opaque objects."""
-    found: list[Node] = []
-    for value in graphs.results(forward.graph)[outputs:]:
-        if isinstance(value, Node) and graphs.tensor(value) is not None and value not in found:
-            found.append(value)
-    return found
-
-
-def choose(
-    forward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule], gathered: bool = False
-) -> Choice:
-    """Decide about every saved tensor of `forward`, whose first `outputs` results are the caller's.
-
-    `gathered`: what is given to the graph may be a parameter that is freed and gathered again; a pack would hold it.
-    """
-    choice = Choice()
+def candidates(partition: Partition, pointwise: bool = True) -> list[Candidate]:
+    """Every saved tensor of `partition`, in one candidate each; `pointwise`: whether a rule asks what is pointwise."""
+    forward = partition.forward
     families: dict[Node, list[Node]] = {}
-    for node in saved_tensors(forward, outputs):
+    for node in partition.saved_tensors():
         families.setdefault(graphs.root(node), []).append(node)
-    roles = _roles(forward, outputs, static)
+    roles = _roles(partition)
     for node in (*statistics.of(forward.graph), *_statistics_of_regions(forward, families)):
         if graphs.root(node) in families:
             roles.setdefault(graphs.root(node), "statistic")
@@ -66,44 +78,54 @@ def choose(
         **dict.fromkeys(graphs.changed(forward.graph), "the graph changes it in place"),
     }
     follows: set[Node] = set()
-    if any(rule.match.pointwise is not None for rule in rules):
+    if pointwise:
         parameters = {node for node, role in roles.items() if role == "parameter"}
         known = {root: members for root, members in families.items() if root not in odd}
         follows = rematerialize.following(forward.graph, known, parameters)
+    found: list[Candidate] = []
     for root, members in families.items():
         role = roles.get(root, "intermediate")
-        if gathered and role in ("parameter", "input"):
-            choice.kept += [Kept(node, describe(node, node, role), GATHERED) for node in members]
-            continue
         if root in odd:
-            choice.kept += [Kept(node, describe(node, node, role), odd[root]) for node in members]
+            alone = tuple(describe(node, node, role) for node in members)
+            found.append(Candidate(members[0], tuple(members), alone[0], alone, odd[root]))
             continue
         for source, views in _sources(root, members):
             described = replace(describe(source, views[0], role, forward), pointwise=root in follows)
-            _decide(choice, source, views, described, rules)
+            alone = tuple(describe(node, node, role) for node in views)
+            found.append(Candidate(source, tuple(views), described, alone))
+    return found
+
+
+def choose(found: Sequence[Candidate], rules: Sequence[Rule], gathered: bool = False) -> Choice:
+    """What the first rule that matches says of each candidate.
+
+    `gathered`: what is given to the graph may be a parameter that is freed and gathered again; a pack would hold it.
+    """
+    choice = Choice()
+    for candidate in found:
+        rule = decide(rules, candidate.described) if candidate.refused is None else candidate.refused
+        if isinstance(rule, Rule):
+            choice.deciding.append(rule)
+        if gathered and candidate.described.role in ("parameter", "input"):
+            choice.kept += candidate.kept(GATHERED)
+        elif isinstance(rule, str):
+            choice.kept += candidate.kept(rule)
+        elif isinstance(rule.pack, Keep):
+            choice.kept += candidate.kept(f"rule: {rule}")
+        elif candidate.gaps:
+            choice.kept += candidate.kept(
+                "it is a part of a larger buffer, with gaps between its elements, and the rest is not saved"
+            )
+        else:
+            unit = Unit(candidate.source, candidate.members, candidate.described, rule.pack, str(rule))
+            choice.units.append(unit)
     return choice
 
 
-def held(forward: GraphModule, outputs: int, static: Sequence[int]) -> list[str]:
+def held(partition: Partition) -> list[str]:
     """Saved tensors whose memory is the caller's anyway: inputs, parameters and outputs of the graph."""
-    roles = _roles(forward, outputs, static)
-    return [node.name for node in saved_tensors(forward, outputs) if graphs.root(node) in roles]
-
-
-def _decide(choice: Choice, source: Node, members: Sequence[Node], described: Described, rules: Sequence[Rule]) -> None:
-    rule = decide(rules, described)
-    reason = rule if isinstance(rule, str) else ""
-    if isinstance(rule, Rule):
-        choice.deciding.append(rule)
-        value = graphs.tensor(source)
-        if isinstance(rule.pack, Keep):
-            reason = f"rule: {rule}"
-        elif value is None or graphs.memory_order(value) is None:
-            reason = "it is a part of a larger buffer, with gaps between its elements, and the rest is not saved"
-        else:
-            choice.units.append(Unit(source, tuple(members), described, rule.pack, str(rule)))
-            return
-    choice.kept += [Kept(node, describe(node, node, described.role), reason) for node in members]
+    roles = _roles(partition)
+    return [node.name for node in partition.saved_tensors() if graphs.root(node) in roles]
 
 
 def _sources(root: Node, members: Sequence[Node]) -> list[tuple[Node, list[Node]]]:
@@ -117,17 +139,18 @@ def _sources(root: Node, members: Sequence[Node]) -> list[tuple[Node, list[Node]
     return [(node, [node]) for node in members]
 
 
-def _roles(forward: GraphModule, outputs: int, static: Sequence[int]) -> dict[Node, Role]:
+def _roles(partition: Partition) -> dict[Node, Role]:
+    forward = partition.forward
     placeholders = forward.graph.find_nodes(op="placeholder")
-    parameters = frozenset(static)
+    parameters = frozenset(partition.static)
     roles: dict[Node, Role] = {
         node: "parameter" if index in parameters else "input" for index, node in enumerate(placeholders)
     }
-    for value in graphs.results(forward.graph)[:outputs]:
+    for value in graphs.results(forward.graph)[: partition.outputs]:
         if isinstance(value, Node):
             roles.setdefault(graphs.root(value), "output")
     by_memory = {regions.memory(forward, node): role for node, role in reversed(roles.items())}
-    for node in map(graphs.root, saved_tensors(forward, outputs)):
+    for node in map(graphs.root, partition.saved_tensors()):
         if regions.result(forward, node) is not None and (role := by_memory.get(regions.memory(forward, node))):
             roles.setdefault(node, role)
     return roles

@@ -1,6 +1,6 @@
 """Where the packs of traced units go in two graphs, and what that comes to: between FX graphs and programs.
 
-In: the partitioned graphs, units with their packs traced.  Out: a `Placement`.
+In: a `Partition`, units with their packs traced.  Out: a `Placement`.
 
 Invariant: the graphs are read, never changed, so that many choices can be compared before one is carried out.
 """
@@ -10,34 +10,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from multigraph_backend.saved_tensors import choosing, costs, graphs, placement
+from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.rules import Offload, Recompute
 from multigraph_backend.saved_tensors.units import Traced
 
 
 class Estimate:
-    """Both graphs as programs; `outputs` of the forward's results are the caller's, `static` its parameters.
+    """Both graphs as programs.  `reordered`: the compiler changes the order of operations to lower the peak."""
 
-    `reordered`: the compiler changes the order of operations to lower the peak.
-    """
-
-    def __init__(
-        self,
-        forward: GraphModule,
-        backward: GraphModule,
-        outputs: int,
-        static: Sequence[int],
-        reordered: bool = False,
-    ) -> None:
-        self._reordered = reordered
-        self._outputs, self._results = outputs, graphs.results(forward.graph)
-        self._forward, self._backward = forward, backward
-        caller = [node.name for node in forward.graph.find_nodes(op="placeholder")]
-        self.forward_program = graphs.program(forward.graph, caller)
-        self.backward_program = graphs.program(backward.graph, choosing.held(forward, outputs, static))
+    def __init__(self, partition: Partition, reordered: bool = False) -> None:
+        forward, backward = partition.forward.graph, partition.backward.graph
+        self._partition, self._reordered = partition, reordered
+        self._results = graphs.results(forward)
+        caller = [node.name for node in forward.find_nodes(op="placeholder")]
+        self._forward = graphs.program(forward, caller)
+        self._backward = graphs.program(backward, choosing.held(partition))
 
     def place(self, traced: Sequence[Traced]) -> placement.Placement:
         """The best places for the packs of these units."""
@@ -46,13 +37,13 @@ class Estimate:
         returned = [
             value
             for index, value in enumerate(self._results)
-            if isinstance(value, Node) and (index < self._outputs or value not in members)
+            if isinstance(value, Node) and (index < self._partition.outputs or value not in members)
         ]
         still = frozenset(name for value in returned for name in graphs.memory_of(value))
         sources = {entry.unit.source for entry in traced}
         return placement.place(
-            self.forward_program,
-            self.backward_program,
+            self._forward,
+            self._backward,
             packings,
             still,
             dead_views=_dead_views(members - sources, set(returned) | sources),
@@ -61,7 +52,8 @@ class Estimate:
 
     @functools.cached_property
     def _seconds(self) -> tuple[dict[str, float], dict[str, float]]:
-        return costs.least_seconds_of(self._forward.graph), costs.least_seconds_of(self._backward.graph)
+        forward, backward = self._partition.forward.graph, self._partition.backward.graph
+        return costs.least_seconds_of(forward), costs.least_seconds_of(backward)
 
 
 def _dead_views(members: set[Node], needed: set[Node]) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """FX graphs, read: which values share memory, how large they are, what a graph makes and drops.
 
-In: a partitioned forward or backward graph, with fake values on its nodes.  Out: programs for `lifetimes`, and answers
-about single nodes for `choosing`.
+In: a partitioned forward or backward graph, with fake values on its nodes; both together are a `Partition`.  Out:
+programs for `lifetimes`, and answers about single nodes for `choosing`.
 
 Invariant: nothing here changes a graph or asks a question that would put a guard on its sizes; sizes are hints, and
 what must hold for every size is decided on expressions.
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step
@@ -25,6 +25,38 @@ _SHARES_FIRST = {
     getattr(torch.ops.aten, name).default for name in ("_unsafe_view", "copy_") if hasattr(torch.ops.aten, name)
 }
 _UNKNOWN_SIZE = 4096  # for a size that only a run knows
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A joint graph in two parts.  What the forward returns behind its first `outputs` results, which are the caller's,
+    is saved for the backward.  `static`: positions of the forward's inputs that are parameters or buffers.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    outputs: int
+    static: Sequence[int] = ()
+
+    def saved_tensors(self) -> list[Node]:
+        """What the forward graph hands to the backward graph, without symbolic numbers and opaque objects."""
+        found: list[Node] = []
+        for value in results(self.forward.graph)[self.outputs :]:
+            if isinstance(value, Node) and tensor(value) is not None and value not in found:
+                found.append(value)
+        return found
+
+    def copy(self) -> Partition:
+        """The same over copies of both graphs."""
+        return replace(self, forward=_copy(self.forward), backward=_copy(self.backward))
+
+
+def _copy(module: GraphModule) -> GraphModule:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    returned: Any = graph.graph_copy(module.graph, copies)
+    graph.output(returned).meta.update(module.graph.output_node().meta)
+    return GraphModule(module, graph)
 
 
 def viewed(node: Node) -> Node | None:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from multigraph_backend import _compat, events
 from multigraph_backend.distributed import groups
@@ -39,7 +39,9 @@ from multigraph_backend.saved_tensors import (
 )
 from multigraph_backend.saved_tensors.account import SavedTensor, SavedTensors
 from multigraph_backend.saved_tensors.budget import Budget
+from multigraph_backend.saved_tensors.choosing import Choice
 from multigraph_backend.saved_tensors.estimate import Estimate
+from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.rules import Recompute, Rule, rule_to_json
@@ -62,10 +64,11 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
         forward, backward = self.inner(gm, joint_inputs, **settings)
         if not joint_inputs:  # a subgraph that a higher-order operator calls: its caller counts what it saves
             return forward, backward
-        outputs = settings["num_fwd_outputs"]
         static = settings.get("static_lifetime_input_indices") or ()
+        partition = Partition(forward, backward, settings["num_fwd_outputs"], static)
         reordered = bool(_compat.inductor_config.reorder_for_peak_memory)
-        return pack_saved_tensors(forward, backward, outputs, static, self.rules, self.budget, reordered, self.gathered)
+        packed = pack_saved_tensors(partition, self.rules, self.budget, reordered, self.gathered)
+        return packed.forward, packed.backward
 
     def uuid(self) -> Any:
         theirs = self.inner.uuid()
@@ -80,41 +83,41 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
 
 
 def pack_saved_tensors(
-    forward: GraphModule,
-    backward: GraphModule,
-    outputs: int,
-    static: Sequence[int],
+    partition: Partition,
     rules: Sequence[Rule],
     budget: Budget | None = None,
     reordered: bool = False,
     gathered: bool = False,
-) -> tuple[GraphModule, GraphModule]:
-    """Both graphs with saved tensors packed as `rules` say; `outputs` of the forward's results are the caller's.
+) -> Partition:
+    """Both graphs with saved tensors packed as `rules` say.
 
     With a `budget` the rules say what may be done, and it says how much of that is.  `reordered`: the compiler changes
     the order of operations to lower the peak.  `gathered`: see `choosing.choose`.
 
-    The modules that are returned may be the given ones, changed.  Nothing is raised for what cannot be packed.
+    What is returned may be the given graphs, changed.  Nothing is raised for what cannot be packed.
     """
-    untouched = _copied(forward), _copied(backward)
+    untouched = partition.copy()
     try:
         lent: list[str] = []
         if budget is not None or any(isinstance(rule.pack, Recompute) for rule in rules):
-            lent = rematerialize.lend_parameters(forward, backward, outputs, static)
-        idle = _deciding_nothing(forward, outputs, static, rules, budget is not None)
+            lent = rematerialize.lend_parameters(partition)
+        candidates = choosing.candidates(partition, any(rule.match.pointwise is not None for rule in rules))
         if budget is None:
-            traced, kept = _by_rules(forward, backward, outputs, static, rules, gathered)
-            said = None
-        else:
-            chosen = within_budget.choose(forward, backward, outputs, static, rules, budget)
+            choice = choosing.choose(candidates, rules, gathered)
+            deciding, said = choice.deciding, None
+            traced, kept = _by_rules(partition, choice)
+        else:  # there each rule says what may be done, whatever precedes it
+            deciding = [rule for rule in rules if choosing.choose(candidates, [rule]).deciding]
+            chosen = within_budget.choose(partition, candidates, rules, budget)
             traced, kept, said = chosen.traced, chosen.kept, chosen.said
+        idle = _deciding_nothing(rules, deciding)
         if not traced:
-            rematerialize.take_back(forward, backward, outputs, lent)
+            rematerialize.take_back(partition, lent)
             kept = [entry for entry in kept if entry.node.name not in lent]
             account.add(SavedTensors(tuple(map(_kept, kept)), budget=said, unmatched=idle))
-            return forward, backward
-        placed = _carry_out(forward, backward, outputs, static, traced, reordered)
-        used = rematerialize.take_back(forward, backward, outputs, lent)
+            return partition
+        placed = _carry_out(partition, traced, reordered)
+        used = rematerialize.take_back(partition, lent)
         kept = [entry for entry in kept if entry.node.name not in lent or entry.node.name in used]
         account.add(replace(_account(traced, kept, placed), budget=said, unmatched=idle))
     except Exception as error:
@@ -123,21 +126,15 @@ def pack_saved_tensors(
         reason_text = f"{type(error).__name__}: {error}"
         events.warn_once(f"packing failed: {reason_text}", "saved tensors stay as they are: %s", reason_text)
         log.debug("packing failed", exc_info=True)
-        saved = choosing.saved_tensors(untouched[0], outputs)
-        entries = [Kept(node, choosing.describe(node, node, "intermediate"), reason_text) for node in saved]
+        entries = [
+            Kept(node, choosing.describe(node, node, "intermediate"), reason_text) for node in untouched.saved_tensors()
+        ]
         account.add(SavedTensors(tuple(map(_kept, entries)), failed=reason_text))
         return untouched
-    return forward, backward
+    return partition
 
 
-def _carry_out(
-    forward: GraphModule,
-    backward: GraphModule,
-    outputs: int,
-    static: Sequence[int],
-    traced: Sequence[Traced],
-    reordered: bool,
-) -> placement.Placement:
+def _carry_out(partition: Partition, traced: Sequence[Traced], reordered: bool) -> placement.Placement:
     """Put packs and unpacks into both graphs, where they are placed.
 
     What is computed again from what is packed comes first: to the others these are steps like any.
@@ -150,22 +147,14 @@ def _carry_out(
         (leaning if leans else rest).append(entry)
     found = []
     for part in filter(None, (leaning, rest)):
-        found.append(Estimate(forward, backward, outputs, static, reordered).place(part))
-        surgery.carry_out(forward, backward, outputs, part, found[-1])
+        found.append(Estimate(partition, reordered).place(part))
+        surgery.carry_out(partition, part, found[-1])
     return found[0] if len(found) == 1 else found[1].after(found[0])
 
 
-def _by_rules(
-    forward: GraphModule,
-    backward: GraphModule,
-    outputs: int,
-    static: Sequence[int],
-    rules: Sequence[Rule],
-    gathered: bool,
-) -> tuple[list[Traced], list[Kept]]:
-    """What the first rule that matches says of each saved tensor."""
-    choice = choosing.choose(forward, outputs, static, rules, gathered)
-    tracer = Tracer(backward)
+def _by_rules(partition: Partition, choice: Choice) -> tuple[list[Traced], list[Kept]]:
+    """The units of `choice`, traced; what cannot be traced is kept."""
+    tracer = Tracer(partition.backward)
     # what is computed again leans on nothing that a rule is about, or if it may on what is packed
     taken = {member.name for unit in choice.units for member in unit.members}
     again = {member.name for unit in choice.units if isinstance(unit.pack, Recompute) for member in unit.members}
@@ -179,13 +168,10 @@ def _by_rules(
     return traced, kept
 
 
-def _deciding_nothing(
-    forward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule], apart: bool
-) -> tuple[str, ...]:
-    """The user's rules that decide about no saved tensor; `apart`: each says what may be done, whatever precedes it."""
-    lists = [[rule] for rule in rules] if apart else [list(rules)]
-    deciding = {id(rule) for tried in lists for rule in choosing.choose(forward, outputs, static, tried).deciding}
-    return tuple(str(rule) for rule in rules if id(rule) not in deciding and not _of_torch(rule))
+def _deciding_nothing(rules: Sequence[Rule], deciding: Sequence[Rule]) -> tuple[str, ...]:
+    """The user's rules that are not among those that decide about a saved tensor."""
+    known = set(map(id, deciding))
+    return tuple(str(rule) for rule in rules if id(rule) not in known and not _of_torch(rule))
 
 
 def _of_torch(rule: Rule) -> bool:
@@ -269,11 +255,3 @@ def _shares(entry: Traced) -> list[int]:
     shares = [entry.saved_bytes * size // max(sum(sizes), 1) for size in sizes]
     shares[0] += entry.saved_bytes - sum(shares)
     return shares
-
-
-def _copied(module: GraphModule) -> GraphModule:
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    results: Any = graph.graph_copy(module.graph, copies)
-    graph.output(results).meta.update(module.graph.output_node().meta)
-    return GraphModule(module, graph)

@@ -26,6 +26,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend.saved_tensors import costs, graphs
+from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.units import CannotPack, Traced, Unit
 
 MOST = 64  # operations that are repeated for one tensor
@@ -181,18 +182,19 @@ def seconds(traced: Traced) -> float:
 # ---------------------------------------------------------------- parameters that the backward is not given
 
 
-def lend_parameters(forward: GraphModule, backward: GraphModule, outputs: int, static: Collection[int]) -> list[str]:
+def lend_parameters(partition: Partition) -> list[str]:
     """Let the backward have all parameters that the forward does not change: saving them takes no memory.
 
     Returns the names of those that it did not have; `take_back` what of it is not used.
     """
+    forward, backward = partition.forward, partition.backward
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     results = graphs.results(forward.graph)
     unchecked = "saved_tensor_with_no_vc_check"  # these come together, at one end
     first = next(
         (
             node
-            for node in results[outputs:]
+            for node in results[partition.outputs :]
             if isinstance(node, Node) and graphs.tensor(node) is not None
             and node.name in given and not node.meta.get(unchecked)
         ),
@@ -202,7 +204,10 @@ def lend_parameters(forward: GraphModule, backward: GraphModule, outputs: int, s
     lent = [
         node
         for index, node in enumerate(forward.graph.find_nodes(op="placeholder"))
-        if index in static and node.name not in given and graphs.tensor(node) is not None and node not in changed
+        if index in partition.static
+        and node.name not in given
+        and graphs.tensor(node) is not None
+        and node not in changed
     ]
     if first is None or not lent:
         return []
@@ -217,14 +222,15 @@ def lend_parameters(forward: GraphModule, backward: GraphModule, outputs: int, s
     return [node.name for node in lent]
 
 
-def take_back(forward: GraphModule, backward: GraphModule, outputs: int, lent: Collection[str]) -> list[str]:
+def take_back(partition: Partition, lent: Collection[str]) -> list[str]:
     """Undo `lend_parameters` for what the backward does not use; returns what it uses."""
+    forward, backward = partition.forward, partition.backward
     unused = [node for node in backward.graph.find_nodes(op="placeholder") if node.name in lent and not node.users]
     names = {node.name for node in unused}
     for node in unused:
         backward.graph.erase_node(node)
     results = list(graphs.results(forward.graph))
-    for at in reversed(range(outputs, len(results))):
+    for at in reversed(range(partition.outputs, len(results))):
         if isinstance(results[at], Node) and results[at].op == "placeholder" and results[at].name in names:
             del results[at]
             _set_results(forward.graph, results, at, -1)

@@ -1,6 +1,6 @@
 """A plan carried out on the two graphs: packs and unpacks put in, saved tensors exchanged for what is saved instead.
 
-In: the partitioned forward and backward graphs, traced units, a placement.  Out: the same two modules, changed.
+In: a `Partition`, traced units, a placement.  Out: the same two modules, changed.
 
 Invariant: what forward returns behind the caller's outputs and what backward takes stay in the same order and of the
 same kinds, numbers and tensors; nothing else of either graph changes its meaning.
@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend.saved_tensors import graphs, tracing
+from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.offload import links
 from multigraph_backend.saved_tensors.placement import Placement, Unpacking
 from multigraph_backend.saved_tensors.units import Traced
@@ -23,10 +24,9 @@ from multigraph_backend.saved_tensors.units import Traced
 _NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 
 
-def carry_out(
-    forward: GraphModule, backward: GraphModule, outputs: int, units: Sequence[Traced], placement: Placement
-) -> None:
-    """Change both graphs; `outputs` is how many of the forward's results are the caller's."""
+def carry_out(partition: Partition, units: Sequence[Traced], placement: Placement) -> None:
+    """Change both graphs."""
+    forward, backward = partition.forward, partition.backward
     replaced: dict[Node, list[Node]] = {}
     placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     unpacked: list[_Unit] = []
@@ -47,7 +47,7 @@ def carry_out(
         members = [placeholders[member.name] for member in traced.unit.members]
         inputs = _inputs(backward.graph, members[0], saved)
         unpacked.append(_Unit(traced, members, inputs, placement.unpackings[name]))
-    _exchange_results(forward.graph, outputs, replaced)
+    _exchange_results(forward.graph, partition.outputs, replaced)
     reloads = {name: index for index, name in enumerate(placement.reloads)}
     for unit in sorted(unpacked, key=lambda unit: reloads.get(unit.traced.unit.name, -1)):
         _unpack(backward, unit)

@@ -1,6 +1,6 @@
 """A budget of saved bytes, carried from its moves to units and back.
 
-In: a partitioned forward and backward, the user's rules, a `Budget`.  Out: the units that are packed, traced, and the
+In: a `Partition` and its candidates, the user's rules, a `Budget`.  Out: the units that are packed, traced, and the
 tensors that are kept with the reason; what it comes to, for the report.
 
 What may be done with a saved tensor: compute it again, always; pack or offload it as any rule says that matches it;
@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from multigraph_backend.saved_tensors import budget, choosing, costs, graphs, rematerialize
 from multigraph_backend.saved_tensors.budget import Budget, Move
-from multigraph_backend.saved_tensors.choosing import Choice
+from multigraph_backend.saved_tensors.choosing import Candidate, Choice
 from multigraph_backend.saved_tensors.estimate import Estimate
+from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.rules import Bits, Keep, Match, Offload, Recompute, Role, Rule
 from multigraph_backend.saved_tensors.tracing import Tracer
@@ -39,23 +40,16 @@ class Chosen:
     said: str
 
 
-def choose(
-    forward: GraphModule,
-    backward: GraphModule,
-    outputs: int,
-    static: Sequence[int],
-    rules: Sequence[Rule],
-    wanted: Budget,
-) -> Chosen:
-    """Which units are packed, and how, so that what is saved fits `wanted`."""
-    everything = choosing.choose(forward, outputs, static, _again(0))
+def choose(partition: Partition, candidates: Sequence[Candidate], rules: Sequence[Rule], wanted: Budget) -> Chosen:
+    """Which of the `candidates` are packed, and how, so that what is saved fits `wanted`."""
+    everything = choosing.choose(candidates, _again(0))
     saved = _saved_bytes(everything)
     goal = wanted.goal(saved)
-    plan = _Plan(Tracer(backward), Estimate(forward, backward, outputs, static))
+    plan = _Plan(Tracer(partition.backward), Estimate(partition))
     refused: dict[Node, str] = {}
-    seconds = sum(costs.seconds_of(forward.graph).values())
+    seconds = sum(costs.seconds_of(partition.forward.graph).values())
     moves = []
-    for unit in _candidates(forward, outputs, static, rules):
+    for unit in _ways(candidates, rules):
         try:
             traced = plan.tracer.trace(unit)
         except CannotPack as reason:
@@ -76,7 +70,7 @@ def choose(
     packed = {member for entry in traced_units for member in entry.unit.members}
     needed = {node.name for entry in traced_units for node in entry.computed_from}
     kept = []
-    for node in choosing.saved_tensors(forward, outputs):
+    for node in partition.saved_tensors():
         if node in packed:
             continue
         entry = next((known for known in everything.kept if known.node is node), None)
@@ -124,7 +118,7 @@ class _Plan:
         return max(placed.forward_peak, placed.backward_peak)
 
 
-def _candidates(forward: GraphModule, outputs: int, static: Sequence[int], rules: Sequence[Rule]) -> list[Unit]:
+def _ways(candidates: Sequence[Candidate], rules: Sequence[Rule]) -> list[Unit]:
     """Each unit in each way that is allowed."""
     keeps: list[Rule] = []
     found: list[Unit] = []
@@ -132,8 +126,8 @@ def _candidates(forward: GraphModule, outputs: int, static: Sequence[int], rules
         if isinstance(rule.pack, Keep):
             keeps.append(rule)
         else:
-            found += _intermediates(choosing.choose(forward, outputs, static, [*keeps, rule]))
-    return found + _intermediates(choosing.choose(forward, outputs, static, [*keeps, *_again(None)]))
+            found += _intermediates(choosing.choose(candidates, [*keeps, rule]))
+    return found + _intermediates(choosing.choose(candidates, [*keeps, *_again(None)]))
 
 
 def _again(min_bytes: int | None) -> list[Rule]:

@@ -12,6 +12,7 @@ from functorch.compile import aot_function, make_boxed_func, min_cut_remateriali
 from multigraph_backend.saved_tensors import account
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.budget import Budget
+from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.partitioner import pack_saved_tensors
 from multigraph_backend.saved_tensors.rules import Match, Pack, Rule
 
@@ -37,12 +38,13 @@ def partition(
     """`function`, whose saved tensors are packed by `rules` once it is called."""
 
     def parts(gm: torch.fx.GraphModule, joint_inputs: Sequence[Any], **settings: Any) -> Any:
-        graphs = min_cut_rematerialization_partition(gm, joint_inputs, **settings)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **settings)
         with account.collecting() as found:
             static = settings.get("static_lifetime_input_indices") or ()
-            graphs = pack_saved_tensors(*graphs, settings["num_fwd_outputs"], static, rules, budget)
+            graphs = Partition(forward, backward, settings["num_fwd_outputs"], static)
+            graphs = pack_saved_tensors(graphs, rules, budget)
         result.accounts += found
-        return graphs
+        return graphs.forward, graphs.backward
 
     def keep(into: list[torch.fx.GraphModule]) -> Callable[..., Any]:
         def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

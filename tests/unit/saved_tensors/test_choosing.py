@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from multigraph_backend.saved_tensors import graphs
-from multigraph_backend.saved_tensors.choosing import Choice, choose, module_path
-from multigraph_backend.saved_tensors.rules import Cast, Match, Role, Rule
+from multigraph_backend.saved_tensors import graphs, statistics
+from multigraph_backend.saved_tensors.budget import Budget
+from multigraph_backend.saved_tensors.choosing import Choice, candidates, choose, module_path
+from multigraph_backend.saved_tensors.graphs import Partition
+from multigraph_backend.saved_tensors.rules import Cast, Keep, Match, Recompute, Role, Rule
+from tests.saved_tensors.partitioned import gradients, partition
 
 PACK = Cast("bfloat16")
 
@@ -22,7 +26,8 @@ def chosen(
     """The choice for a forward graph that returns what `function` does, the first `outputs` of it to the caller."""
     x, y = torch.randn(6, 8), torch.randn(8, 8)
     gm = make_fx(function, tracing_mode="fake")(x, y)
-    return choose(gm, outputs, static, [Rule(Match(min_bytes=0, role=role), PACK)])
+    partition = Partition(gm, GraphModule(torch.nn.Module(), Graph()), outputs, static)
+    return choose(candidates(partition), [Rule(Match(min_bytes=0, role=role), PACK)])
 
 
 def sources(choice: Choice) -> dict[str, list[str]]:
@@ -79,6 +84,25 @@ def test_every_saved_tensor_is_chosen_or_kept_once() -> None:
     names = [member.name for unit in choice.units for member in unit.members]
     names += [entry.node.name for entry in choice.kept]
     assert len(names) == len(set(names)) == 6
+
+
+@pytest.mark.parametrize("budget", [None, Budget(fraction=0.5)])
+def test_a_graph_is_read_once_however_many_rules_there_are(
+    monkeypatch: pytest.MonkeyPatch, budget: Budget | None
+) -> None:
+    read: list[Any] = []
+    find = statistics.of
+    monkeypatch.setattr(statistics, "of", lambda graph: read.append(graph) or find(graph))
+    rules = [
+        Rule(Match(op="aten::sin", min_bytes=0), Keep()), Rule(Match(pointwise=True, min_bytes=0), Recompute()),
+        Rule(Match(op="aten::tanh", min_bytes=0), PACK), Rule(Match(min_bytes=0), PACK), Rule(Match(op="aten::none")),
+    ]  # fmt: skip
+    made = partition(lambda x, y: ((x @ y).sin() @ y).tanh().exp() @ y, rules, budget=budget)
+    gradients(made.run, torch.randn(6, 8), torch.randn(8, 8))
+    (said,) = made.accounts
+    assert said.packed
+    assert str(rules[-1]) in said.unmatched
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize(
