@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from multigraph_backend.saved_tensors import graphs, regions, rematerialize, statistics
+from multigraph_backend.saved_tensors import graphs, rematerialize, statistics
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.rules import Described, Keep, Role, Rule, decide
 from multigraph_backend.saved_tensors.units import Kept, Unit
@@ -67,7 +67,7 @@ def candidates(partition: Partition, pointwise: bool = True) -> list[Candidate]:
     for node in partition.saved_tensors():
         families.setdefault(graphs.root(node), []).append(node)
     roles = _roles(partition)
-    for node in (*statistics.of(forward.graph), *_statistics_of_regions(forward, families)):
+    for node in (*statistics.of(forward.graph), *_statistics_of_subgraphs(forward, families)):
         if graphs.root(node) in families:
             roles.setdefault(graphs.root(node), "statistic")
     odd = {
@@ -149,40 +149,40 @@ def _roles(partition: Partition) -> dict[Node, Role]:
     for value in graphs.results(forward.graph)[: partition.outputs]:
         if isinstance(value, Node):
             roles.setdefault(graphs.root(value), "output")
-    by_memory = {regions.memory(forward, node): role for node, role in reversed(roles.items())}
+    by_memory = {graphs.owner(forward, node): role for node, role in reversed(roles.items())}
     for node in map(graphs.root, partition.saved_tensors()):
-        if regions.result(forward, node) is not None and (role := by_memory.get(regions.memory(forward, node))):
+        if graphs.subgraph_result(forward, node) is not None and (role := by_memory.get(graphs.owner(forward, node))):
             roles.setdefault(node, role)
     return roles
 
 
-def _statistics_of_regions(forward: GraphModule, families: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """Roots that are statistics in the region that they come from."""
+def _statistics_of_subgraphs(forward: GraphModule, families: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """Roots that are statistics in the subgraph that they come from."""
     known: dict[GraphModule, set[Node]] = {}
     found = []
     for node in families:
-        of_region = regions.result(forward, node)
-        if of_region is None or of_region.operand is not None:
+        of_subgraph = graphs.subgraph_result(forward, node)
+        if of_subgraph is None or of_subgraph.operand is not None:
             continue
-        inside = of_region.inside
+        inside = of_subgraph.inside
         if inside not in known:
             known[inside] = {graphs.root(entry) for entry in statistics.of(inside.graph)}
-        if of_region.made in known[inside]:
+        if of_subgraph.made in known[inside]:
             found.append(node)
     return found
 
 
 def _saved_twice(forward: GraphModule, families: Mapping[Node, Sequence[Node]]) -> set[Node]:
-    """Roots that are results of regions and lie in the memory of another one, which is saved too, or is changed."""
+    """Roots that are results of subgraphs and lie in the memory of another one, which is saved too, or is changed."""
     by_memory: dict[tuple[Node, Node | None], list[Node]] = {}
     for node in families:
-        by_memory.setdefault(regions.memory(forward, node), []).append(node)
-    written = {regions.memory(forward, node) for node in graphs.changed(forward.graph)}
+        by_memory.setdefault(graphs.owner(forward, node), []).append(node)
+    written = {graphs.owner(forward, node) for node in graphs.changed(forward.graph)}
     return {
         node
         for memory, nodes in by_memory.items()
         for node in nodes
-        if (len(nodes) > 1 or memory in written) and regions.result(forward, node) is not None
+        if (len(nodes) > 1 or memory in written) and graphs.subgraph_result(forward, node) is not None
     }
 
 
@@ -194,7 +194,7 @@ def _sharing_in_other_ways(forward: GraphModule) -> set[Node]:
         value = graphs.tensor(node)
         if value is None or value.layout is not torch.strided:
             continue
-        if regions.result(forward, graphs.root(node)) is not None:  # its fake values are those of other calls
+        if graphs.subgraph_result(forward, graphs.root(node)) is not None:  # its fake values are those of other calls
             continue
         first = by_storage.setdefault(value.untyped_storage()._cdata, graphs.root(node))
         if first is not graphs.root(node):
@@ -205,14 +205,14 @@ def _sharing_in_other_ways(forward: GraphModule) -> set[Node]:
 def describe(source: Node, shown: Node, role: Role, forward: GraphModule | None = None) -> Described:
     """What rules may ask of `source`; the module is where it, or else the saved view of it, was made.
 
-    With the graph `forward` that it is in, a result of a region is what made it there.
+    With the graph `forward` that it is in, a result of a subgraph is what made it there.
     """
     value = graphs.tensor(source)
     assert value is not None
-    of_region = regions.result(forward, source) if forward is not None else None
+    of_subgraph = graphs.subgraph_result(forward, source) if forward is not None else None
     made = None
-    if of_region is not None:
-        made = of_region.made if of_region.operand is None else graphs.root(of_region.operand)
+    if of_subgraph is not None:
+        made = of_subgraph.made if of_subgraph.operand is None else graphs.root(of_subgraph.operand)
     if made is not None and graphs.tensor(made) is not None:
         inside = describe(made, made, role, forward)
         return replace(inside, bytes=graphs.tensor_bytes(value), module=inside.module or module_path(source.meta))

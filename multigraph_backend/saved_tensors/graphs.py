@@ -258,3 +258,59 @@ class _Buffers:
                     self.sizes.setdefault(names[-1], storage_bytes(part))
             return tuple(names)
         return ()
+
+
+# ---------------------------------------------------------------- subgraphs that are compiled once and called often
+#
+#     out, tanh, w_t = invoke_subgraph(subgraph, "fw_0", w, x)      # tanh is saved, and w_t is a view of w
+#
+# `torch.compiler.nested_compile_region` makes them.  A graph sees one operator with a tuple of results.  Their fake
+# values say nothing about memory: torch uses them again for each call of the same subgraph.  So the subgraph is read.
+
+
+@dataclass(frozen=True)
+class SubgraphResult:
+    """A result of the call `call`: `made` in the subgraph `inside`, or a view of `operand`, which lies outside."""
+
+    call: Node
+    inside: GraphModule
+    made: Node
+    operand: Node | None
+
+
+def subgraph_result(forward: GraphModule, node: Node) -> SubgraphResult | None:
+    """Of which subgraph `node` is a result; None for anything else, and for a result that is not understood."""
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return None
+    call, index = node.args
+    if not isinstance(call, Node) or not _calls_subgraph(call) or not isinstance(index, int):
+        return None
+    attribute = call.args[0]
+    inside = getattr(forward, str(attribute.target), None) if isinstance(attribute, Node) else None
+    if not isinstance(inside, GraphModule):
+        return None
+    returned = results(inside.graph)
+    value = returned[index] if index < len(returned) else None
+    if not isinstance(value, Node):
+        return None
+    made = root(value)
+    if made.op != "placeholder":
+        return SubgraphResult(call, inside, made, None)
+    operands = call.args[2:]  # behind the subgraph and its name
+    position = inside.graph.find_nodes(op="placeholder").index(made)
+    operand = operands[position] if position < len(operands) else None
+    return SubgraphResult(call, inside, made, operand) if isinstance(operand, Node) else None
+
+
+def _calls_subgraph(node: Node) -> bool:
+    """Whether `node` calls a subgraph."""
+    return node.op == "call_function" and str(node.target) == "invoke_subgraph"
+
+
+def owner(forward: GraphModule, node: Node) -> tuple[Node, Node | None]:
+    """What made the memory that `node` lies in, through subgraphs: a node of the graph, and the one in its subgraph."""
+    made = root(node)
+    found = subgraph_result(forward, made)
+    if found is None:
+        return made, None
+    return owner(forward, found.operand) if found.operand is not None else (found.call, found.made)

@@ -40,10 +40,10 @@ from multigraph_backend.saved_tensors import (
 from multigraph_backend.saved_tensors.account import SavedTensor, SavedTensors
 from multigraph_backend.saved_tensors.budget import Budget
 from multigraph_backend.saved_tensors.choosing import Choice
-from multigraph_backend.saved_tensors.estimate import Estimate
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.offload import transfers
+from multigraph_backend.saved_tensors.placement import Estimate
 from multigraph_backend.saved_tensors.rules import Recompute, Rule, rule_to_json
 from multigraph_backend.saved_tensors.tracing import Tracer
 from multigraph_backend.saved_tensors.units import CannotPack, Kept, Traced, Unit

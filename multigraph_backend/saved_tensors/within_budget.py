@@ -20,9 +20,9 @@ from torch.fx import Node
 from multigraph_backend.saved_tensors import budget, choosing, costs, graphs, rematerialize
 from multigraph_backend.saved_tensors.budget import Budget, Move
 from multigraph_backend.saved_tensors.choosing import Candidate, Choice
-from multigraph_backend.saved_tensors.estimate import Estimate
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.offload import transfers
+from multigraph_backend.saved_tensors.placement import Estimate
 from multigraph_backend.saved_tensors.rules import Bits, Keep, Match, Offload, Recompute, Role, Rule
 from multigraph_backend.saved_tensors.tracing import Tracer
 from multigraph_backend.saved_tensors.units import CannotPack, Kept, Traced, Unit

@@ -24,7 +24,7 @@ from multigraph_backend.cudagraphs.partition import cuts
 from multigraph_backend.lower import lowering
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.options import Options
-from multigraph_backend.saved_tensors import kept
+from multigraph_backend.saved_tensors import output_code
 from multigraph_backend.saved_tensors.offload import links, operators, transfers
 from multigraph_backend.saved_tensors.offload.transfers import Transfers
 from multigraph_backend.saved_tensors.rules import Match, Rule, rule_from_json, rule_to_json
@@ -220,7 +220,7 @@ def test_the_stand_in_sees_a_missing_link(late: Transfers, monkeypatch: pytest.M
         return settled
 
     monkeypatch.setattr(links, "link_forward", without)
-    monkeypatch.setattr(kept, "check", lambda source: None)
+    monkeypatch.setattr(output_code, "check_offloads", lambda source: None)
     model = torch.nn.Sequential(*[Block() for _ in range(2)])
     x = torch.randn(4, 16, 32)
     run = compiled(model, rules(Offload()))

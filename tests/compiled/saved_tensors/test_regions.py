@@ -11,7 +11,7 @@ import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 
 from multigraph_backend import Bits, Cast, Match, Rule, Scaled
-from multigraph_backend.saved_tensors import regions
+from multigraph_backend.saved_tensors import graphs
 from tests.support.saved_tensors.models import Mlp, accounts, assert_step, compiled, rules, step
 
 
@@ -76,7 +76,7 @@ def test_regions_at_random(seed: int) -> None:
 
 def test_without_a_look_inside_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect that there was, put back, is seen."""
-    monkeypatch.setattr(regions, "result", lambda forward, node: None)
+    monkeypatch.setattr(graphs, "subgraph_result", lambda forward, node: None)
     code_of_now = functorch_config.patch(enable_autograd_cache=False)
     with code_of_now, pytest.raises(AssertionError):
         test_regions_are_packed_and_their_parameters_are_not()

@@ -15,7 +15,7 @@ from multigraph_backend.saved_tensors.budget import Budget
 from multigraph_backend.saved_tensors.choosing import Choice, candidates, choose, module_path
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.rules import Cast, Keep, Match, Recompute, Role, Rule
-from tests.saved_tensors.partitioned import gradients, partition
+from tests.support.saved_tensors.partitioned import gradients, partition
 
 PACK = Cast("bfloat16")
 

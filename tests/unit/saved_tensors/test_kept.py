@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multigraph_backend.saved_tensors import kept
+from multigraph_backend.saved_tensors import output_code
 
 CODE = """
 def call(args):
@@ -23,7 +23,7 @@ def code(first: str = "buf0", last: str = "torch.ops.multigraph.settle.default([
 
 
 def test_what_is_offloaded_is_kept() -> None:
-    kept.check(code())
+    output_code.check_offloads(code())
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_what_is_offloaded_is_kept() -> None:
     ],
 )
 def test_what_is_not_kept_is_refused(text: str, said: str) -> None:
-    with pytest.raises(kept.NotKept, match=said):
-        kept.check(text)
+    with pytest.raises(output_code.MayOverwrite, match=said):
+        output_code.check_offloads(text)
