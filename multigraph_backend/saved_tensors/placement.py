@@ -1,15 +1,29 @@
 """Where packs go in forward and unpacks in backward, by estimated peak.
 
-In: a `Partition` and traced units; of these, both graphs as programs, packs and unpacks as fragments.  Out: a `Placement`, and the peaks of
-the order that was chosen and of stock's (all packs at the end of forward, all unpacks at the start of backward).
+Four layers, each of which saves its result (4 bytes), packed to 1 byte.  Bytes alive while each step runs:
 
-An offloaded tensor stays in forward until the copy of it is waited for, and in backward is there from when its copy
-begins; `windows` says when that is.
+    forward, not packed      h1 4    h2 8    h3 12    h4 16    return 16
+    packed in stock's order  h1 4    h2 8    h3 12    h4 16    pack h1 17    pack h2 14    pack h3 11    pack h4 8
+    placed                   h1 4    h2 8    pack h1 9    h3 9    pack h2 10    h4 10    pack h3 11    pack h4 8
 
-A pack goes right after the last step that computes with the buffer; a view of it does not count, what is done with the
-view does.  An unpack goes right before the first such step; one that costs little is done again for uses far apart.
+    backward, not packed     g4 17    g3 14    g2 10    g1 6
+    packed in stock's order  unpack h1 8    unpack h2 11    unpack h3 14    unpack h4 17    g4 17    g3 14    g2 10 ...
+    placed                   unpack h4 8    g4 8    unpack h3 8    g3 8    unpack h2 7    g2 7    unpack h1 6    g1 6
 
-Invariant: the estimated peak of the chosen order is not above that of stock's order.  Pure: names, positions and sizes.
+While a pack runs, the buffer and what is saved in its place are both alive; so packing in the wrong place, as in
+stock's order, makes the peak higher (17) than not packing (16), and in the right place lowers it (11).
+
+A pack goes right after the last step that computes with the buffer: h1 is read by h2.  A view of it does not count,
+what is done with the view does.  An unpack goes right before the first such step; one that costs little is done again
+for uses far apart.  An offloaded tensor stays in forward until its copy is waited for, and in backward is there from
+where its copy is prefetched; `windows` says where that is.
+
+In: a `Partition` and traced units; of these, both graphs as programs, packs and unpacks as fragments.  Out: a
+`Placement`, with the peaks of the order that was chosen and of stock's (all packs at the end of forward, all unpacks at
+the start of backward).
+
+Invariant: the estimated peak of the chosen order is not above that of stock's order.  `place` is pure, over names,
+positions and sizes; `Estimate` reads the graphs for it, and changes nothing.
 """
 
 from __future__ import annotations
@@ -80,9 +94,10 @@ class Unpacking:
 class Placement:
     """For each packing the step before which it is packed, and its unpackings; how they were found.
 
-    `offloads`, `reloads`: the packings that are transfers, in the order in which they leave and come back.  `settles`:
-    steps of the forward, and those that are let go before each, their copies having arrived; the others stay to its
-    end.  `begins`: steps of the backward, and those whose copies begin before each; the others' begin with the reload.
+    `offloads`, `reloads`: the packings that are transfers, in the order in which they leave and come back.  `waits`:
+    steps of the forward, and those whose copies are waited for before each, so that their memory is free from there on;
+    the others stay to its end.  `prefetches`: steps of the backward, and those whose copies begin before each; the
+    copies of the others begin with the reload.
     """
 
     pack_before: Mapping[str, str]
@@ -97,8 +112,8 @@ class Placement:
     unpacked_backward_peak: int
     offloads: tuple[str, ...] = ()
     reloads: tuple[str, ...] = ()
-    settles: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    begins: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    waits: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    prefetches: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def after(self, first: Placement) -> Placement:
         """Both, where this one is of the programs that `first` left."""
@@ -126,26 +141,26 @@ def place(
     """Choose positions for `packings`.
 
     `returned`: buffers that forward still returns when all members are gone; `dead_views`: its steps that nobody needs
-    then; `seconds`: estimated times of steps, of the forward and of the backward, by which copies are begun and
-    awaited.
+    then; `seconds`: estimated times of steps, of the forward and of the backward, by which copies are prefetched and
+    waited for.
     """
     end = len(forward.steps) - 1  # the step that returns
     forward_times, times = _times(forward, seconds[0]), _times(backward, seconds[1])
     placed_packs = {packing.name: _after_last_use(forward, packing) for packing in packings}
     stock_packs = {packing.name: end for packing in packings}
 
-    def with_packs(packs: _Packs, let_go: _Packs) -> Program:
-        return packed_forward(forward, packings, packs, returned, dead_views, let_go)
+    def with_packs(packs: _Packs, waits: _Packs) -> Program:
+        return packed_forward(forward, packings, packs, returned, dead_views, waits)
 
-    let_go, arrived = _let_go(packings, placed_packs, forward_times, end)
-    placed, stock = with_packs(placed_packs, let_go), with_packs(stock_packs, {})
+    waits, arrived = _waits(packings, placed_packs, forward_times, end)
+    placed, stock = with_packs(placed_packs, waits), with_packs(stock_packs, {})
     stock_forward, placed_forward = peak(stock), peak(placed)
     packs = placed_packs if placed_forward <= stock_forward else stock_packs
     offloads = _in_order(packings, packs)
     if offloads and packs is placed_packs:
-        ends = [let_go[packing.name] for packing in offloads]
+        ends = [waits[packing.name] for packing in offloads]
         sizes = [forward.sizes[packing.memory] for packing in offloads]
-        let_go = _named(offloads, windows.later(_room(forward, placed), ends, arrived, sizes))
+        waits = _named(offloads, windows.later(_room(forward, placed), ends, arrived, sizes))
 
     candidates: dict[Order, _Unpacks] = {
         "placed": {packing.name: _clusters(backward, packing, False) for packing in packings},
@@ -175,25 +190,25 @@ def place(
         unpacked_backward_peak=peak(backward),
         offloads=tuple(packing.name for packing in offloads),
         reloads=tuple(packing.name for packing in plan.order),
-        settles=_by_step(forward, {} if packs is stock_packs else {n: at for n, at in let_go.items() if at < end}),
-        begins=_by_step(backward, plan.begins()),
+        waits=_by_step(forward, {} if packs is stock_packs else {n: at for n, at in waits.items() if at < end}),
+        prefetches=_by_step(backward, plan.prefetches()),
     )
 
 
-def _let_go(
+def _waits(
     packings: Sequence[Packing], packs: _Packs, times: Sequence[float], end: int
 ) -> tuple[dict[str, int], list[int]]:
-    """Where each offloaded tensor is let go at the soonest, by name; where its copy has arrived, in order."""
+    """Where the copy of each offloaded tensor is waited for at the soonest, by name; where it has arrived, in order."""
     order = _in_order(packings, packs)
     leaving = [packs[packing.name] for packing in order]
     transfers = [packing.transfer for packing in order if packing.transfer is not None]
     arrived = [min(at, end) for at in windows.arrivals(leaving, [entry.out for entry in transfers], times)]
-    ends = windows.let_go(leaving, [entry.waiting for entry in transfers], end)
+    ends = windows.waits(leaving, [entry.waiting for entry in transfers], end)
     return _named(order, ends), arrived
 
 
 class _Reloads:
-    """When what is offloaded comes back, in one order of unpacks: where it is waited for, where its copy begins."""
+    """When what is offloaded comes back, in one order of unpacks: where it is needed, where it is prefetched."""
 
     def __init__(
         self, backward: Program, packings: Sequence[Packing], unpacks: _Unpacks, times: Sequence[float]
@@ -212,7 +227,7 @@ class _Reloads:
             if (found := peak(self._program(nearer))) <= self.peak:
                 self.unpacks, self.peak = nearer, found
 
-    def begins(self) -> dict[str, int]:
+    def prefetches(self) -> dict[str, int]:
         """Where copies begin that begin before they are needed."""
         if not self.order:
             return {}
@@ -227,7 +242,7 @@ class _Reloads:
     def _starts(self, unpacks: _Unpacks) -> tuple[list[int], list[int], list[int]]:
         needed = [unpacks[packing.name][0][0] for packing in self.order]
         departing = windows.departures(needed, [entry.back for entry in self._transfers], self._times)
-        return needed, departing, windows.begun(needed, departing, [entry.ahead for entry in self._transfers])
+        return needed, departing, windows.prefetches(needed, departing, [entry.ahead for entry in self._transfers])
 
     def _program(self, unpacks: _Unpacks) -> Program:
         return packed_backward(self._backward, self._packings, unpacks, _named(self.order, self._starts(unpacks)[2]))
@@ -239,42 +254,43 @@ def packed_forward(
     packs: Mapping[str, int],
     returned: frozenset[str],
     dead_views: frozenset[str] = frozenset(),
-    let_go: Mapping[str, int] | None = None,
+    waits: Mapping[str, int] | None = None,
 ) -> Program:
     """`forward` with each pack before the position that `packs` gives.
 
-    `let_go`: before which positions what is offloaded is needed no more; where it says nothing, that is at the end.
+    `waits`: before which positions copies are waited for, and what they are of is needed no more; at the end, where it
+    says nothing.
     """
     before: dict[int, list[Step]] = {}
     sizes: dict[str, int] = {}
     saved: set[str] = set()
     end = len(forward.steps) - 1
     last: set[str] = set()
-    settles: dict[int, list[Step]] = {}
+    waiting: dict[int, list[Step]] = {}
     for packing in packings:
         steps, made, outputs = packing.pack.placed(f"{packing.name}.pack.", [packing.memory])
         before.setdefault(packs[packing.name], []).extend(steps)
         sizes.update(made)
         saved.update(outputs)
-        if packing.transfer is not None and (at := (let_go or {}).get(packing.name, end)) < end:
-            settles.setdefault(at, []).append(Step(f"{packing.name}.settle", frozenset({packing.memory})))
+        if packing.transfer is not None and (at := (waits or {}).get(packing.name, end)) < end:
+            waiting.setdefault(at, []).append(Step(f"{packing.name}.wait", frozenset({packing.memory})))
         elif packing.transfer is not None:
             last.add(packing.memory)
-    for at, waits in settles.items():
-        before.setdefault(at, []).extend(waits)
+    for at, steps in waiting.items():  # behind the packs that are there
+        before.setdefault(at, []).extend(steps)
     results = returned | saved
-    settled = replace(forward.steps[-1], reads=frozenset(results | last))
-    whole = inserted(replace(forward, steps=(*forward.steps[:-1], settled)), before, sizes)
+    returning = replace(forward.steps[-1], reads=frozenset(results | last))
+    whole = inserted(replace(forward, steps=(*forward.steps[:-1], returning)), before, sizes)
     steps = [step for step in whole.steps if step.name not in dead_views]
     return replace(whole, steps=tuple(steps), results=results)
 
 
 def packed_backward(
-    backward: Program, packings: Sequence[Packing], unpacks: _Unpacks, begins: Mapping[str, int] | None = None
+    backward: Program, packings: Sequence[Packing], unpacks: _Unpacks, prefetches: Mapping[str, int] | None = None
 ) -> Program:
     """`backward` with what is saved in place of the members, and each unpack before the positions that it is given.
 
-    `begins`: before which positions copies begin; where it says nothing, that is when they are needed.
+    `prefetches`: before which positions copies begin; where it says nothing, that is where they are needed.
     """
     before: dict[int, list[Step]] = {}
     sizes: dict[str, int] = {}
@@ -295,9 +311,9 @@ def packed_backward(
             steps, made, outputs = packing.unpack.placed(
                 f"{packing.name}.unpack{copy or ''}.", [*own, *packing.computed_from]
             )
-            if packing.transfer is not None and (begin := (begins or {}).get(packing.name, at)) < at:
+            if packing.transfer is not None and (begin := (prefetches or {}).get(packing.name, at)) < at:
                 makes = next(step.makes for step in steps if step.makes)
-                early.setdefault(begin, []).append(Step(f"{packing.name}.begin", makes=makes))
+                early.setdefault(begin, []).append(Step(f"{packing.name}.prefetch", makes=makes))
             before.setdefault(at, []).extend(steps)
             sizes.update(made)
             for use in uses:
@@ -306,11 +322,11 @@ def packed_backward(
                         reads[use].add(output)
     for at, steps in early.items():
         before.setdefault(at, []).extend(steps)
-    kept = [replace(step, reads=frozenset(read)) for step, read in zip(backward.steps, reads, strict=True)]
-    whole = inserted(replace(backward, steps=tuple(kept), given=frozenset(given)), before, sizes)
-    rewound = [step for step in whole.steps if not (step.view and not step.reads)]
-    results = (backward.results - gone) | kept[-1].reads
-    return replace(whole, steps=tuple(rewound), results=results, same=_without(backward.same, gone))
+    own_steps = [replace(step, reads=frozenset(read)) for step, read in zip(backward.steps, reads, strict=True)]
+    whole = inserted(replace(backward, steps=tuple(own_steps), given=frozenset(given)), before, sizes)
+    results = (backward.results - gone) | own_steps[-1].reads
+    needed = [step for step in whole.steps if not (step.view and not step.reads)]  # views of members are made again
+    return replace(whole, steps=tuple(needed), results=results, same=_without(backward.same, gone))
 
 
 def _in_order(packings: Sequence[Packing], positions: Mapping[str, int]) -> list[Packing]:

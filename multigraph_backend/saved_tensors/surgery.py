@@ -35,11 +35,11 @@ def carry_out(partition: Partition, units: Sequence[Traced], placement: Placemen
         name = traced.unit.name
         saved = _pack(forward, traced, _step(forward.graph, placement.pack_before[name]))
         packed[name] = saved
-    settled: Node | None = None
+    last_wait: Node | None = None
     offloads = {name: packed[name][0] for name in placement.offloads}
     if offloads:
-        settled = links.link_forward(forward.graph, offloads, placement.settles)
-        packed[placement.offloads[-1]].append(settled)
+        last_wait = links.link_forward(forward.graph, offloads, placement.waits)
+        packed[placement.offloads[-1]].append(last_wait)
     for traced in units:
         name, saved = traced.unit.name, packed[traced.unit.name]
         first = traced.unit.members[0]
@@ -51,10 +51,10 @@ def carry_out(partition: Partition, units: Sequence[Traced], placement: Placemen
     reloads = {name: index for index, name in enumerate(placement.reloads)}
     for unit in sorted(unpacked, key=lambda unit: reloads.get(unit.traced.unit.name, -1)):
         _unpack(backward, unit)
-    if settled is not None:
+    if last_wait is not None:
         given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         copies = {name: given[node.name] for name, node in offloads.items()}
-        links.link_backward(backward.graph, copies, placement.begins, given[settled.name])
+        links.link_backward(backward.graph, copies, placement.prefetches, given[last_wait.name])
     for unit in unpacked:
         for member in unit.members:
             _erase(backward.graph, member)

@@ -167,7 +167,7 @@ def test_offloaded_gradients_are_bitwise_the_same_over_a_hundred_steps() -> None
     assert buffers > 5
     assert made.copies - began == 100 * buffers
     assert made.host_bytes == host  # the buffers of the first step served all others
-    assert made.begun_before > 100
+    assert made.prefetched > 100
     packed = [said for said in accounts() if said.packed]
     assert len(packed) == 1
 
@@ -241,12 +241,12 @@ def test_the_first_layers_are_away_while_the_others_run() -> None:
     for name, rules in (("plain", []), ("offloaded", first)):
         for cudagraphs in (False, "auto"):
             run = compiled(model, saved_tensors=rules, cudagraphs=cudagraphs)
-            began, begun = made.copies, made.begun_before
+            began, begun = made.copies, made.prefetched
             for _ in range(4):
                 results[name, cudagraphs] = gradients(model, run, x)
             count = (made.copies - began) // 4
             assert (count > 3) == bool(rules)  # a block's statistics are kept
-            assert (made.begun_before - begun > 2 * count) == bool(rules)
+            assert (made.prefetched - begun > 2 * count) == bool(rules)
             if not cudagraphs:
                 peaks[name] = peaks_of(model, run, x)
     for key in (False, "auto"):  # cuDNN's backward of attention adds up in any order

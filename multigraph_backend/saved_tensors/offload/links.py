@@ -1,9 +1,11 @@
-"""The order of copies, written into both graphs: who waits for which copy where, and where copies back begin.
+"""The order of copies, written into both graphs: where each copy is waited for, and where copies back begin.
 
     offload(a)                        begun = begin([a, b], after=[x])
     offload(b)                        reload(a, begun=[begun], after=[y])
     s = settle(kept=[a, b])           reload(b, begun=[begun], after=[z])
-    settle(after=[s])
+    last = settle(after=[s])
+
+`settle` waits for copies, and `begin` prefetches them; `last` is saved for the backward.
 
 In: graphs with offloads and reloads in them, and a placement.  Out: the same graphs, linked.
 
@@ -11,7 +13,7 @@ A copy depends on nothing that is computed around the place that was chosen for 
 the very front, for one.  So each of these operators names, as `after`, a tensor that is computed shortly before that
 place, and that lives until after it anyway; it is not read.
 
-Invariant: each offloaded tensor is let go once, after its own copy; each reload comes after what begins it; no tensor
+Invariant: each offloaded tensor is free once, after its own copy; each reload comes after what begins it; no tensor
 lives longer for being named, and none is made that would not be.
 """
 
@@ -28,54 +30,57 @@ from multigraph_backend.saved_tensors import graphs
 from multigraph_backend.saved_tensors.offload.operators import BEGIN, RELOAD, SETTLE
 
 
-def link_forward(graph: Graph, offloads: Mapping[str, Node], settles: Sequence[tuple[str, Sequence[str]]]) -> Node:
-    """Let offloaded tensors go where `settles` say; the node that ends it all, for saving.
+def link_forward(graph: Graph, offloads: Mapping[str, Node], waits: Sequence[tuple[str, Sequence[str]]]) -> Node:
+    """Wait for copies where `waits` say, and for the rest at the end; returns the last wait, for saving.
 
-    `offloads`: by name; `settles`: steps, and the names of what is let go before each.
+    `offloads`: by name; `waits`: steps, and the names of those whose copies are waited for before each.
     """
     left = dict(offloads)
     tokens: list[Node] = []
     steps = {node.name: node for node in graph.nodes}
-    for step, names in settles:
+    for step, names in waits:
         copies = [left.pop(name) for name in names]
         with graph.inserting_before(steps[step]):
             token = graph.call_function(SETTLE, ([copy.args[0] for copy in copies], copies, []))
         tokens.append(_with_meta(token, copies[-1]))
-        token.update_arg(2, anchors(token))
+        token.update_arg(2, ordered_after(token))
     with graph.inserting_before(graph.output_node()):
-        settled = graph.call_function(SETTLE, ([copy.args[0] for copy in left.values()], [*left.values()], tokens))
-    return _with_meta(settled, next(iter(offloads.values())))
+        last = graph.call_function(SETTLE, ([copy.args[0] for copy in left.values()], [*left.values()], tokens))
+    return _with_meta(last, next(iter(offloads.values())))
 
 
 def link_backward(
-    graph: Graph, copies: Mapping[str, Node], begins: Sequence[tuple[str, Sequence[str]]], settled: Node
+    graph: Graph, copies: Mapping[str, Node], prefetches: Sequence[tuple[str, Sequence[str]]], last_wait: Node
 ) -> None:
-    """Begin copies where `begins` say, and keep reloads where they stand; `copies`: on the host, by name."""
+    """Prefetch where `prefetches` say, and keep reloads where they stand; `copies`: on the host, by name.
+
+    All of that comes after `last_wait`, the last wait of the forward.
+    """
     steps = {node.name: node for node in graph.nodes}
     reloads = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=RELOAD)}
-    for step, names in begins:
+    for step, names in prefetches:
         begun = [copies[name] for name in names]
         first = reloads[begun[0]]
         with graph.inserting_before(steps[step]):
             token = graph.call_function(BEGIN, (begun, first.args[2], []))
         _with_meta(token, first)
-        token.update_arg(2, anchors(token))
+        token.update_arg(2, ordered_after(token))
         for copy in begun:
             reloads[copy].update_arg(3, [token])
     for node in reloads.values():
-        node.update_arg(4, anchors(node))
+        node.update_arg(4, ordered_after(node))
         node.meta.pop("eager_input_vals", None)  # of other arguments
     first_of_all = next(node for node in graph.nodes if node.target in (BEGIN, RELOAD))
     at = 4 if first_of_all.target is RELOAD else 2
-    first_of_all.update_arg(at, [*first_of_all.args[at], settled])
+    first_of_all.update_arg(at, [*first_of_all.args[at], last_wait])
 
 
-def anchors(node: Node) -> list[Node]:
-    """What was computed last before `node` and is needed behind it anyway; nothing where there is no such tensor.
+def ordered_after(node: Node) -> list[Node]:
+    """The tensor that keeps a copy in its place: computed last before `node`, and needed behind it anyway.
 
-    It is the result of a matmul, a convolution or attention, which has memory of its own in any case; rather one that
-    several operations read or that is returned: in another one a compiler may find a pattern, which a further reader
-    would spoil.
+    Nothing where there is no such tensor.  It is the result of a matmul, a convolution or attention, which has memory
+    of its own in any case; rather one that several operations read or that is returned: in another one a compiler may
+    find a pattern, which a further reader would spoil.
     """
     order = {entry: index for index, entry in enumerate(node.graph.nodes)}
     second: Node | None = None

@@ -5,10 +5,11 @@
     begun = begin(copies, device, after)
     x = reload(copy, dtype, device, begun, after)
 
-Inductor knows nothing of other streams, and would use the memory of a tensor again after its last reader.  So what is
-being copied is read once more, as `kept`, by the `settle` that waits for the copy.  The small result of the last one is
-saved too, so that nothing drops it.  `begun` and `after` are not read: they say what has to be done before.  `links`
-puts all that in.
+`offload` begins a copy to the host, and `settle` waits for copies; `begin` prefetches: it begins copies back, and
+`reload` waits for one of them.  Inductor knows nothing of other streams, and would use the memory of a tensor again
+after its last reader.  So what is being copied is read once more, as `kept`, by the `settle` that waits for the copy.
+The small result of the last one is saved too, so that nothing drops it.  `begun` and `after` are not read: they say
+what has to be done before.  `links` puts all that in.
 
 In: graphs that call these operators.  Out: calls of `transfers`.
 
@@ -53,12 +54,12 @@ def _offload(x: torch.Tensor) -> torch.Tensor:
 
 def _settle(kept: _Tensors, copies: _Tensors, after: _Tensors) -> torch.Tensor:
     if kept:
-        transfers.of(kept[0].device).settle(copies)
+        transfers.of(kept[0].device).wait(copies)
     return torch.empty(1, dtype=torch.uint8)
 
 
 def _begin(copies: _Tensors, device: torch.device, after: _Tensors) -> torch.Tensor:
-    transfers.of(device).begin(copies, device)
+    transfers.of(device).prefetch(copies, device)
     return torch.empty(1, dtype=torch.uint8)
 
 

@@ -1,12 +1,12 @@
 """Saved tensors on their way to the host and back: a copy stream, pinned buffers, copies that wait for copies.
 
     copy = transfers.offload(x)                      in forward
-    transfers.settle([copy])                         later; until then x stays as it is
-    transfers.begin([copy, another], device)         in backward
+    transfers.wait([copy])                           later; until then x stays as it is
+    transfers.prefetch([copy, another], device)      in backward
     x = transfers.reload(copy, dtype, device)        when it is needed
 
-A copy to the host begins when the work before it is done, and the caller does not wait for it before `settle`.  A copy
-from the host begins with `begin`, and the caller waits for it when it needs it; one that nobody has begun, then.
+A copy to the host begins when the work before it is done, and the caller does not wait for it before `wait`.  A copy
+from the host begins with `prefetch`, and the caller waits for it in `reload`, which begins it if nobody has.
 
 In: tensors, and a `CopyStream` for their device.  Out: bytes on the host in buffers of a pool, and tensors again.
 
@@ -116,14 +116,14 @@ def _measured(to: torch.Tensor, source: torch.Tensor) -> float:
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory on the host.  `own`: how many refer to it when nobody else does; `done`: the last copy into it; `begun`:
-    where, into what, and by which copy it is on its way back.
+    """Memory on the host.  `own`: how many refer to it when nobody else does; `done`: the last copy into it;
+    `prefetched`: where, into what, and by which copy it is on its way back.
     """
 
     memory: torch.Tensor
     own: int = 0
     done: Any = None
-    begun: tuple[Any, torch.Tensor, Any] | None = None
+    prefetched: tuple[Any, torch.Tensor, Any] | None = None
 
     @property
     def handle(self) -> int:
@@ -150,7 +150,7 @@ class Transfers:
         self._lock = threading.Lock()
         self._sized: dict[int, _Sized] = {}
         self._buffers: dict[int, _Buffer] = {}  # by the handle of their storage
-        self.copies = self.begun_before = 0
+        self.copies = self.prefetched = 0
 
     @property
     def host_bytes(self) -> int:
@@ -158,7 +158,7 @@ class Transfers:
         return sum(buffer.memory.nbytes for buffer in self._buffers.values())
 
     def offload(self, x: torch.Tensor) -> torch.Tensor:
-        """The bytes of `x` on the host; `x` stays as it is until they are settled."""
+        """The bytes of `x` on the host; `x` stays as it is until they are waited for."""
         with self._lock:
             buffer = self._take(x.nbytes)
             # not a view: its version is its own
@@ -171,8 +171,8 @@ class Transfers:
             self.copies += 1
         return host
 
-    def settle(self, copies: Sequence[torch.Tensor]) -> None:
-        """After this call what `copies` are of may go.  Where somebody may read them at once, they are there."""
+    def wait(self, copies: Sequence[torch.Tensor]) -> None:
+        """What `copies` are of is free after this call.  Where somebody may read them at once, they are there."""
         with self._lock:
             now = _compat.top_saved_tensors_hooks(True) and not self.stream.capturing()
             for copy in copies:
@@ -181,8 +181,8 @@ class Transfers:
                     if now:
                         self.stream.finish(buffer.done)
 
-    def begin(self, copies: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Have `copies` come back, one after the other; each takes memory of `device` from now on."""
+    def prefetch(self, copies: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Begin to copy `copies` back, one after the other; each takes memory of `device` from now on."""
         with self._lock:
             here = self.stream.at()
             for copy in copies:
@@ -196,28 +196,28 @@ class Transfers:
             if buffer is None:  # somebody has put another tensor in its place: hooks of the user's
                 return copy.to(device).view(dtype)
             here = self.stream.at()
-            if buffer.begun is not None and buffer.begun[0] != here:
+            if buffer.prefetched is not None and buffer.prefetched[0] != here:
                 self._give_up(buffer)
-            self.begun_before += buffer.begun is not None
+            self.prefetched += buffer.prefetched is not None
             self._begin(buffer, copy, device, here)
-            assert buffer.begun is not None
+            assert buffer.prefetched is not None
             made: torch.Tensor
-            _, made, token = buffer.begun
-            buffer.begun = None
+            _, made, token = buffer.prefetched
+            buffer.prefetched = None
             self.stream.wait(token)
         return made.view(dtype)
 
     def _begin(self, buffer: _Buffer, copy: torch.Tensor, device: torch.device, here: Any) -> None:
-        if buffer.begun is None:
+        if buffer.prefetched is None:
             made = torch.empty(copy.shape, dtype=torch.uint8, device=device)
-            buffer.begun = (here, made, self.stream.copy(made, copy))
+            buffer.prefetched = (here, made, self.stream.copy(made, copy))
 
     def _give_up(self, buffer: _Buffer) -> None:
-        """A copy that was begun and is not needed: its memory goes, and what comes there waits for the copy."""
-        if buffer.begun is not None:
-            at, _, token = buffer.begun
+        """A copy that was prefetched and is not needed: its memory is free, and what comes there waits for the copy."""
+        if buffer.prefetched is not None:
+            at, _, token = buffer.prefetched
             self.stream.wait(token, at)
-            buffer.begun = None
+            buffer.prefetched = None
 
     def _find(self, copy: torch.Tensor) -> _Buffer | None:
         return self._buffers.get(copy.untyped_storage()._cdata)

@@ -1,18 +1,30 @@
-"""From when to when an offloaded tensor takes memory of the device: in forward until its copy has arrived on the host,
-in backward from when its copy back begins.
+"""From where to where an offloaded tensor takes memory of the device: its window.
 
-    forward    pack ........ let go         the copy to the host runs in between, beside the steps
-    backward   begun ....... needed         and here the copy back
+    forward    offload .... wait        the copy to the host runs in between, beside the steps; then its memory is free
+    backward   prefetch ... needed      and here the copy back; its memory is taken from the prefetch on
 
-In: when tensors leave and are needed, as positions of steps; when each step begins and what each copy takes, in
-seconds; how many bytes are alive at each step.  Out: positions at which tensors are let go, and at which copies begin.
+Three tensors of 4 bytes leave at the steps 0, 1 and 2 of a forward of ten steps of 1 second each; a copy takes 1.5
+seconds, one after the other, and the user lets one further tensor leave before a copy is waited for (`waiting=1`):
 
-Time is bought with memory that is there anyway.  The user's bounds (`waiting`, `ahead`) give the shortest windows, and
-with them an estimated peak; a window is then made longer, until the copy fits into it, as far as that peak stays so.
-Windows that may as well be opened, or closed, together are: each such place is a cut for recordings.
+    waits(...)      1, 2, 2     where each is waited for at the soonest: there the device would stand still for it
+    arrivals(...)   2, 3, 5     where each copy has arrived by itself
+    later(0 bytes)  1, 2, 2     with no room for more bytes at any step: the device stands still for the copies
+    later(4)        2, 3, 2     with room for one tensor more: the first two take it, one after the other
+    later(8)        2, 5, 5     with room for two: the last two can be waited for at one place
+    later(12)       5, 5, 5     with room for three: all of them can
+
+In backward the same is done from the other end: `prefetches` begins each copy as late as the user's bounds (`ahead`)
+say, `departures` is where it has to begin to be there in time, and `earlier` moves towards that where there is room.
+
+In: where tensors leave and are needed, as positions of steps; when each step begins and what each copy takes, in
+seconds; how many bytes there is room for at each step.  Out: positions at which copies are waited for, and prefetched.
+
+So time is bought with memory that is there anyway.  The user's bounds give the shortest windows, and with them an
+estimated peak; a window is then made longer, until the copy fits into it, as long as the peak does not rise.  Windows
+that can begin or end at one place do: each such place is a cut for recordings.
 
 Invariant: no window is shorter than the user's bounds or the copy allow, none is longer than the copy needs unless it
-ends with another, and the estimated peak is the one of the shortest windows.  Pure.
+ends with another one, and the estimated peak is the one of the shortest windows.  Pure.
 """
 
 from __future__ import annotations
@@ -35,8 +47,8 @@ def arrivals(packed: Sequence[int], seconds: Sequence[float], times: Sequence[fl
     return found
 
 
-def let_go(packed: Sequence[int], waiting: Sequence[int], end: int) -> list[int]:
-    """Where each is let go at the soonest: when `waiting` further ones leave; at once, where there are no more."""
+def waits(packed: Sequence[int], waiting: Sequence[int], end: int) -> list[int]:
+    """Where each copy is waited for at the soonest: when `waiting` further ones leave; at once, if there are none."""
     found = []
     for index, further in enumerate(waiting):
         later = index + max(further, 1)
@@ -54,7 +66,7 @@ def departures(needed: Sequence[int], seconds: Sequence[float], times: Sequence[
     return [min(at, begin) for at, begin in zip(needed, reversed(found), strict=True)]
 
 
-def begun(needed: Sequence[int], departing: Sequence[int], ahead: Sequence[int]) -> list[int]:
+def prefetches(needed: Sequence[int], departing: Sequence[int], ahead: Sequence[int]) -> list[int]:
     """Where each copy begins at the latest: no more than `ahead` reloads before it is needed."""
     found: list[int] = []
     for index, further in enumerate(ahead):

@@ -52,15 +52,15 @@ def test_a_copy_has_arrived_when_it_is_waited_for_and_not_before(late: Transfers
     first, second = late.offload(x), late.offload(y)
     assert first.shape == (4, 32)
     assert stream(late).waiting == 2
-    late.settle([first])
+    late.wait([first])
     assert stream(late).waiting == 1
     assert torch.equal(first.view(torch.float32), x)
-    late.settle([second])
+    late.wait([second])
     assert torch.equal(late.reload(first, torch.float32, CPU), x)
-    assert late.begun_before == 0
-    late.begin([second], CPU)
+    assert late.prefetched == 0
+    late.prefetch([second], CPU)
     assert torch.equal(late.reload(second, torch.float32, CPU), y)
-    assert late.begun_before == 1
+    assert late.prefetched == 1
 
 
 def test_a_buffer_serves_again_when_nobody_has_it_any_more(late: Transfers) -> None:
@@ -81,13 +81,13 @@ def test_what_was_begun_for_an_earlier_use_of_a_buffer_is_never_handed_out(late:
     """A backward that ends in an error leaves a copy that nobody takes."""
     x, y = torch.randn(8), torch.randn(8)
     held = [late.offload(x), late.offload(y)]
-    late.begin(held, CPU)  # the second one is never asked for
+    late.prefetch(held, CPU)  # the second one is never asked for
     late.reload(held[0], torch.float32, CPU)
     del held
     fresh = [torch.randn(8), torch.randn(8)]
     held = [late.offload(entry) for entry in fresh]
     assert stream(late).host == 2
-    late.settle(held)
+    late.wait(held)
     for entry, host in zip(fresh, held, strict=True):
         assert torch.equal(late.reload(host, torch.float32, CPU), entry)
 
@@ -95,7 +95,7 @@ def test_what_was_begun_for_an_earlier_use_of_a_buffer_is_never_handed_out(late:
 def test_what_was_begun_at_another_place_is_begun_anew(late: Transfers) -> None:
     x, y = torch.randn(8), torch.randn(8)
     held = [late.offload(x), late.offload(y)]
-    late.begin(held[1:], CPU)
+    late.prefetch(held[1:], CPU)
     stream(late).place = "elsewhere"
     assert torch.equal(late.reload(held[1], torch.float32, CPU), y)
 
@@ -123,9 +123,9 @@ def test_inside_a_capture_a_buffer_is_given_away_for_good_and_none_is_made(late:
 def test_hooks_of_the_user_see_copies_that_have_arrived(late: Transfers) -> None:
     x = torch.randn(8)
     host = late.offload(x)
-    late.settle([])
+    late.wait([])
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        late.settle([host])
+        late.wait([host])
     assert stream(late).finished == 1
 
 
@@ -186,7 +186,7 @@ def test_copies_stay_where_they_were_placed_in_the_code_of_inductor(late: Transf
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
     count = late.copies
     assert count > 3
-    assert late.begun_before > 0
+    assert late.prefetched > 0
 
     layers = r"_flash_attention_for_cpu(_backward)?\.default\("
     attention = [found.start() for found in re.finditer(layers, backward)]
@@ -302,7 +302,7 @@ def test_gradients_are_bitwise_the_same_over_a_hundred_steps(late: Transfers) ->
         buffers = buffers or stream(late).host
         assert stream(late).host == buffers, number
     assert late.copies == 100 * buffers
-    assert late.begun_before > 50 * buffers
+    assert late.prefetched > 50 * buffers
     assert stream(late).waiting == 0
     assert accounts()[0].packed > 10
 

@@ -1,4 +1,4 @@
-"""When copies run: every tensor let go once and late enough, every copy back begun once and early enough."""
+"""When copies run: every copy waited for once and late enough, every copy back begun once and early enough."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_copies_run_one_after_the_other() -> None:
 
 
 def test_the_shortest_windows_are_those_of_the_rule() -> None:
-    assert windows.let_go([0, 1, 2, 3], [2, 2, 2, 2], 99) == [2, 3, 2, 3]
-    assert windows.let_go([0, 4], [0, 0], 99) == [4, 4]
-    assert windows.begun([10, 20, 30], [0, 0, 0], [1, 1, 2]) == [10, 10, 10]
-    assert windows.begun([10, 20, 30], [9, 19, 29], [2, 2, 2]) == [10, 19, 29]
-    assert windows.begun([10, 20], [0, 0], [0, 0]) == [10, 20]
+    assert windows.waits([0, 1, 2, 3], [2, 2, 2, 2], 99) == [2, 3, 2, 3]
+    assert windows.waits([0, 4], [0, 0], 99) == [4, 4]
+    assert windows.prefetches([10, 20, 30], [0, 0, 0], [1, 1, 2]) == [10, 10, 10]
+    assert windows.prefetches([10, 20, 30], [9, 19, 29], [2, 2, 2]) == [10, 19, 29]
+    assert windows.prefetches([10, 20], [0, 0], [0, 0]) == [10, 20]
 
 
 def test_windows_grow_where_there_is_room_and_share_their_ends() -> None:
@@ -39,6 +39,13 @@ def test_windows_grow_where_there_is_room_and_share_their_ends() -> None:
     assert windows.earlier(room[::-1], [7, 8], [3, 5], [4, 4]) == [3, 3]
     assert windows.earlier(room[::-1], [7, 8], [0, 0], [4, 4]) == [2, 2]
     assert windows.earlier(room[::-1], [7, 8], [3, 5], [6, 6]) == [3, 7]
+
+
+def test_the_example_that_opens_windows() -> None:
+    ends, arrived = windows.waits([0, 1, 2], [1, 1, 1], 10), windows.arrivals([0, 1, 2], [1.5] * 3, TIMES)
+    assert (ends, arrived) == ([1, 2, 2], [2, 3, 5])
+    found = [windows.later([room] * 10, ends, arrived, [4] * 3) for room in (0, 4, 8, 12)]
+    assert found == [[1, 2, 2], [2, 3, 2], [2, 5, 5], [5, 5, 5]]
 
 
 def test_what_is_needed_almost_at_once_is_awaited_at_one_place() -> None:
@@ -56,13 +63,13 @@ def test_rules_of_the_order_hold_for_any_times(seed: int) -> None:
     places = sorted(draw.randrange(99) for _ in range(count))
 
     arrived = [min(at, 99) for at in windows.arrivals(places, seconds, TIMES)]
-    ends = windows.let_go(places, [draw.randint(0, 4) for _ in range(count)], 99)
+    ends = windows.waits(places, [draw.randint(0, 4) for _ in range(count)], 99)
     longer = windows.later(room, ends, arrived, sizes)
     assert all(place <= soonest <= at <= 99 for place, soonest, at in zip(places, ends, longer, strict=True))
     assert all(at <= max(max(arrived), max(ends)) for at in longer)
 
     departing = windows.departures(places, seconds, TIMES)
-    starts = windows.begun(places, departing, [draw.randint(0, 3) for _ in range(count)])
+    starts = windows.prefetches(places, departing, [draw.randint(0, 3) for _ in range(count)])
     sooner = windows.earlier(room, starts, departing, sizes)
     assert all(0 <= at <= start <= place for at, start, place in zip(sooner, starts, places, strict=True))
     assert sooner == sorted(sooner)
@@ -109,8 +116,8 @@ def test_what_waits_in_forward_and_what_comes_early_in_backward_is_in_the_estima
         forward, backward, [offloading(name, ahead=2, seconds=1.5) for name in names], frozenset({"out"}),
         seconds=seconds,
     )  # fmt: skip
-    assert late.begins == ()  # copies take no time
-    assert len([name for _, group in early.begins for name in group]) == 9
+    assert late.prefetches == ()  # copies take no time
+    assert len([name for _, group in early.prefetches for name in group]) == 9
     assert early.backward_peak > late.backward_peak
 
 
@@ -122,18 +129,18 @@ def test_one_that_is_away_for_long_has_the_time_that_its_copy_needs_and_adds_not
     placed = place(forward, backward, [offloading("h0", 0, 0, 4.5)], others, seconds=seconds)
     slow = place(forward, backward, [offloading("h0", 0, 0, 400.0)], others, seconds=seconds)
     positions = {step.name: index for program in (forward, backward) for index, step in enumerate(program.steps)}
-    ((step, names),) = placed.settles
+    ((step, names),) = placed.waits
     assert names == ("h0",)
     assert positions[step] == positions[placed.pack_before["h0"]] + 5
-    ((step, names),) = placed.begins
+    ((step, names),) = placed.prefetches
     assert names == ("h0",)
     assert positions[step] == positions[placed.unpackings["h0"][0].before] - 5
     assert placed.forward_peak == placed.unpacked_forward_peak - BIG
     assert placed.backward_peak == placed.unpacked_backward_peak - BIG
     # one that would need longer gets what there is; then the step waits for it
     assert (slow.forward_peak, slow.backward_peak) == (placed.forward_peak, placed.backward_peak)
-    assert positions[placed.settles[0][0]] < positions[slow.settles[0][0]] < len(forward.steps) - 1
-    assert 0 < positions[slow.begins[0][0]] < positions[step]
+    assert positions[placed.waits[0][0]] < positions[slow.waits[0][0]] < len(forward.steps) - 1
+    assert 0 < positions[slow.prefetches[0][0]] < positions[step]
 
 
 def test_a_copy_that_begins_early_takes_memory_from_there() -> None:

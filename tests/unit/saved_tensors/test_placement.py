@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step, peak
-from multigraph_backend.saved_tensors.placement import FAR, Packing, Unpacking, packed_backward, place
+from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step, live_bytes, peak
+from multigraph_backend.saved_tensors.placement import FAR, Packing, Unpacking, packed_backward, packed_forward, place
 from tests.support.saved_tensors.layers import BIG, layers
 
 SMALL = 10
@@ -24,6 +24,26 @@ def narrowing(name: str) -> Packing:
         unpack=Fragment((Step("u", frozenset({"q"}), ("u",)),), {"q": SMALL, "u": BIG}, ("q",), ("u",)),
         cheap=True,
     )
+
+
+def test_the_example_that_opens_the_module() -> None:
+    names = ["h1", "h2", "h3", "h4"]
+    forward = [Step(name, frozenset({before}), (name,)) for before, name in zip(["x", *names], names, strict=False)]
+    gradients = [Step(f"g{at}", frozenset({f"h{at}", f"g{at + 1}"}), (f"g{at}",)) for at in (4, 3, 2, 1)]
+    sizes = {**dict.fromkeys(["x", *names], 4), **{f"g{at}": 1 for at in range(1, 5)}, "g5": 0}
+    before = Program((*forward, Step("return", frozenset(names))), sizes, held=frozenset({"x"}))
+    behind = Program((*gradients, Step("return", frozenset({"g1"}))), sizes, frozenset({*names, "g5"}))
+    pack = Fragment((Step("q", frozenset({"x"}), ("q",)),), {"x": 4, "q": 1}, ("x",), ("q",))
+    unpack = Fragment((Step("u", frozenset({"q"}), ("u",)),), {"q": 1, "u": 4}, ("q",), ("u",))
+    packings = [Packing(name, name, name, (name,), pack, unpack) for name in names]
+    placed = place(before, behind, packings, frozenset())
+    assert live_bytes(before) == (4, 8, 12, 16, 16)
+    assert live_bytes(behind) == (17, 14, 10, 6, 1)
+    last = {"h1": 2, "h2": 3, "h3": 4, "h4": 4}
+    assert live_bytes(packed_forward(before, packings, dict.fromkeys(names, 4), frozenset()))[4:] == (17, 14, 11, 8, 4)
+    assert live_bytes(packed_forward(before, packings, last, frozenset())) == (4, 8, 9, 9, 10, 10, 11, 8, 4)
+    assert (placed.unpacked_forward_peak, placed.stock_forward_peak, placed.forward_peak) == (16, 17, 11)
+    assert (placed.unpacked_backward_peak, placed.stock_backward_peak, placed.backward_peak) == (17, 17, 8)
 
 
 def test_the_peak_no_longer_grows_with_the_layers() -> None:
