@@ -1,15 +1,21 @@
 """What autograd saves for backward, packed inside the compiled forward and unpacked inside the compiled backward.
 
-`rules` are what the user wants of which tensor, `packs` the ready ways to do it, `hooks` those that users write (known
-by their `content`; `structure` takes apart what they return).
+The modules, in the order in which a partition of a joint graph passes them:
 
-`partitioner` has the way of one graph: Inductor's partition of it, and then all of the following.  `regions` opens what
-is compiled once and called often.  `choosing` says by the rules which buffers are packed, `within_budget` by a number
-of bytes (`budget` is the choice, pure); `statistics` are kept.  `units` traces each kind of pack once (`tracing`);
-`recompute` and `pointwise` make units that the backward computes again (`repeating`: what may be).  `estimate` makes
-programs of the graphs and their packs, for `placement`, which puts packs and unpacks where the estimated peak is least
-(by `lifetimes` and `costs`, read off by `graphs`).  `surgery` carries the plan out on both graphs.
+    rules, hooks       what the user wants of which tensor, and packs of his own; `content` knows these by what they do
+    budget             how much may be saved, and the choice by price
+    partitioner        Inductor's partitioner, and then all of the following
+    graphs             both graphs as a `Partition`; views, memory, and programs for `lifetimes`: bytes alive at a step
+    choosing           each saved tensor as a candidate, and what the rules say of it; `statistics`: what scales others
+    units              one buffer that is to be packed; traced
+    tracing            its pack and unpack as graphs: ready ones of `packs`, or a user's, taken apart by `structure`
+    rematerialize      or computed again in the backward
+    within_budget      where there is a budget: which units are packed, and how; `costs`: estimated seconds
+    placement          where packs and unpacks go
+    surgery            the plan carried out on both graphs
+    offload/           tensors that wait for their backward on the host
+    account            what became of each saved tensor
+    output_code        the compiled forward with its account, as torch caches it
 
-`offload` is tensors that wait on the host; `kept` holds generated code against their copies.  `output_code` is forward
-code as torch keeps it, with the `account` of what became of each saved tensor.
+The partitioner needs Inductor, and is imported by a compile that packs; rules, hooks, budget and account do not.
 """

@@ -5,10 +5,11 @@ name does not say that, and neither does a promise; the code, what it closes ove
 
 In: a function, a graph module, or any value that one refers to.  Out: a hexadecimal digest, or `CannotHash`.
 
-Invariant: what cannot be told apart by its content raises; nothing is left out because it is unknown.  An object is
-its class, all of that, and what a copy of it would be made of; one that has a say in its own copies raises.  Modules of
-the standard library, torch and numpy count by name and version, and so do operators of torch, which code calls by name.
-Not content are annotations of functions, and what Python notes about a class for itself.
+Invariant: what cannot be told apart by its content raises; nothing is left out because it is unknown.  The content of
+an object is its class, all of that, and what a copy of it would be made of; an object that defines itself how it is
+copied raises.  Modules of the standard library, torch and numpy count by name and version, and so do operators of
+torch, which code calls by name.  Annotations of functions, and what Python notes about a class for itself, are no
+content.
 """
 
 from __future__ import annotations

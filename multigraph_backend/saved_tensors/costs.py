@@ -3,8 +3,8 @@
 In: an FX graph with fake values.  Out: seconds for each node, from how many bytes it reads and writes and how many
 multiplications it does, for a machine of the kind that its tensors are on.
 
-The figures of machines are round ones; what is chosen by them hangs on their ratios.  Nothing is right or wrong by
-them.
+The figures of machines are round numbers, and what is chosen by them depends on their ratios.  A figure that is wrong
+makes a step slower or larger, never its result wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MACHINES: Mapping[str, Machine] = {
     "cuda": Machine(2.5e12, 5e14, 1e14),
     "cpu": Machine(2e10, 1e11, 1e11),
 }
-#: what none of today's is faster than
+#: no machine of today is faster than this
 FASTEST: Mapping[str, Machine] = {
     "cuda": Machine(5e12, 9e14, 4e14),
     "cpu": Machine(2e11, 2e12, 2e12),
@@ -56,7 +56,7 @@ def seconds_of(graph: Graph) -> dict[str, float]:
 def least_seconds_of(graph: Graph) -> dict[str, float]:
     """Seconds of each node, by its name, at the least: on a fast machine, what is element by element fused.
 
-    For copies beside the steps: one that is begun too early only takes memory, one that is begun too late holds
+    For copies beside the steps: one that begins too early only takes memory, one that begins too late holds
     everything up.  What a compiler fuses moves no bytes: only what it reads from other kinds of steps counts, and what
     it gives to them.
     """

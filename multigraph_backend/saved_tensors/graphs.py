@@ -173,7 +173,7 @@ def program(graph: Graph, held: Iterable[str] = ()) -> Program:
             view = viewed(node) is not None and node.target is not torch.ops.aten.copy_.default
             makes = () if viewed(node) is not None or node.target is operator.getitem else buffers.of(node)
             steps.append(Step(node.name, frozenset(reads), makes, view or node.target is operator.getitem))
-    kept = {name for value in results(graph) if isinstance(value, Node) for name in buffers.of(value)}
+    returned = {name for value in results(graph) if isinstance(value, Node) for name in buffers.of(value)}
     by_name = {node.name: node for node in graph.find_nodes(op="placeholder")}
     owned = {name for entry in held if entry in by_name for name in buffers.of(by_name[entry])}
     same: dict[str, str] = {}
@@ -188,17 +188,17 @@ def program(graph: Graph, held: Iterable[str] = ()) -> Program:
         sizes=buffers.sizes,
         given=frozenset(given),
         held=frozenset(owned | constants),
-        results=frozenset(kept - constants),
+        results=frozenset(returned - constants),
         same={name: memory for name, memory in same.items() if name != memory},
     )
 
 
-_NO_MEMORY = ("convert_element_type", "inductor_random", "inductor_lookup_seed", "_to_copy")
+_ELEMENTWISE = ("convert_element_type", "inductor_random", "inductor_lookup_seed", "_to_copy")  # without the tag
 
 
 def elementwise(node: Node) -> bool:
     """Whether each element of the result comes from one place: Inductor computes it where it is read."""
-    named = any(name in str(node.target) for name in _NO_MEMORY)
+    named = any(name in str(node.target) for name in _ELEMENTWISE)
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or named
 
 

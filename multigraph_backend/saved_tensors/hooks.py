@@ -60,7 +60,7 @@ class SavedHook:
     def unpack(self) -> Callable[[Any], Any]:
         """With a function: this hook with that as its unpack function (a decorator).  With what was packed: the tensor.
 
-        The two are told apart by what they are given: until there is an unpack function, it is one that is given.
+        Which of the two it is depends on the hook: the first as long as it has no unpack function, then the second.
         """
         return self._with if self._unpack is None else self._unpack
 

@@ -1,7 +1,7 @@
 """How many bytes are alive at each step of a program, from who makes and who reads what.
 
-A saved tensor that is packed at the right step lowers the peak, at the wrong one it raises it; which is which is a sum
-over lifetimes, no matter of taste.  This module is that sum: pure, over names and sizes.  `graphs` reads programs from
+A saved tensor that is packed at the right step lowers the peak, at the wrong one it raises it; this can be
+computed, as a sum over lifetimes.  This module is that sum: pure, over names and sizes.  `graphs` reads programs from
 FX graphs, `placement` compares them.
 
 In: a `Program`.  Out: bytes alive while each step runs.

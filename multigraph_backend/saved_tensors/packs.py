@@ -25,7 +25,7 @@ UnpackFunction = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-# added to a small number, its last bits are that number, rounded to nearest: a GPU is slow at rounding and converting
+# a small number added to it is, rounded to nearest, in its last bits; a GPU is slower at rounding and converting
 _ONES_LAST = 1.5 * 2**23
 # bits behind the leading one, and the smallest normal number as a power of two
 _PRECISION = {"bfloat16": (7, -126), "float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}
@@ -74,7 +74,7 @@ def _scaled(pack: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunc
         x = x.to(torch.float32)
         if block is not None:
             x = x.unflatten(-1, (row // block, block))
-        # one over it is a normal number too
+        # so that its reciprocal is a normal number too
         scale = x.abs().amax(-1, keepdim=True).clamp(min=2 * torch.finfo(torch.float32).tiny * most) / most
         scale = torch.where(torch.isfinite(scale), scale, math.nan)
         x = x * scale.reciprocal()
@@ -83,7 +83,7 @@ def _scaled(pack: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunc
             x = x.clamp(-most, most)
         elif pack.dtype == "int8":
             return (x + _ONES_LAST).view(torch.int32).to(target), scale
-        return x.to(target), scale  # beyond `most` by rounding alone, which ends there
+        return x.to(target), scale  # rounding may have put it just beyond `most`, to which it is rounded here
 
     def restore(packed: Sequence[torch.Tensor]) -> torch.Tensor:
         x = packed[0].to(torch.float32) * packed[1]
@@ -155,10 +155,11 @@ def block_of(pack: Scaled, value: torch.Tensor) -> int | None:
 def _within(x: torch.Tensor, most: float) -> torch.Tensor:
     """`x` where it is at most `most`, else that; NaN for what is not finite.
 
-    A product with 0 is NaN for just that.  A clamp and a question for each element take a GPU longer than the bytes.
+    Times 0 a value is NaN where it is not finite, and else 0.  On a GPU, a clamp and a test of each element would take
+    longer than reading and writing it.
     """
-    nothing = x * 0.0  # by an integer 0 Inductor takes it for 0
-    if x.device.type == "cuda" and torch.version.hip is None:  # there a conversion to fp8 in Triton ends at `most`
+    nothing = x * 0.0  # with an integer 0 Inductor would replace the product by 0
+    if x.device.type == "cuda" and torch.version.hip is None:  # there Triton's conversion to fp8 stops at `most`
         return x + nothing
     return torch.where(x.abs() < most, x, torch.where(x < 0, -most, most) + nothing)
 

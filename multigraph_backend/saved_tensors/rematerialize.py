@@ -190,7 +190,7 @@ def lend_parameters(partition: Partition) -> list[str]:
     forward, backward = partition.forward, partition.backward
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     results = graphs.results(forward.graph)
-    unchecked = "saved_tensor_with_no_vc_check"  # these come together, at one end
+    unchecked = "saved_tensor_with_no_vc_check"  # what is saved so comes together, at one end
     first = next(
         (
             node
@@ -246,6 +246,6 @@ def _set_results(graph: Graph, results: list[Any], at: int, more: int) -> None:
     before = len(graphs.results(graph))
     output.args = (tuple(results),)
     if isinstance(described, list | tuple) and len(described) == before:
-        kept = list(described)
-        kept[at : at + (1 if more < 0 else 0)] = [described[at]] * max(more, 0)
-        output.meta["desc"] = type(described)(kept)
+        descriptions = list(described)
+        descriptions[at : at + (1 if more < 0 else 0)] = [described[at]] * max(more, 0)
+        output.meta["desc"] = type(described)(descriptions)

@@ -154,7 +154,7 @@ class Match:
     dtype: the type of its elements, "float32"
     min_bytes: its size at the least
     module: path or glob of the module that produced it, "layers.0.attention", "layers.*"
-    role: "intermediate", "input", "parameter" or "output"
+    role: "intermediate", "statistic", "input", "parameter" or "output"
     pointwise: whether it is made pointwise of what else is saved, and of parameters: the output of an activation whose
     input is saved too, of a norm whose statistics are
     """

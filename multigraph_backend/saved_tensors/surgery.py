@@ -29,7 +29,7 @@ def carry_out(partition: Partition, units: Sequence[Traced], placement: Placemen
     forward, backward = partition.forward, partition.backward
     replaced: dict[Node, list[Node]] = {}
     placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    unpacked: list[_Unit] = []
+    unpacked: list[_Unpacked] = []
     packed: dict[str, list[Node]] = {}
     for traced in units:
         name = traced.unit.name
@@ -46,7 +46,7 @@ def carry_out(partition: Partition, units: Sequence[Traced], placement: Placemen
         replaced.update({member: saved if member is first else [] for member in traced.unit.members})
         members = [placeholders[member.name] for member in traced.unit.members]
         inputs = _inputs(backward.graph, members[0], saved)
-        unpacked.append(_Unit(traced, members, inputs, placement.unpackings[name]))
+        unpacked.append(_Unpacked(traced, members, inputs, placement.unpackings[name]))
     _exchange_results(forward.graph, partition.outputs, replaced)
     reloads = {name: index for index, name in enumerate(placement.reloads)}
     for unit in sorted(unpacked, key=lambda unit: reloads.get(unit.traced.unit.name, -1)):
@@ -64,7 +64,7 @@ def carry_out(partition: Partition, units: Sequence[Traced], placement: Placemen
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _Unpacked:
     traced: Traced
     members: list[Node]
     inputs: list[Node]
@@ -126,7 +126,7 @@ def _remove_unused_views(graph: Graph, node: Node) -> None:
         node = above
 
 
-def _unpack(backward: GraphModule, unit: _Unit) -> None:
+def _unpack(backward: GraphModule, unit: _Unpacked) -> None:
     """A copy of the unpack for each cluster of uses, and the views that each use needs, made again next to it."""
     graph, traced = backward.graph, unit.traced
     inputs = _tensor_inputs(traced, unit.inputs)

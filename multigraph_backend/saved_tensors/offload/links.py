@@ -2,7 +2,7 @@
 
     offload(a)                        begun = begin([a, b], after=[x])
     offload(b)                        reload(a, begun=[begun], after=[y])
-    s = settle(kept=[a, b])           reload(b, begun=[begun], after=[z])
+    s = settle(sources=[a, b])        reload(b, begun=[begun], after=[z])
     last = settle(after=[s])
 
 `settle` waits for copies, and `begin` prefetches them; `last` is saved for the backward.

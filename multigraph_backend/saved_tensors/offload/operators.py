@@ -1,13 +1,13 @@
 """Offloading as operators, for graphs: bytes of a tensor to the host in forward, back in backward.
 
     copy = offload(x)
-    settled = settle(kept, copies, after)
+    waited = settle(sources, copies, after)
     begun = begin(copies, device, after)
     x = reload(copy, dtype, device, begun, after)
 
 `offload` begins a copy to the host, and `settle` waits for copies; `begin` prefetches: it begins copies back, and
 `reload` waits for one of them.  Inductor knows nothing of other streams, and would use the memory of a tensor again
-after its last reader.  So what is being copied is read once more, as `kept`, by the `settle` that waits for the copy.
+after its last reader.  So what is being copied is read once more, as a source, by the `settle` that waits for the copy.
 The small result of the last one is saved too, so that nothing drops it.  `begun` and `after` are not read: they say
 what has to be done before.  `links` puts all that in.
 
@@ -34,9 +34,9 @@ def _tags(*names: str) -> tuple[torch.Tag, ...]:
 
 
 # where strides are prescribed, Inductor makes a copy of its own for each operator of what has no memory yet: `settle`
-# would keep another one than `offload` reads
+# would read another one than `offload`
 _library.define("offload(Tensor x) -> Tensor", tags=_tags("flexible_layout"))
-_library.define("settle(Tensor[] kept, Tensor[] copies, Tensor[] after) -> Tensor", tags=_tags("flexible_layout"))
+_library.define("settle(Tensor[] sources, Tensor[] copies, Tensor[] after) -> Tensor", tags=_tags("flexible_layout"))
 _library.define(
     "begin(Tensor[] copies, Device device, Tensor[] after) -> Tensor", tags=_tags("needs_fixed_stride_order")
 )
@@ -52,9 +52,9 @@ def _offload(x: torch.Tensor) -> torch.Tensor:
     return transfers.of(x.device).offload(x)
 
 
-def _settle(kept: _Tensors, copies: _Tensors, after: _Tensors) -> torch.Tensor:
-    if kept:
-        transfers.of(kept[0].device).wait(copies)
+def _settle(sources: _Tensors, copies: _Tensors, after: _Tensors) -> torch.Tensor:
+    if sources:
+        transfers.of(sources[0].device).wait(copies)
     return torch.empty(1, dtype=torch.uint8)
 
 

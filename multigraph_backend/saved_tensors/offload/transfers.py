@@ -31,22 +31,22 @@ _MEASURED_BYTES = 64 << 20
 
 
 class CopyStream(Protocol):
-    """Copies between a device and the host, one after the other, beside what the calling thread has the device do."""
+    """Copies between a device and the host, one after the other, on a stream beside the one of the calling thread."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy, after all that the caller has told the device so far; returns a token of it at once."""
+        """Begin a copy behind all that is on the caller's stream so far; returns a token of it at once."""
 
     def wait(self, token: Any, at: Any = None) -> None:
-        """What the caller tells the device from now on, or what is told to it at `at`, comes after that copy."""
+        """Have the caller's stream, or the stream `at`, wait for that copy before what comes on it from now on."""
 
     def finish(self, token: Any) -> None:
         """Return when that copy is done."""
 
     def at(self) -> Any:
-        """Where the caller tells the device what to do (its current stream); memory made there is for there."""
+        """The caller's current stream: memory that is made there is used again on it, and nowhere else."""
 
     def capturing(self) -> bool:
-        """Whether what the caller tells the device is only recorded."""
+        """Whether the caller's stream is being captured."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Bytes on the host that copies may run from and to beside everything else."""
@@ -117,13 +117,13 @@ def _measured(to: torch.Tensor, source: torch.Tensor) -> float:
 @dataclass(eq=False)
 class _Buffer:
     """Memory on the host.  `own`: how many refer to it when nobody else does; `done`: the last copy into it;
-    `prefetched`: where, into what, and by which copy it is on its way back.
+    `on_its_way`: where, into what, and by which copy it is on its way back.
     """
 
     memory: torch.Tensor
     own: int = 0
     done: Any = None
-    prefetched: tuple[Any, torch.Tensor, Any] | None = None
+    on_its_way: tuple[Any, torch.Tensor, Any] | None = None
 
     @property
     def handle(self) -> int:
@@ -161,13 +161,13 @@ class Transfers:
         """The bytes of `x` on the host; `x` stays as it is until they are waited for."""
         with self._lock:
             buffer = self._take(x.nbytes)
-            # not a view: its version is its own
+            # no view of the buffer, so that it has a version counter of its own
             host: torch.Tensor = torch.empty(0, dtype=torch.uint8)
             host = host.set_(buffer.memory.untyped_storage(), 0, (x.nbytes,), (1,)).view(host_shape(x))
             plain = x.contiguous()
             buffer.done = self.stream.copy(host, plain.view(torch.uint8))
             if plain is not x and plain.data_ptr() != x.data_ptr():
-                self.stream.wait(buffer.done)  # `plain` goes now
+                self.stream.wait(buffer.done)  # `plain` is freed when this returns
             self.copies += 1
         return host
 
@@ -196,28 +196,28 @@ class Transfers:
             if buffer is None:  # somebody has put another tensor in its place: hooks of the user's
                 return copy.to(device).view(dtype)
             here = self.stream.at()
-            if buffer.prefetched is not None and buffer.prefetched[0] != here:
+            if buffer.on_its_way is not None and buffer.on_its_way[0] != here:
                 self._give_up(buffer)
-            self.prefetched += buffer.prefetched is not None
+            self.prefetched += buffer.on_its_way is not None
             self._begin(buffer, copy, device, here)
-            assert buffer.prefetched is not None
+            assert buffer.on_its_way is not None
             made: torch.Tensor
-            _, made, token = buffer.prefetched
-            buffer.prefetched = None
+            _, made, token = buffer.on_its_way
+            buffer.on_its_way = None
             self.stream.wait(token)
         return made.view(dtype)
 
     def _begin(self, buffer: _Buffer, copy: torch.Tensor, device: torch.device, here: Any) -> None:
-        if buffer.prefetched is None:
+        if buffer.on_its_way is None:
             made = torch.empty(copy.shape, dtype=torch.uint8, device=device)
-            buffer.prefetched = (here, made, self.stream.copy(made, copy))
+            buffer.on_its_way = (here, made, self.stream.copy(made, copy))
 
     def _give_up(self, buffer: _Buffer) -> None:
         """A copy that was prefetched and is not needed: its memory is free, and what comes there waits for the copy."""
-        if buffer.prefetched is not None:
-            at, _, token = buffer.prefetched
+        if buffer.on_its_way is not None:
+            at, _, token = buffer.on_its_way
             self.stream.wait(token, at)
-            buffer.prefetched = None
+            buffer.on_its_way = None
 
     def _find(self, copy: torch.Tensor) -> _Buffer | None:
         return self._buffers.get(copy.untyped_storage()._cdata)

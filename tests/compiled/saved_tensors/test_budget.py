@@ -46,6 +46,27 @@ class Peaks:
         return 1000 - 10 * len(self.made) + random.Random(str(key)).randint(0, 30)
 
 
+def test_the_example_that_opens_the_module() -> None:
+    class Rising:
+        def __init__(self) -> None:
+            self.made: list[str] = []
+
+        def make(self, move: Move) -> bool:
+            self.made.append(move.unit + str(move.way))
+            return True
+
+        def undo(self, move: Move) -> None:
+            self.made.remove(move.unit + str(move.way))
+
+        def peak(self) -> int:
+            return 100 + ("h0" in self.made)
+
+    again, offload = Move("g", 0, 6, 1.2), Move("h", 0, 8, 4.0)
+    cast, bits = Move("h", 1, 4, 1.0, lossy=True), Move("m", 0, 2, 2.4)
+    assert [round(move.price, 6) for move in (again, offload, cast, bits)] == [0.2, 0.5, 1.0, 1.2]
+    assert budget.choose([bits, cast, offload, again], 20, 10, Rising()) == [again, cast]
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_a_smaller_budget_goes_further_and_never_needs_more(seed: int) -> None:
     draw = random.Random(seed)
