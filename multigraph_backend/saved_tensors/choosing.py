@@ -3,6 +3,11 @@
 In: a `Partition`, the rules.  Out: units to pack, and the tensors that are kept, each with the reason.  The graph is
 read once, into candidates; what any list of rules says of these is a question to plain data.
 
+    h = mm(x, w);  q, k, v = split(h);  t = h.t()      the forward saves q, k, v and t:
+                                                       one candidate, source h, members q, k, v, t
+    a = mm(x, w);  b = a[:2]                           it saves b, which is less than a:
+                                                       one candidate, source b, member b
+
 Saved tensors that share memory are one unit: a transpose, a view and the three parts of a projection that attention
 reads lie in one buffer, which is packed once; each of them is a view of what is unpacked.  A unit is packed as its
 elements lie in memory, so that a transpose is scaled along the rows of what it is a transpose of.

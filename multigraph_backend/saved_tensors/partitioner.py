@@ -140,13 +140,13 @@ def _carry_out(partition: Partition, traced: Sequence[Traced], reordered: bool) 
     What is computed again from what is packed comes first: to the others these are steps like any.
     """
     packed = {member.name for entry in traced for member in entry.unit.members}
-    leaning: list[Traced] = []
+    from_packed: list[Traced] = []
     rest: list[Traced] = []
     for entry in traced:
-        leans = any(node.name in packed for node in entry.computed_from)
-        (leaning if leans else rest).append(entry)
+        needs_packed = any(node.name in packed for node in entry.computed_from)
+        (from_packed if needs_packed else rest).append(entry)
     found = []
-    for part in filter(None, (leaning, rest)):
+    for part in filter(None, (from_packed, rest)):
         found.append(Estimate(partition, reordered).place(part))
         surgery.carry_out(partition, part, found[-1])
     return found[0] if len(found) == 1 else found[1].after(found[0])
@@ -155,14 +155,14 @@ def _carry_out(partition: Partition, traced: Sequence[Traced], reordered: bool) 
 def _by_rules(partition: Partition, choice: Choice) -> tuple[list[Traced], list[Kept]]:
     """The units of `choice`, traced; what cannot be traced is kept."""
     tracer = Tracer(partition.backward)
-    # what is computed again leans on nothing that a rule is about, or if it may on what is packed
+    # what is computed again is computed from nothing that a rule packs, or, if it may, from what is packed
     taken = {member.name for unit in choice.units for member in unit.members}
     again = {member.name for unit in choice.units if isinstance(unit.pack, Recompute) for member in unit.members}
     traced, kept = [], list(choice.kept)
     for unit in choice.units:
-        leans = isinstance(unit.pack, Recompute) and unit.pack.from_packed
+        from_packed = isinstance(unit.pack, Recompute) and unit.pack.from_packed
         try:
-            traced.append(tracer.trace(unit, again if leans else taken))
+            traced.append(tracer.trace(unit, again if from_packed else taken))
         except CannotPack as reason:
             kept += [Kept(member, unit.described, str(reason)) for member in unit.members]
     return traced, kept

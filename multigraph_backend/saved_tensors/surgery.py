@@ -1,5 +1,10 @@
 """A plan carried out on the two graphs: packs and unpacks put in, saved tensors exchanged for what is saved instead.
 
+    forward   h = mm(x, w);  y = sin(h);                  return y, h       h is saved, and
+    becomes   h = mm(x, w);  y = sin(h);  p = bf16(h);    return y, p       a cast is its pack
+    backward  given h, g:    c = cos(h);                  return mul(g, c)
+    becomes   given p, g:    u = fp32(p);  c = cos(u);    return mul(g, c)
+
 In: a `Partition`, traced units, a placement.  Out: the same two modules, changed.
 
 Invariant: what forward returns behind the caller's outputs and what backward takes stay in the same order and of the

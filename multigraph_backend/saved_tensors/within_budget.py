@@ -12,7 +12,7 @@ Invariant: a tensor that another one is computed from is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -67,23 +67,29 @@ def choose(partition: Partition, candidates: Sequence[Candidate], rules: Sequenc
     made = budget.choose(moves, saved, goal, plan)
     left = saved - sum(move.saves for move in made)
     traced_units = [plan.made[move.unit] for move in made]
-    packed = {member for entry in traced_units for member in entry.unit.members}
-    needed = {node.name for entry in traced_units for node in entry.computed_from}
+    met = left <= goal
+    for unit in everything.units:
+        refused.setdefault(unit.source, "the budget is met without it" if met else "nothing lowers it")
+    said = f"budget {wanted}: {goal} of {saved} bytes; {left} are saved"
+    kept = _kept(partition, everything, traced_units, refused)
+    return Chosen(traced_units, kept, said if met else f"{said}, and nothing more can be done")
+
+
+def _kept(partition: Partition, everything: Choice, made: Sequence[Traced], reasons: Mapping[Node, str]) -> list[Kept]:
+    """The saved tensors that are in none of the units `made`; `reasons`: by the sources of units."""
+    packed = {member for entry in made for member in entry.unit.members}
+    needed = {node.name for entry in made for node in entry.computed_from}
+    units = {member: unit for unit in everything.units for member in unit.members}
+    others = {entry.node: entry for entry in everything.kept}
     kept = []
     for node in partition.saved_tensors():
-        if node in packed:
-            continue
-        entry = next((known for known in everything.kept if known.node is node), None)
-        unit_of = next((known for known in everything.units if node in known.members), None)
-        if unit_of is not None:
-            why = refused.get(unit_of.source, "the budget is met without it" if left <= goal else "nothing lowers it")
-            if node.name in needed:
-                why = "others are computed from it"
-            kept.append(Kept(node, unit_of.described, why))
-        elif entry is not None:
-            kept.append(entry)
-    said = f"budget {wanted}: {goal} of {saved} bytes; {left} are saved"
-    return Chosen(traced_units, kept, said if left <= goal else f"{said}, and nothing more can be done")
+        if node in units and node not in packed:
+            unit = units[node]
+            reason = "others are computed from it" if node.name in needed else reasons[unit.source]
+            kept.append(Kept(node, unit.described, reason))
+        elif node in others and node not in packed:
+            kept.append(others[node])
+    return kept
 
 
 class _Plan:
