@@ -12,7 +12,7 @@ The modules, in the order in which a partition of a joint graph passes them:
     rematerialize      or computed again in the backward
     within_budget      where there is a budget: which units are packed, and how; `costs`: estimated seconds
     placement          where packs and unpacks go
-    surgery            the plan carried out on both graphs
+    surgery            the plan carried out on both graphs; `links`: who waits for which copy to the host, and where
     offload/           tensors that wait for their backward on the host
     account            what became of each saved tensor
     output_code        the compiled forward with its account, as torch caches it

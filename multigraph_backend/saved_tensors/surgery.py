@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from multigraph_backend.saved_tensors import graphs, tracing
+from multigraph_backend.saved_tensors import graphs, links, tracing
 from multigraph_backend.saved_tensors.graphs import Partition
-from multigraph_backend.saved_tensors.offload import links
 from multigraph_backend.saved_tensors.placement import Placement, Unpacking
 from multigraph_backend.saved_tensors.units import Traced
 

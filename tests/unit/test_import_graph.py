@@ -23,7 +23,6 @@ NOT_YET_DOWN = {("cudagraphs", "options"), ("distributed", "cudagraphs")}
 NOT_YET_A_LINE = {
     "cudagraphs": [{"devices", "recordings"}],
     "cudagraphs.recordings": [{"cost", "piece", "planning", "poison", "recording", "replay", "tree", "turns"}],
-    "saved_tensors": [{"graphs", "offload"}],
 }
 
 

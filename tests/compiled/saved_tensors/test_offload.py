@@ -24,8 +24,8 @@ from multigraph_backend.cudagraphs.partition import cuts
 from multigraph_backend.lower import lowering
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.options import Options
-from multigraph_backend.saved_tensors import output_code
-from multigraph_backend.saved_tensors.offload import links, operators, transfers
+from multigraph_backend.saved_tensors import links, output_code
+from multigraph_backend.saved_tensors.offload import operators, transfers
 from multigraph_backend.saved_tensors.offload.transfers import Transfers
 from multigraph_backend.saved_tensors.rules import Match, Rule, rule_from_json, rule_to_json
 from tests.support.saved_tensors.late_stream import CPU, LateStream, late_stream
