@@ -19,7 +19,7 @@ import torch
 from measure import Column, Results, arguments, gpu_us, host_us, input_sets, interleaved, paired_ratio
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs.recordings import staging
+from multigraph_backend.cudagraphs.devices import staging
 
 COLUMNS = (
     Column("inputs", "inputs"),

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from multigraph_backend.cudagraphs.recordings import poison
+from multigraph_backend.cudagraphs.devices import poison
 from multigraph_backend.cudagraphs.recordings.recording import Slot
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 

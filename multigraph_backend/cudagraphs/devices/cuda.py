@@ -18,7 +18,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.allocator import installing, statistics
-from multigraph_backend.cudagraphs.devices import bracket
+from multigraph_backend.cudagraphs.devices import bracket, poison, staging
 from multigraph_backend.cudagraphs.devices.device import (
     Captured,
     CaptureFailed,
@@ -36,7 +36,6 @@ from multigraph_backend.cudagraphs.devices.memory_pool import (
     capture_anchor,
     generator_set_free,
 )
-from multigraph_backend.cudagraphs.recordings import poison, staging
 from multigraph_backend.process import garbage
 from multigraph_backend.process.interruptions import from_outside, without_frames
 

@@ -1,8 +1,8 @@
 """What the runtime of recordings needs of a device: an interface, so that it runs without a GPU too.
 
-`cuda_device.py` serves it with CUDA, `simulated.py` with CPU tensors whose recordings live in a real arena, where a
+`cuda.py` serves it with CUDA, `simulated/` with CPU tensors whose recordings live in a real arena, where a
 mistake about what is alive shows up as a wrong number.  Everything that touches a driver or an allocator is behind this
-interface; what decides (`tree.py`) and what is generated (`replay.py`) is above it.
+interface; what decides (`recordings/tree.py`) and what is generated (`recordings/replay.py`) is above it.
 
 Tensors are torch tensors on both sides.  A *storage* is a `torch.UntypedStorage`; its *handle* is its `_cdata`, which
 names it in the calls that must be cheap.  An *address* is a number of bytes in the device's memory.

@@ -5,7 +5,7 @@ Out: states to come back to, which blocks are still allocated, what the pool has
 
 The runtime owns blocks by address: what a capture leaves allocated is adopted, and then no storage frees it by dying;
 `restore` and `leave` do.  `MemoryPool` is what any allocator has to serve; `TorchPool` serves it with torch's own, and
-`allocator.recording_pool` with the extension where that is the process's allocator.
+`extension_pool` with the extension where that is the process's allocator.
 """
 
 from __future__ import annotations

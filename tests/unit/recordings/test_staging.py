@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs.recordings import staging
+from multigraph_backend.cudagraphs.devices import staging
 
 
 @pytest.fixture
 def copy_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The kernel's module, run by Triton's interpreter on the CPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    name = "multigraph_backend.cudagraphs.recordings.copy_kernel"
+    name = "multigraph_backend.cudagraphs.devices.copy_kernel"
     sys.modules.pop(name, None)
     yield importlib.import_module(name)
     sys.modules.pop(name)

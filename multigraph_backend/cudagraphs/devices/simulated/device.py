@@ -6,11 +6,11 @@ tensors, so that CI finds such a mistake.
 
 The pool is one buffer.  Kernels of a recording read and write the buffer at the addresses that the capture gave them,
 and nothing else; taken and freed ranges are filled with `POISON`.  A tensor of the pool that the user holds is a CPU
-tensor that shows a range of the buffer (`simulated_memory.py`): memory that is overwritten while a tensor still uses it
+tensor that shows a range of the buffer (`memory.py`): memory that is overwritten while a tensor still uses it
 shows as garbage in that tensor.  A replay fails where a GPU would read what is gone: memory outside of the pool that
 has died, a pool that was left.  Work on a stream that has not waited for the last work on the pool is an error too.
 
-A capture runs nothing: what it sees and refuses is said in `simulated_capture.py`.
+A capture runs nothing: what it sees and refuses is said in `capture.py`.
 
 Not simulated: bytes that the user changes through one storage are seen through another that overlaps it from the next
 call of the device on.  A recording keeps the memory outside of the pool that it uses, which adds one to `use_count`.
@@ -39,10 +39,10 @@ from multigraph_backend.cudagraphs.devices.device import (
     PoolState,
     is_plain,
 )
+from multigraph_backend.cudagraphs.devices.poison import others
 from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState
 from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED, Recorder
 from multigraph_backend.cudagraphs.devices.simulated.memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
-from multigraph_backend.cudagraphs.recordings.poison import others
 from multigraph_backend.process import garbage
 from multigraph_backend.process.interruptions import from_outside, without_frames
 

@@ -134,7 +134,7 @@ def _by_torch(copy: Stager, buffers: list[torch.Tensor], *sources: torch.Tensor)
 
 
 def _compiled(size: int) -> Any:
-    from multigraph_backend.cudagraphs.recordings.copy_kernel import copy_words
+    from multigraph_backend.cudagraphs.devices.copy_kernel import copy_words
 
     address = (1 << 40) + 1  # a number of 64 bits that no multiple is known of
     return copy_words.warmup(torch.int64, (address,) * size, ROW, ALIGNED, BLOCK, grid=(1,))
