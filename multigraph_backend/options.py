@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
+from multigraph_backend.cudagraphs import limits
 from multigraph_backend.declare.predicates import Predicate, predicate_from_json
 from multigraph_backend.spelling import did_you_mean, shown
 
@@ -35,13 +36,6 @@ VARIABLE = "MULTIGRAPH_OPTIONS"
 DISABLE_VARIABLE = "MULTIGRAPH_DISABLE"
 _OR_ERROR = "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR"
 PIECES = ("variants", "cudagraphs", "saved_tensors", "all")
-DEBUG_VARIABLE = "MULTIGRAPH_DEBUG"
-AIDS = ("poison",)
-#: limits of recordings, as in `cudagraphs.tree.Limits`, and the least that each may be
-LIMITS: Mapping[str, int] = {
-    "count": 1, "pool_bytes": 1, "depth": 1, "failures": 1, "copied_bytes": 0, "unreplayed": 1,
-    "idle": 0, "patience": 0,
-}  # fmt: skip
 
 
 class OptionsError(ValueError):
@@ -56,14 +50,6 @@ def disabled_pieces(environ: Mapping[str, str]) -> frozenset[str]:
     Raises OptionsError for a name that is none of these.
     """
     return _listed(environ, DISABLE_VARIABLE, "piece", PIECES)
-
-
-def debugging_aids(environ: Mapping[str, str]) -> frozenset[str]:
-    """What ``MULTIGRAPH_DEBUG`` turns on: "poison" fills memory of recordings that nobody may read with NaN.
-
-    Raises OptionsError for another name.
-    """
-    return _listed(environ, DEBUG_VARIABLE, "aid", AIDS)
 
 
 def _listed(environ: Mapping[str, str], variable: str, kind: str, known: Sequence[str]) -> frozenset[str]:
@@ -95,7 +81,7 @@ class Options:
         address stays what it is, for those who keep addresses (DLPack, `__cuda_array_interface__`, a captured graph)
     max_recordings: recordings of one piece, for the same sizes and after the same recording, before parameters that
         come at further addresses are copied at each call
-    limits: what recordings of this model may cost, by the names of `LIMITS`, sorted; in place of the process's
+    limits: what recordings of this model may cost, by the names of `limits.LEAST`, sorted; in place of the process's
     inductor: patches of Inductor's configuration, sorted by name; those of the mode are among them
     saved_tensors: rules for what is saved for backward, the first that matches decides; none: nothing is packed
     saved_tensors_budget: how much may be saved for backward; then the rules say what may be done, and it how much of
@@ -383,13 +369,13 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
     if given.value is None:
         return ()
     if not isinstance(given.value, Mapping):
-        given.refuse(f"a mapping of {', '.join(LIMITS)} to numbers")
+        given.refuse(f"a mapping of {', '.join(limits.LEAST)} to numbers")
     read: dict[str, float | None] = {}
     for key, value in given.value.items():
-        if key not in LIMITS:
-            hint = did_you_mean(key, LIMITS) if isinstance(key, str) else ""
+        if key not in limits.LEAST:
+            hint = did_you_mean(key, limits.LEAST) if isinstance(key, str) else ""
             raise OptionsError(
-                f"option {given.option!r}: unknown limit {key!r}{hint}{given.origin}; limits: {', '.join(LIMITS)}"
+                f"option {given.option!r}: unknown limit {key!r}{hint}{given.origin}; limits: {', '.join(limits.LEAST)}"
             )
         here = _Given(f"{given.option}[{key!r}]", value, given.origin)
         number = isinstance(value, int) and not isinstance(value, bool)
@@ -399,8 +385,8 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
             read[key] = float(cast(float, value))
         elif key == "pool_bytes" and value is None:
             read[key] = None
-        elif not number or cast(int, value) < LIMITS[key]:
-            here.refuse(f"a number from {LIMITS[key]} on" + (" or None" if key == "pool_bytes" else ""))
+        elif not number or cast(int, value) < limits.LEAST[key]:
+            here.refuse(f"a number from {limits.LEAST[key]} on" + (" or None" if key == "pool_bytes" else ""))
         else:
             read[key] = cast(int, value)
     return tuple(sorted(read.items()))

@@ -17,22 +17,22 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.cudagraphs import runtime
+from multigraph_backend.cudagraphs.limits import Limits, by_field
 from multigraph_backend.cudagraphs.opened import Opened
 from multigraph_backend.cudagraphs.partition import of_inductor
 from multigraph_backend.cudagraphs.partition.cuts import CPU_OP, CutRules
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.recordings.piece import MOST, Piece
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
-from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
+from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.recordings.turns import Awaited, Call
 from multigraph_backend.distributed import watchdog
-from multigraph_backend.options import Options
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
 
 def limits_of(tree: Tree, asked: Sequence[tuple[str, float | None]]) -> Callable[[], Limits]:
     """The limits of one model's recordings: those of the process now, but for what the model's options say."""
-    changes: dict[str, Any] = {"per_device" if name == "count" else name: value for name, value in asked}
+    changes = by_field(dict(asked))
     if not changes:
         return lambda: tree.limits
     return lambda: dataclasses.replace(tree.limits, **changes)
@@ -241,6 +241,27 @@ def _unattached(inputs: list[Any]) -> Any:
 
 #: what becomes of a graph: recorded code, code that only says which collectives it issues, or no code, only that
 How = Literal["recorded", "unrecorded", "traced"]
+
+
+class Options(Protocol):
+    """What the user says of recordings; `multigraph_backend.options.Options` has it."""
+
+    @property
+    def cudagraphs(self) -> object: ...
+    @property
+    def cut(self) -> Sequence[str]: ...
+    @property
+    def safe(self) -> Sequence[str]: ...
+    @property
+    def collectives(self) -> Literal["record", "cut"]: ...
+    @property
+    def record_small(self) -> bool: ...
+    @property
+    def copy_outputs(self) -> bool: ...
+    @property
+    def max_recordings(self) -> int: ...
+    @property
+    def limits(self) -> tuple[tuple[str, float | None], ...]: ...
 
 
 def inner_compile(options: Options, label: str, how: How = "recorded") -> Callable[..., Any]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.allocator import installing
 from multigraph_backend.cudagraphs.devices.device import Device
-from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
-from multigraph_backend.options import LIMITS, debugging_aids
+from multigraph_backend.cudagraphs.limits import LEAST, Limits, by_field
+from multigraph_backend.cudagraphs.recordings import poison
+from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 _lock = threading.Lock()
 _trees: dict[int, Tree] = {}
@@ -47,8 +47,7 @@ def tree(index: int, make: Callable[[int], Device] | None = None) -> Tree:
                 make = CudaDevice
             # asked for inside a compile, under its modes
             with _compat.disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-                poisons = "poison" in debugging_aids(os.environ)
-                _trees[index] = Tree(make(index), _limits, _marks(), poisons)
+                _trees[index] = Tree(make(index), _limits, _marks(), poison.asked(os.environ))
         return _trees[index]
 
 
@@ -88,13 +87,10 @@ def limit_recordings(
         "unreplayed": unreplayed, "idle": idle, "patience": patience,
     }  # fmt: skip
     for name, value in given.items():
-        if value is not None and not value >= LIMITS[name]:
-            raise ValueError(f"limit_recordings: {name} must be a number from {LIMITS[name]} on or None, got {value!r}")
-    changes: dict[str, Any] = {
-        "per_device" if name == "count" else name: value for name, value in given.items() if value is not None
-    }
+        if value is not None and not value >= LEAST[name]:
+            raise ValueError(f"limit_recordings: {name} must be a number from {LEAST[name]} on or None, got {value!r}")
     with _lock:
-        _limits = Limits(**changes)
+        _limits = Limits(**by_field({name: value for name, value in given.items() if value is not None}))
         for entry in _trees.values():
             entry.limits = _limits
 

@@ -16,9 +16,10 @@ import torch
 
 from multigraph_backend.cudagraphs.devices.device import PoolState
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
+from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import replay
 from multigraph_backend.cudagraphs.recordings.recording import Slot
-from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
+from multigraph_backend.cudagraphs.recordings.tree import Tree
 from tests.support.simulated.pieces import Bench
 
 ROUNDS = 6

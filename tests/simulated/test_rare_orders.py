@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from multigraph_backend.cudagraphs.devices.device import DeviceFailed
-from multigraph_backend.cudagraphs.recordings.tree import Limits
+from multigraph_backend.cudagraphs.limits import Limits
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 

@@ -12,7 +12,7 @@ import torch
 
 from multigraph_backend import events
 from multigraph_backend.cudagraphs import account
-from multigraph_backend.cudagraphs.recordings.tree import Limits
+from multigraph_backend.cudagraphs.limits import Limits
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 from tests.support.simulated.random_programs import Threads
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.cost import REPLAYS, Trial
 from multigraph_backend.cudagraphs.recordings.piece import Function
-from multigraph_backend.cudagraphs.recordings.tree import Limits
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 

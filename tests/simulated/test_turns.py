@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from multigraph_backend.cudagraphs import account, runtime
+from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
-from multigraph_backend.cudagraphs.recordings.tree import Limits
 from multigraph_backend.cudagraphs.recordings.turns import OUT_OF_TURN, Awaited, Call
 from tests.support.simulated.pieces import PIECE, SPEC, Bench, assert_equal, boxed, call_right, values
 

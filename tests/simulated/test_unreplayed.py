@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from multigraph_backend.cudagraphs import account
+from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED, Uses
 from multigraph_backend.cudagraphs.recordings.piece import FUNCTIONS
-from multigraph_backend.cudagraphs.recordings.tree import NO_ROOM, Limits, Node
+from multigraph_backend.cudagraphs.recordings.tree import NO_ROOM, Node
 from tests.support.simulated.pieces import Bench, call_right, values
 
 

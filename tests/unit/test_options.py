@@ -16,10 +16,10 @@ from expecttest import assert_expected_inline
 
 import multigraph_backend
 from multigraph_backend.cudagraphs import runtime
+from multigraph_backend.cudagraphs.limits import LEAST, Limits
 from multigraph_backend.cudagraphs.output_code import limits_of
-from multigraph_backend.cudagraphs.recordings.tree import Limits
 from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Range
-from multigraph_backend.options import LIMITS, Options, OptionsError
+from multigraph_backend.options import Options, OptionsError
 from tests.support.simulated.pieces import Bench, call_right, values
 
 KNOBS: dict[str, tuple[object, type | None]] = {
@@ -475,7 +475,7 @@ print("torch" in sys.modules)
 
 
 def test_all_limits_of_recordings_are_options() -> None:
-    names = {"per_device" if name == "count" else name for name in LIMITS}
+    names = {"per_device" if name == "count" else name for name in LEAST}
     assert names == {field.name for field in dataclasses.fields(Limits)}
     given = {"count": 3, "pool_bytes": None, "patience": 0, "idle": 2.5, "unreplayed": 7}
     options = build({"limits": given})

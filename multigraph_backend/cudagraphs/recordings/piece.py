@@ -14,8 +14,9 @@ from multigraph_backend.cudagraphs.recordings.cost import Uses
 from multigraph_backend.cudagraphs.recordings.turns import Awaited, Call
 
 if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.limits import Limits
     from multigraph_backend.cudagraphs.recordings.recording import Boxed
-    from multigraph_backend.cudagraphs.recordings.tree import Limits, Node, Tree
+    from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
 
 MOST = 5
 FUNCTIONS = 256  # that are kept without a recording

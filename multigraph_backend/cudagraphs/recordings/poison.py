@@ -8,12 +8,27 @@ In:  the slots of the nodes on the path.  Out: nothing; the device fills the res
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
+
+from multigraph_backend.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.recordings.recording import Slot
     from multigraph_backend.cudagraphs.recordings.tree import Node
+
+
+VARIABLE = "MULTIGRAPH_DEBUG"
+_AIDS = ("poison",)
+
+
+def asked(environ: Mapping[str, str]) -> bool:
+    """Whether ``MULTIGRAPH_DEBUG``, a list of debugging aids, asks for it.  Raises ValueError for an unknown aid."""
+    names = [name for name in (entry.strip() for entry in environ.get(VARIABLE, "").split(",")) if name]
+    for name in names:
+        if name not in _AIDS:
+            raise ValueError(f"{VARIABLE}: unknown aid {name!r}{did_you_mean(name, _AIDS)}; aids: {', '.join(_AIDS)}")
+    return bool(names)
 
 
 def fill(node: Node, own: Iterable[Slot]) -> None:

@@ -30,13 +30,13 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
+from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import planning, recording, replay
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.recordings.piece import Function, Piece
@@ -57,30 +57,6 @@ _RETRY = 100.0  # seconds until it is waited for again where that was in vain
 _LOOK = 8  # calls in a row of one thread, after which it is asked for the others
 _MOST_RETURNS = 64
 _NO_STREAM = -1  # so that the next call looks which streams it has to wait for
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What recordings may cost.
-
-    depth: nodes on a path; a longer one ends its step, or its calls run unrecorded
-    per_device: recordings in all; the least recently used are given up for new ones
-    pool_bytes: bytes of the pool from which on recordings are given up for new ones; None: no limit
-    failures: failed recordings of one function before it is not tried again
-    copied_bytes: bytes of inputs from which on their copies count; fewer take no longer than a launch or two
-    unreplayed: recordings of one piece in a row, hardly replayed, before it is only recorded what comes again
-    idle: seconds without a call of all threads but one, after which that one's outputs are no copies any more
-    patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it
-    """
-
-    depth: int = 64
-    per_device: int = 1024
-    pool_bytes: int | None = None
-    failures: int = 2
-    copied_bytes: int = 16 << 20
-    unreplayed: int = 32
-    idle: float = 10.0
-    patience: float = 1.0
 
 
 _numbers = itertools.count()

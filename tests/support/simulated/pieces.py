@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
-from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, PartitionSpec, Placeholder
+from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.piece import MOST, Piece
-from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
+from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 #: what is known of a graph that is one piece of one input and one output
 PIECE = PartitionSpec(0, (0,), (0,), (), (), (True,), ("x",))

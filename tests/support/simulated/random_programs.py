@@ -34,8 +34,9 @@ import torch._dynamo  # the first kernel without memory would import it, in the 
 from multigraph_backend.cudagraphs.devices.device import DeviceFailed
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.devices.simulated.memory import bytes_of
+from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.piece import Piece
-from multigraph_backend.cudagraphs.recordings.tree import Limits, Tree
+from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.process import frames
 from tests.support.simulated.pieces import boxed
 

@@ -1,6 +1,6 @@
 """The books of a simulated device's pool: which ranges are taken, and which streams are ordered behind which work.
 
-The pool of `simulated.py` keeps bytes; `Arena` keeps offsets into them, a best-fit allocator.  Free neighbours are
+A simulated device's pool keeps bytes; `Arena` keeps offsets into them, a best-fit allocator.  Free neighbours are
 always one hole, so the taken blocks say everything: a state is the set of them, and going back to one is exact.  The
 same calls from the same state give the same offsets.  Invariant: blocks do not overlap, lie within the capacity, and
 begin and end at multiples of the granularity.
