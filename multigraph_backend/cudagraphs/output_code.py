@@ -32,7 +32,7 @@ from multigraph_backend.cudagraphs.recordings.piece import MOST, Piece
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.recordings.turns import Awaited, Call
-from multigraph_backend.distributed import watchdog
+from multigraph_backend.distributed import communicating, watchdog
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         if (attached := _attached.get()) is not None:
             attached.append(self)
         if self.spec.collectives:
+            communicating.add_code(self)
             watchdog.watch()
         self.run = self.inner
         if not self.spec.devices:  # nothing of it runs on a GPU

@@ -25,13 +25,13 @@ import contextlib
 import logging
 import sys
 import threading
-import weakref
 from types import CodeType
-from typing import Protocol
 
 import torch.distributed as dist
 
 from multigraph_backend import _compat
+from multigraph_backend.distributed import communicating
+from multigraph_backend.distributed.communicating import Recordings
 from multigraph_backend.process import frames
 
 log = logging.getLogger(__name__)
@@ -44,22 +44,7 @@ DESTROYED = "its process group is being destroyed"
 EXITING = "the process ends"
 
 
-class Recordings(Protocol):
-    """What this module asks of a tree."""
-
-    def release_collectives(self, why: str, patience: float) -> int:
-        """Destroy the recordings that hold collectives; until `resume_collectives`, calls run unrecorded, as `why`
-        says.  Returns how many were destroyed; what a call in progress holds up for `patience` seconds is left."""
-
-    def resume_collectives(self) -> None:
-        """From now on they may be recorded again."""
-
-    def holds_collectives(self) -> bool:
-        """Whether any recording holds one."""
-
-
 _lock = threading.Lock()
-_trees: weakref.WeakSet[Recordings] = weakref.WeakSet()
 _thread: threading.Thread | None = None
 _watched = 0  # calls of `watch`
 _ended = threading.Event()
@@ -68,8 +53,8 @@ _ended = threading.Event()
 def watch(tree: Recordings) -> None:
     """Called when `tree` has recorded a piece with collectives, under the tree's lock."""
     global _thread, _watched
+    communicating.add_recordings(tree)
     with _lock:
-        _trees.add(tree)
         _watched += 1
         if _ended.is_set():
             return
@@ -84,12 +69,7 @@ def watch(tree: Recordings) -> None:
 def release(why: str = DESTROYED) -> int:
     """Destroy all recordings of this process that hold collectives.  Calls of their code run unrecorded until it is
     recorded again, after the next process group was made.  Returns how many there were."""
-    return sum(tree.release_collectives(why, _PATIENCE) for tree in _living())
-
-
-def _living() -> list[Recordings]:
-    with _lock:
-        return list(_trees)
+    return sum(tree.release_collectives(why, _PATIENCE) for tree in communicating.recordings())
 
 
 def _at_exit() -> None:
@@ -106,20 +86,22 @@ def _watch() -> None:
     while not _ended.wait(PERIOD):
         if _inside(codes):
             resting = False
-            for tree in _living():
+            for tree in communicating.recordings():
                 destroyed = tree.release_collectives(DESTROYED, PERIOD)
                 if destroyed:
                     log.info("%d recordings with collectives destroyed: %s", destroyed, DESTROYED)
             continue
         if not resting:
             resting = True
-            for tree in _living():
+            for tree in communicating.recordings():
                 tree.resume_collectives()
         looks += 1
         if looks % _REST:  # asking a tree takes its lock, which calls want
             continue
         seen = _watched
-        if any(tree.holds_collectives() for tree in _living()):  # not under `_lock`, which `watch` takes under a tree's
+        if any(
+            tree.holds_collectives() for tree in communicating.recordings()
+        ):  # not under `_lock`, which `watch` takes under a tree's
             continue
         with _lock:
             if _watched == seen:

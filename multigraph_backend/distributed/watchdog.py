@@ -24,20 +24,17 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
 
 from multigraph_backend import _compat, events
-from multigraph_backend.distributed import sequence
+from multigraph_backend.distributed import communicating, sequence
+from multigraph_backend.distributed.communicating import Code, Recordings
 from multigraph_backend.distributed.sequence import Collective
 from multigraph_backend.process import frames, rank
-
-if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.output_code import RecordedCode
-    from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +69,7 @@ def _watch() -> None:
     global _thread
     looks = Looks()
     while True:
-        codes = _communicating()
+        codes = communicating.codes()
         with _lock:
             if not codes or not rank.live():
                 _thread = None
@@ -88,13 +85,7 @@ def _watch() -> None:
             log.warning("%s (the group's timeout is %g s)", line, timeout)
 
 
-def _communicating() -> list[RecordedCode]:
-    from multigraph_backend.cudagraphs import output_code
-
-    return [code for code in output_code.living() if code.spec.collectives]
-
-
-def _groups(codes: Sequence[RecordedCode]) -> set[str]:
+def _groups(codes: Sequence[Code]) -> set[str]:
     return {entry.group for code in codes for entry in code.spec.collectives}
 
 
@@ -109,14 +100,6 @@ class Place:
     frame: int
     at: int
     calls: int
-
-
-class Launched(NamedTuple):
-    """What a tree has replayed: how often each piece with collectives, by its label; and whether the device has
-    finished all of it (None: that cannot be asked now)."""
-
-    calls: Mapping[str, int]
-    done: Callable[[], bool] | None
 
 
 @dataclass
@@ -137,8 +120,10 @@ class Looks:
 
     places: dict[Place, float] = field(default_factory=dict)
     told: set[Place] = field(default_factory=set)
-    marks: dict[int, Marked] = field(default_factory=dict)
-    finished: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    marks: weakref.WeakKeyDictionary[Recordings, Marked] = field(default_factory=weakref.WeakKeyDictionary)
+    finished: weakref.WeakKeyDictionary[Recordings, Mapping[str, int]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def look(self, now: float, patience: float) -> Iterator[str]:
         """What has lasted for `patience` seconds and was not said yet."""
@@ -157,40 +142,34 @@ class Looks:
                 yield f"for {now - since:.0f} s it has been in {here[place]}"
 
     def _at_devices(self, now: float, patience: float) -> Iterator[str]:
-        for tree in _trees():
-            mark = self.marks.get(tree.device.index)
+        for recordings in communicating.recordings():
+            mark = self.marks.get(recordings)
             if mark is None or mark.done():
-                self._put_mark(tree, now)
+                self._put_mark(recordings, now)
             elif now - mark.since >= patience and not mark.told:
                 mark.told = True
                 yield f"for {now - mark.since:.0f} s its device has not finished {_named(mark.before)}"
 
-    def _put_mark(self, tree: Tree, now: float) -> None:
+    def _put_mark(self, recordings: Recordings, now: float) -> None:
         """Behind what was replayed since the last mark, which is done, if that is anything."""
-        index = tree.device.index
-        if (mark := self.marks.pop(index, None)) is not None:
-            self.finished[index] = mark.calls
+        if (mark := self.marks.pop(recordings, None)) is not None:
+            self.finished[recordings] = mark.calls
         try:
-            launched = tree.launched_collectives(LOCK)
+            launched = recordings.launched_collectives(LOCK)
         except Exception as error:  # the driver's
             log.debug("no mark: %s", error)
             return
         if launched is None:  # a call holds the tree
             return
-        finished = self.finished.get(index, {})
+        finished = self.finished.get(recordings, {})
         before = tuple(name for name, count in launched.calls.items() if count != finished.get(name, 0))
         if before and launched.done is not None:
-            self.marks[index] = Marked(launched.done, now, before, launched.calls)
-
-
-def _trees() -> list[Tree]:
-    runtime = sys.modules.get("multigraph_backend.cudagraphs.runtime")  # not loaded: nothing was recorded
-    return [] if runtime is None else runtime.trees()
+            self.marks[recordings] = Marked(launched.done, now, before, launched.calls)
 
 
 def _named(labels: Sequence[str]) -> str:
     """Recorded pieces with what their code issues."""
-    issued = {code.label: code.spec.collectives for code in _communicating()}
+    issued = {code.label: code.spec.collectives for code in communicating.codes()}
     return "; ".join(
         f"{label}: {_listed(found)}" if (found := issued.get(label.split(", piece ")[0])) else label for label in labels
     )
@@ -206,7 +185,7 @@ def _listed(issued: Sequence[Collective]) -> str:
 
 def _inside_generated_code() -> Iterator[tuple[int, int, int, str]]:
     """For each thread in generated code that communicates: the thread, its frame, where in it, and that as text."""
-    sources = {source: code for code in _communicating() if (source := getattr(code.inner, "source_code", None))}
+    sources = {source: code for code in communicating.codes() if (source := getattr(code.inner, "source_code", None))}
     for thread, stack in _stacks().items() if sources else ():
         for frame, at, name, line in stack:
             text = "".join(linecache.getlines(name))
@@ -237,7 +216,7 @@ _OPERATOR = re.compile(r"torch\.ops\.([A-Za-z_]\w*\.\w+(?:\.\w+)?)\((.*)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-def _at(code: RecordedCode, text: str, line: int) -> str:
+def _at(code: Code, text: str, line: int) -> str:
     """Which of the code's collectives generated code is at in `line`."""
     lines = text.splitlines()
     found = _OPERATOR.search(lines[line - 1])

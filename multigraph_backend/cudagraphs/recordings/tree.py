@@ -43,7 +43,7 @@ from multigraph_backend.cudagraphs.recordings.piece import Function, Piece
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
 from multigraph_backend.distributed import endings
-from multigraph_backend.distributed.watchdog import Launched
+from multigraph_backend.distributed.communicating import Launched
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
 
@@ -805,7 +805,7 @@ class Tree:
             return any(not node.destroyed for node in self.communicating)
 
     def release_collectives(self, why: str, patience: float) -> int:
-        """See `endings.Recordings`.  Their outputs stay as they are."""
+        """See `communicating.Recordings`.  Their outputs stay as they are."""
         self.ending = why
         until = time.monotonic() + patience
         if not self.lock.acquire(timeout=patience):
@@ -844,7 +844,7 @@ class Tree:
             self.lock.release()
 
     def resume_collectives(self) -> None:
-        """See `endings.Recordings`."""
+        """See `communicating.Recordings`."""
         self.ending = None
 
     def _unlink(self, node: Node) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
-from multigraph_backend.cudagraphs import runtime
-from multigraph_backend.distributed import watchdog
+from multigraph_backend.distributed import communicating, watchdog
 from tests.support.distributed import processes
-from tests.support.distributed.doubling import recorded, right
+from tests.support.distributed.test_endings import recorded, right
 
 
 def test_the_rank_that_waits_says_in_which_variant_and_collective_it_is(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_the_rank_that_waits_says_in_which_variant_and_collective_it_is(tmp_path
 
 def test_what_a_device_has_not_finished_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     device, tree, piece = recorded(("0",))
-    monkeypatch.setattr(runtime, "_trees", {0: tree})
+    monkeypatch.setattr(communicating, "_recordings", weakref.WeakSet([tree]))
     looks = watchdog.Looks()
     clock = itertools.count(0.0, 1.0)
 
@@ -53,7 +53,7 @@ def test_what_a_device_has_not_finished_is_said_once(monkeypatch: pytest.MonkeyP
 
 def test_marks_are_left_out_while_the_user_captures_or_a_call_holds_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     device, tree, _piece = recorded(("0",))
-    monkeypatch.setattr(runtime, "_trees", {0: tree})
+    monkeypatch.setattr(communicating, "_recordings", weakref.WeakSet([tree]))
     device.stuck = device.user_captures = True
     looks = watchdog.Looks()
     assert [text for now in range(9) for text in looks.look(float(now), 3.0)] == []
@@ -69,7 +69,7 @@ def test_marks_are_left_out_while_the_user_captures_or_a_call_holds_the_tree(mon
     thread.start()
     held.wait(30)
     assert list(looks.look(10.0, 3.0)) == []
-    assert looks.marks == {}
+    assert not looks.marks
     done.set()
     thread.join()
     assert [text for now in range(20, 29) for text in looks.look(float(now), 3.0)] != []
