@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut
-from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.nodes import Node
+from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL
-from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
+from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.output_code import RecordedCode
@@ -139,7 +140,7 @@ def of(tree: Tree) -> DeviceReport:
             unprofitable=tree.counts["not worth it"],
             shared=tree.counts["shared"],
             copies=tree.shared,
-            pieces=tuple(_piece(piece, nodes) for piece in sorted(tree.pieces, key=lambda piece: piece.label)),
+            pieces=tuple(_piece(piece, nodes) for piece in sorted(tree.pieces, key=lambda piece: piece.spec.label)),
             tree=tuple(f"{'  ' * (node.depth - 1)}{_label(node)}: {node.calls} replays" for node in nodes),
         )
 
@@ -147,24 +148,26 @@ def of(tree: Tree) -> DeviceReport:
 def _label(node: Node) -> str:
     assert node.function is not None
     key = ", ".join(map(str, node.function.key))
-    return node.function.piece.label + (f" [{key}]" if key else "")
+    return node.function.piece.spec.label + (f" [{key}]" if key else "")
 
 
-def _piece(piece: Piece, nodes: list[Node]) -> PieceReport:
+def _piece(piece: PieceState, nodes: list[Node]) -> PieceReport:
     mine = [node for node in nodes if node.function is not None and node.function.piece is piece]
     reasons: Counter[str] = Counter(piece.reasons)
     for function in piece.functions.values():
         reasons.update({why: count for why, count in function.reasons.items() if why != FIRST_CALL})
     newest = mine[-1].recording if mine else None
     return PieceReport(
-        label=piece.label,
+        label=piece.spec.label,
         recordings=len(mine),
         replays=sum(node.calls for node in mine),
-        copied_inputs=() if newest is None else tuple(piece.names[index] for index in newest.plan.copied),
+        copied_inputs=() if newest is None else tuple(piece.spec.names[index] for index in newest.plan.copied),
         copied_outputs=0 if newest is None else sum(slot.copied for slot in newest.slots),
         unrecorded=dict(reasons),
         refused=next((function.refused for function in piece.functions.values() if function.refused), None),
-        again={f"{name} at another address" if name in piece.names else name: n for name, n in piece.again.items()},
+        again={
+            f"{name} at another address" if name in piece.spec.names else name: n for name, n in piece.again.items()
+        },
         moved=piece.moved,
         stacks={why: stack for why, stack in piece.stacks.items() if why in reasons},
     )

@@ -28,7 +28,8 @@ from multigraph_backend.cudagraphs.opened import Opened
 from multigraph_backend.cudagraphs.partition import of_inductor
 from multigraph_backend.cudagraphs.partition.cuts import CPU_OP, CutRules
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, PartitionSpec
-from multigraph_backend.cudagraphs.recordings.piece import MOST, Piece
+from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.piece_spec import MOST, PieceSpec
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.recordings.turns import Awaited, Call
@@ -71,7 +72,7 @@ def attached() -> Iterator[list[RecordedCode]]:
 
 
 class Wanted(NamedTuple):
-    """What the user wants of recordings; see `Piece`."""
+    """What the user wants of recordings; see `PieceSpec`."""
 
     required: bool
     must_pay: bool
@@ -168,11 +169,11 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                 for number, part in enumerate(spec.pieces)
             ]
             self.inner.recursively_apply_fns(wrappers)
-            inner, awaited, required = self.inner, Awaited(), self.wanted.required
+            inner, turns, awaited, required = self.inner, tree.turns, Awaited(), self.wanted.required
             limits = limits_of(tree, self.wanted.limits)
 
             def run(inputs: list[Any]) -> Any:
-                call = Call(tree)
+                call = Call(turns)
                 try:
                     if call.begin(awaited, tree.patience(required, limits())):
                         return inner(inputs)
@@ -201,26 +202,26 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                 part, function = opened.spec(part), opened.function(function)
             facts, names, of_graph = part, part.names, part.inputs
         tree.device.prepare(len(names) - len(facts.static))
-        piece = Piece(
-            tree,
-            function,
+        known = PieceSpec(
             names=names,
             visible=facts.visible,
-            static=facts.static,
-            mutated=facts.mutated,
-            traces=[None if index is None else spec.inputs[index].stack_trace for index in of_graph],
-            reused=[at for at, index in enumerate(of_graph) if index is None or spec.is_backward],
-            groups=facts.groups,
-            constants=[value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)],
+            traces=tuple(None if index is None else spec.inputs[index].stack_trace for index in of_graph),
+            static=frozenset(facts.static),
+            mutated=frozenset(facts.mutated),
+            reused=frozenset(at for at, index in enumerate(of_graph) if index is None or spec.is_backward),
+            constants=tuple(
+                value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)
+            ),
             is_backward=spec.is_backward,
             label=self.label if number is None else f"{self.label}, piece {number}",
             random=spec.random,
             required=self.wanted.required,
             must_pay=self.wanted.must_pay,
             most=self.wanted.most,
+            groups=facts.groups,
             copies=self.wanted.copies,
-            limits=limits_of(tree, self.wanted.limits),
         )
+        piece = Piece(tree, function, known, limits_of(tree, self.wanted.limits))
         return piece, piece if opened is None else opened.caller(piece)
 
 

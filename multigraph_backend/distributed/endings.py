@@ -99,9 +99,8 @@ def _watch() -> None:
         if looks % _REST:  # asking a tree takes its lock, which calls want
             continue
         seen = _watched
-        if any(
-            tree.holds_collectives() for tree in communicating.recordings()
-        ):  # not under `_lock`, which `watch` takes under a tree's
+        # not under `_lock`, which `watch` takes under a tree's
+        if any(tree.holds_collectives() for tree in communicating.recordings()):
             continue
         with _lock:
             if _watched == seen:

@@ -20,6 +20,7 @@ from multigraph_backend.cudagraphs.partition.generated_code import GeneratedCode
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, Placeholder
 from multigraph_backend.cudagraphs.partition.of_inductor import Taken
 from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.splitter import Split, split
 from multigraph_backend.distributed import groups
@@ -67,7 +68,7 @@ def reasons(made: Split) -> list[tuple[str, str]]:
 
 def pieces(made: Split, tree: Tree) -> list[Piece]:
     return [
-        Piece(tree, function, names=part.names, visible=part.visible, groups=part.groups)
+        Piece(tree, function, PieceSpec(part.names, part.visible, groups=part.groups))
         for part, function in zip(made.spec.pieces, made.functions, strict=True)
     ]
 

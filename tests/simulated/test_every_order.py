@@ -18,7 +18,7 @@ from multigraph_backend.cudagraphs.devices.device import PoolState
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import replay
-from multigraph_backend.cudagraphs.recordings.recording import Slot
+from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from tests.support.simulated.pieces import Bench
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multigraph_backend.cudagraphs.devices import poison
-from multigraph_backend.cudagraphs.recordings.recording import Slot
+from multigraph_backend.cudagraphs.recordings.slot import Slot
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 

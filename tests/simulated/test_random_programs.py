@@ -9,6 +9,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ import torch
 from multigraph_backend.cudagraphs.devices import bracket
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.recordings import planning, recording, replay
+from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece import Piece
-from multigraph_backend.cudagraphs.recordings.recording import Slot
-from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
+from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
+from multigraph_backend.cudagraphs.recordings.slot import Slot
+from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.process import garbage
 from tests.support.simulated.random_programs import Wrong, run
 
@@ -154,21 +158,20 @@ def _storages_are_trusted(patch: pytest.MonkeyPatch) -> None:
 
 
 def _copies_are_not_made(patch: pytest.MonkeyPatch) -> None:
-    init = Piece.__init__
-
-    def without(piece: Piece, *args: object, copies: object, **known: object) -> None:
-        init(piece, *args, **known)  # type: ignore[arg-type]
-
-    patch.setattr(Piece, "__init__", without)
+    _pieces_are_taken_for(patch, copies=False)
 
 
 def _changed_inputs_are_copied(patch: pytest.MonkeyPatch) -> None:
+    _pieces_are_taken_for(patch, mutated=frozenset())
+
+
+def _pieces_are_taken_for(patch: pytest.MonkeyPatch, **changes: Any) -> None:
     init = Piece.__init__
 
-    def without(piece: Piece, *args: object, mutated: object, **known: object) -> None:
-        init(piece, *args, **known)  # type: ignore[arg-type]
+    def changed(piece: Piece, tree: Tree, function: Boxed, spec: PieceSpec) -> None:
+        init(piece, tree, function, replace(spec, **changes))
 
-    patch.setattr(Piece, "__init__", without)
+    patch.setattr(Piece, "__init__", changed)
 
 
 def _expanded_dimensions_are_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -184,7 +187,7 @@ def _failures_are_not_contained(patch: pytest.MonkeyPatch) -> None:
 
 
 def _given_up_recordings_get_children(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tree, "_linked", lambda tree, node: True)
+    patch.setattr(Tree, "linked", lambda tree, node: True)
 
 
 def _only_errors_end_a_capture(patch: pytest.MonkeyPatch) -> None:

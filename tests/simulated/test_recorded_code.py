@@ -76,7 +76,8 @@ def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatc
         made = code(SPEC, "whole")
     (piece,) = made.pieces
     assert codes == [made]
-    assert (piece.names, piece.traces, piece.must_pay, piece.most) == (("x",), ("the user's line",), True, 5)
+    spec = piece.spec
+    assert (spec.names, spec.traces, spec.must_pay, spec.most) == (("x",), ("the user's line",), True, 5)
     assert made.run is piece
 
 
@@ -115,7 +116,7 @@ def test_results_that_come_as_one_tuple_are_inputs_one_by_one(monkeypatch: pytes
     spec.verify()
     made = RecordedCode(Parted(), spec, "parted", WANTED, inference=True)
     _, piece = made.pieces
-    assert (piece.names, piece.static, piece.reused) == (("buf1[0]", "buf1[1]", "x"), {2}, {0, 1})
+    assert (piece.spec.names, piece.spec.static, piece.spec.reused) == (("buf1[0]", "buf1[1]", "x"), {2}, {0, 1})
     x = torch.empty(8)
     for _ in range(5):
         x.normal_()

@@ -15,7 +15,7 @@ import torch
 
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.cost import REPLAYS, Trial
-from multigraph_backend.cudagraphs.recordings.piece import Function
+from multigraph_backend.cudagraphs.recordings.piece_state import Function
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 

@@ -296,7 +296,7 @@ def test_ctrl_c_while_a_call_waits_for_its_turn() -> None:
     began, end = threading.Event(), threading.Event()
 
     def keep() -> None:
-        call = Call(bench.tree)
+        call = Call(bench.tree.turns)
         assert call.begin(Awaited(), 0.0)
         began.set()
         end.wait()

@@ -12,10 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.recordings.tree import Node
+from typing import Protocol
 
 REPLAYS = 8  # of which the quickest counts: the first loads the recording, others may wait for the device
 
@@ -60,6 +57,13 @@ _SELDOM = 8  # times as often has a call to come again after each verdict agains
 _MOST = 512
 
 
+class Replayed(Protocol):
+    """A recording: how often it was launched."""
+
+    @property
+    def calls(self) -> int: ...
+
+
 class Uses:
     """Whether what is recorded of one piece is replayed.
 
@@ -73,7 +77,7 @@ class Uses:
         self._made = 0  # recordings since the last verdict
         self._replays = 0  # until then
         self._gone = 0  # replays of nodes that were given up
-        self._nodes: list[tuple[weakref.ref[Node], list[int]]] = []
+        self._nodes: list[tuple[weakref.ref[Replayed], list[int]]] = []
         self._places: OrderedDict[Hashable, int] = OrderedDict()
 
     def wanted(self, place: Hashable, most: int) -> bool:
@@ -105,7 +109,7 @@ class Uses:
         alive = (reference() for reference, _ in self._nodes)
         return self._gone + sum(max(node.calls - 1, 0) for node in alive if node is not None)
 
-    def recorded(self, node: Node) -> list[int]:
+    def recorded(self, node: Replayed) -> list[int]:
         """Note a recording; in what is returned its replays are left when it is given up."""
         final: list[int] = []
         self._made += 1

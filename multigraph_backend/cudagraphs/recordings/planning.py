@@ -14,23 +14,21 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from multigraph_backend import events
 from multigraph_backend.cudagraphs.devices.device import Device, Layout
+from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
+from multigraph_backend.cudagraphs.recordings.piece_state import Function
 from multigraph_backend.cudagraphs.recordings.recording import (
     FIRST_CALL,
     InputPlan,
     NotRecorded,
-    Slot,
     overlaps_otherwise,
 )
-
-if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.recordings.piece import Function
-    from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
+from multigraph_backend.cudagraphs.recordings.slot import Slot
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +44,9 @@ def look(device: Device, function: Function, inputs: Sequence[Any]) -> None:
     }
 
 
-def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first: bool) -> InputPlan:
+def plan(tree: Nodes, parent: Node, function: Function, inputs: list[Any], first: bool) -> InputPlan:
     """See the module's text; `first`: this is the function's first call.  Raises `NotRecorded`."""
-    piece, device, limit = function.piece, tree.device, function.piece.most
+    piece, device, limit = function.piece, tree.device, function.piece.spec.most
     slots = {slot.handle: slot for node in tree.path for slot in node.slots}
     before = function.addresses or piece.addresses  # of another key where this one is new
     look(device, function, inputs)
@@ -65,12 +63,12 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
             continue
         if not isinstance(inputs[index], torch.Tensor):
             if inputs[index] is not None and kind not in (int, float, bool):
-                raise NotRecorded(f"input {piece.names[index]} is a {kind.__name__}", always=True, index=index)
+                raise NotRecorded(f"input {piece.spec.names[index]} is a {kind.__name__}", always=True, index=index)
             continue
         address = function.addresses.get(index)
         if address is None:
             function.failures += 1
-            reason = f"input {piece.names[index]} is a {kind.__name__} on {inputs[index].device}"
+            reason = f"input {piece.spec.names[index]} is a {kind.__name__} on {inputs[index].device}"
             raise NotRecorded(reason, always=function.failures >= piece.limits.failures, index=index)
         slot = slots.get(inputs[index].untyped_storage()._cdata) if slots else None
         if slot is not None and not slot.holds(address):  # its storage was resized, and is the user's own now
@@ -79,17 +77,17 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
         if slot is not None:
             managed[index] = slot
             fixed.append(index)
-        elif index in piece.mutated:
-            if not stays and (index not in piece.static or piece.is_backward):
+        elif index in piece.spec.mutated:
+            if not stays and (index not in piece.spec.static or piece.spec.is_backward):
                 if first:
                     raise NotRecorded(FIRST_CALL)
                 raise NotRecorded(
-                    f"it changes input {piece.names[index]}, which is no parameter, buffer or output of a recording "
-                    "and came at another address than before",
+                    f"it changes input {piece.spec.names[index]}, which is no parameter, buffer or output of a "
+                    "recording and came at another address than before",
                     index=index,
                 )
             if tried >= limit:
-                reason = f"it changes input {piece.names[index]}, which came at more than {limit} addresses"
+                reason = f"it changes input {piece.spec.names[index]}, which came at more than {limit} addresses"
                 raise NotRecorded(reason, index=index)
             fixed.append(index)
         elif _may_be_fixed(function, index, stays, tried, limit) and not (
@@ -97,10 +95,11 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
         ):
             fixed.append(index)
         else:
-            if index in piece.static and max(tried, as_deep) >= limit and index not in function.copied:
+            at_limit = max(tried, as_deep) >= limit
+            if index in piece.spec.static and at_limit and index not in function.copied:
                 _copy_from_now_on(function, index, limit)
             if overlaps_otherwise(Layout.of(inputs[index])):
-                reason = f"elements of input {piece.names[index]} overlap in memory"
+                reason = f"elements of input {piece.spec.names[index]} overlap in memory"
                 raise NotRecorded(reason, always=True, index=index)
             copied.append(index)
     if tried >= 4 * limit:
@@ -117,20 +116,20 @@ def plan(tree: Tree, parent: Node, function: Function, inputs: list[Any], first:
 
 
 def _may_be_fixed(function: Function, index: int, stays: bool, tried: int, limit: int) -> bool:
-    if index not in function.piece.static:
+    if index not in function.piece.spec.static:
         return stays and tried == 0
     # what a backward takes for static may be a tensor that an unrecorded forward has saved
-    return tried < limit and index not in function.copied and (stays or not function.piece.is_backward)
+    return tried < limit and index not in function.copied and (stays or not function.piece.spec.is_backward)
 
 
 def _copy_from_now_on(function: Function, index: int, limit: int) -> None:
     piece = function.piece
     function.copied.add(index)
     events.warn_once(
-        f"{piece.label}: copied {piece.names[index]}",
+        f"{piece.spec.label}: copied {piece.spec.names[index]}",
         "%s: input %s came at more than %d addresses; it is copied at each call from now on",
-        piece.label,
-        piece.names[index],
+        piece.spec.label,
+        piece.spec.names[index],
         limit,
     )
 
@@ -153,13 +152,13 @@ def note_again(function: Function, siblings: Sequence[Node], made: InputPlan) ->
     piece, last = function.piece, siblings[-1].recording
     assert last is not None
     moved = [
-        (index, f"{piece.names[index]} from {old:#x} to {new:#x}")
+        (index, f"{piece.spec.names[index]} from {old:#x} to {new:#x}")
         for index, (old, new) in enumerate(zip(last.plan.addresses, made.addresses, strict=True))
         if old is not None and new is not None and old != new
     ]
     said = ", ".join(text for _, text in moved) or OTHERS_ALIVE
-    piece.again.update([piece.names[index] for index, _ in moved] or [OTHERS_ALIVE])
-    log.info("%s is recorded again: %s", piece.label, said)
+    piece.again.update([piece.spec.names[index] for index, _ in moved] or [OTHERS_ALIVE])
+    log.info("%s is recorded again: %s", piece.spec.label, said)
     for index, _ in moved:
-        if piece.traces[index] is not None:
-            log.info("%s is first used here:\n%s", piece.names[index], piece.traces[index])
+        if piece.spec.trace(index) is not None:
+            log.info("%s is first used here:\n%s", piece.spec.names[index], piece.spec.trace(index))

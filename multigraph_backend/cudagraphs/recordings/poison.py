@@ -9,14 +9,10 @@ In:  the slots of the nodes on the path.  Out: nothing; the device fills the res
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from multigraph_backend.cudagraphs.recordings.nodes import Node
+from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.spelling import did_you_mean
-
-if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.recordings.recording import Slot
-    from multigraph_backend.cudagraphs.recordings.tree import Node
-
 
 VARIABLE = "MULTIGRAPH_DEBUG"
 _AIDS = ("poison",)

@@ -10,12 +10,12 @@ them.  A saved tensor or an intermediate that nobody but the piece holds dies in
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,13 +30,8 @@ from multigraph_backend.cudagraphs.devices.device import (
     overrides_functions,
 )
 from multigraph_backend.cudagraphs.recordings.cost import Trial
-
-if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.recordings.piece import Piece
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
-
-_UNSETTLED = 1 << 60  # counts that none exceeds: nothing was handed out yet
+from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
+from multigraph_backend.cudagraphs.recordings.slot import Slot
 
 FIRST_CALL = "first call"
 
@@ -56,60 +51,13 @@ class NotAllRecorded(RuntimeError):
     """`cudagraphs="require"`, and something cannot be recorded; the text names each op and where it comes from."""
 
 
-class Slot:
-    """The memory of one storage that a recording hands out, at an address that stays in the pool of `generation`.
-
-    `visible`: whether a user may hold it (else only compiled code does).  `copied`: outputs over it are handed out as
-    copies, because it was seen alive when its memory was needed.  `movable`: whether what is alive over it can be moved
-    to other memory.  All tensors that are handed out share `storage`, so its counts tell whether any is alive.
-
-    A user can resize what he was handed out: then `storage` lies elsewhere, and this memory is free of him.
-    """
-
-    __slots__ = ("address", "base", "copied", "generation", "handle", "movable", "nbytes", "refs", "storage", "visible")
-
-    def __init__(self, address: int, storage: torch.UntypedStorage, visible: bool, generation: int = 0) -> None:
-        self.address, self.generation = address, generation
-        self.nbytes = storage.nbytes()
-        self.visible = visible
-        self.copied = False
-        self.movable = True
-        self.storage = storage
-        self.handle: int = storage._cdata
-        self.base = self.refs = _UNSETTLED
-
-    def put(self, storage: torch.UntypedStorage) -> None:
-        """Let `storage`, which cannot be moved, be the one over this memory: what was handed out has been moved."""
-        # in one statement, for an exception from outside may arrive between two
-        self.storage, self.handle, self.base, self.refs, self.movable, self.copied = (
-            storage, storage._cdata, _UNSETTLED, _UNSETTLED, False, self.visible,
-        )  # fmt: skip
-
-    def settle(self, use_count: Callable[[int], int]) -> None:
-        """Take the counts of now for those of nothing handed out."""
-        self.base = use_count(self.handle)
-        self.refs = sys.getrefcount(self.storage)
-
-    def alive(self, use_count: Callable[[int], int]) -> bool:
-        """Whether a tensor, or a storage object, that was handed out still exists."""
-        return use_count(self.handle) > self.base or sys.getrefcount(self.storage) > self.refs
-
-    def lies(self, device: Device) -> bool:
-        """Whether `storage` is still over this memory, and no other."""
-        return device.storage_address(self.storage) == self.address and self.storage.nbytes() == self.nbytes
-
-    def holds(self, address: int) -> bool:
-        """Whether `address` is in this memory."""
-        return self.address <= address < self.address + self.nbytes
-
-
 @dataclass(frozen=True)
 class InputPlan:
     """Where each input of a piece has to be.
 
     `fixed`: positions that are read, and perhaps changed, at `addresses`.  `managed`: those of them that are outputs
     alive in the pool, with their slots.  `copied`: positions whose values are copied into buffers at each call.
-    `owned`: managed positions that die inside the piece.  `generators`: random number generators.  All others are
+    `owned`: managed positions that die inside the spec.  `generators`: random number generators.  All others are
     numbers, part of the piece's key, or None.
     """
 
@@ -177,14 +125,17 @@ class Recording:
 
 def record(
     device: Device,
-    piece: Piece,
+    spec: PieceSpec,
+    function: Boxed,
     inputs: Sequence[Any],
     plan: InputPlan,
     prepare: Callable[[Sequence[tuple[int, int]]], list[torch.UntypedStorage]],
+    unlocked: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Recording:
-    """Capture `piece` for `inputs`.  `prepare` sets the pool to the state to record in, and makes owners of blocks.
+    """Capture `function`, the code of a piece, for `inputs`.  `prepare` sets the pool to the state to record in, and
+    makes owners of blocks; `unlocked` is entered while the code runs, which may wait for other threads.
 
-    Nothing of it runs.  Raises `NotRecorded`; the pool is then fit for another `prepare`.
+    Nothing of it runs on the device.  Raises `NotRecorded`; the pool is then fit for another `prepare`.
     """
     dying = {slot.address: slot.nbytes for slot in (plan.managed[index] for index in plan.owned)}
     owners = dict(zip(dying, prepare(list(dying.items())), strict=True))
@@ -212,9 +163,9 @@ def record(
             given[index] = weakref.ref(args[index])
         owners.clear()
         nonlocal seconds
-        with piece.tree.unlocked():
+        with unlocked():
             started = time.perf_counter()
-            result = list(piece.function(args))
+            result = list(function(args))
             seconds = time.perf_counter() - started
         return result
 
@@ -227,17 +178,17 @@ def record(
         for index, reference in passed.items():
             known.pop(index, None)
             # an output in the buffer of a temporary is a new value there, not the value that was passed
-            if not reference.expired() and not (index in parts and index in piece.reused):
+            if not reference.expired() and not (index in parts and index in spec.reused):
                 storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                 assert storage is not None
                 known[index] = storage._cdata
         by_handle = {handle: index for index, handle in reversed(known.items())}
-        fixed_forever = {tensor.untyped_storage()._cdata for tensor in piece.constants}
+        fixed_forever = {tensor.untyped_storage()._cdata for tensor in spec.constants}
         kept: list[torch.Tensor] = []
         slots: dict[int, int] = {}
-        if len(result) != len(piece.visible):
-            raise NotRecorded(f"it returns {len(result)} outputs where {len(piece.visible)} were expected", always=True)
-        for output, shown in zip(result, piece.visible, strict=True):
+        if len(result) != len(spec.visible):
+            raise NotRecorded(f"it returns {len(result)} outputs where {len(spec.visible)} were expected", always=True)
+        for output, shown in zip(result, spec.visible, strict=True):
             if not isinstance(output, torch.Tensor):
                 described.append(_number(output))
                 continue
@@ -248,7 +199,7 @@ def record(
                 described.append(_of_input(index, inputs[index], output, same, 0 if index in parts else None))
                 if index in owned:
                     kept.append(output)  # its block stays
-                if index in plan.managed and shown and not piece.copies:
+                if index in plan.managed and shown and not spec.copies:
                     plan.managed[index].visible = True
             elif handle in fixed_forever:
                 described.append(Constant(output))
@@ -268,7 +219,7 @@ def record(
 
     try:
         generators = list(plan.generators.values())
-        captured = device.capture(capture, fresh, piece.random or bool(generators), generators)
+        captured = device.capture(capture, fresh, spec.random or bool(generators), generators)
     except CaptureFailed as error:
         storages.clear()
         described.clear()
@@ -279,7 +230,7 @@ def record(
     asked = {*parts, *(output.index for output in described if isinstance(output, OfInput))}
     stage = device.stager(buffers) if buffers else None
     trial = None
-    if piece.must_pay:
+    if spec.must_pay:
         seen_once = [part.source(inputs[index]) if part.source else inputs[index] for index, part in parts.items()]
         trial = Trial(seconds * 1e6, device.time_copies(stage, seen_once) if stage is not None else lambda: 0.0)
     return Recording(

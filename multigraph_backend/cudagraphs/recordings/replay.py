@@ -10,24 +10,63 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.devices.device import Device, Layout
 from multigraph_backend.cudagraphs.recordings import poison
-from multigraph_backend.cudagraphs.recordings.recording import Constant, Empty, OfInput, OfSlot, Recording, Slot
-
-if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.recordings.tree import Node, Tree
-
-Run = Callable[["Node", list[Any]], tuple[Any, ...]]
-Holds = Callable[[list[Any]], bool]
+from multigraph_backend.cudagraphs.recordings.nodes import Holds, Node, Nodes, Run, not_built
+from multigraph_backend.cudagraphs.recordings.recording import Constant, Empty, OfInput, OfSlot, Recording
+from multigraph_backend.cudagraphs.recordings.slot import Slot
 
 _WORD = torch.int64
+
+
+def build(node: Node) -> None:
+    """Generate what runs; again when a slot has moved or is to be copied.  Nothing over its slots may be alive."""
+    assert node.recording is not None
+    for slot in node.slots:
+        if not slot.lies(node.tree.device):
+            renew(node, slot)
+    node.run = not_built  # drops what the old one held over the slots, before counts are taken
+    node.run = build_run(node.tree.device, node.recording, node)
+    if node.trial is not None:
+        node.run = functools.partial(_try, node.run)
+    node.watched = tuple(slot for slot in node.slots if not slot.copied)
+    node.ready = True
+
+
+def renew(node: Node, slot: Slot, resized: bool = True) -> None:
+    """Put a storage over the memory of `slot`, whose own lies elsewhere: it was moved, or the user has resized it.
+
+    It can be neither moved nor resized, so what users get, or have resized, is a copy from now on.
+    """
+    device = node.tree.device
+    node.unbuild()
+    slot.put(device.storage_at(slot.address, slot.nbytes))
+    slot.settle(device.use_count)
+    slot.movable = False
+    slot.copied = slot.copied or slot.visible or resized
+    if resized:
+        node.tree.count_resized(node)
+
+
+def _try(run: Run, node: Node, inputs: list[object]) -> tuple[object, ...]:
+    """Run it and see what it costs; after some calls, keep it or give it up."""
+    assert node.trial is not None
+    started = time.perf_counter()
+    outputs = run(node, inputs)
+    if node.trial.ran((time.perf_counter() - started) * 1e6):
+        node.run = run
+        loss, node.trial = node.trial.loss(), None
+        if loss is not None:
+            node.tree.give_up(node, loss)
+    return outputs
 
 
 def build_holds(device: Device, recording: Recording, dead: Sequence[Slot]) -> Holds:
@@ -138,10 +177,10 @@ def _copies_of_inputs(device: Device, recording: Recording, node: Node, names: d
     """Statements that copy what is handed out of inputs that lie in the pool, where it is to be copies: `copied`, by
     number of the output."""
     piece = node.function.piece if node.function is not None else None
-    if piece is None or not piece.copies:
+    if piece is None or not piece.spec.copies:
         return []
     parts = []
-    for number, (output, shown) in enumerate(zip(recording.outputs, piece.visible, strict=True)):
+    for number, (output, shown) in enumerate(zip(recording.outputs, piece.spec.visible, strict=True)):
         if not (shown and isinstance(output, OfInput)):
             continue
         if output.index in recording.plan.managed:
@@ -168,7 +207,7 @@ def copied(
 
 
 def _copied_from_pool(
-    tree: Tree, layout: Layout | None, tensor: torch.Tensor, taken: dict[int, torch.UntypedStorage]
+    tree: Nodes, layout: Layout | None, tensor: torch.Tensor, taken: dict[int, torch.UntypedStorage]
 ) -> torch.Tensor:
     """As `copied`, if `tensor` lies over memory of a recording on the path; else it, or the view of it."""
     handle = tensor.untyped_storage()._cdata

@@ -21,9 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import heapq
-import itertools
 import logging
 import threading
 import time
@@ -39,8 +36,10 @@ from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, P
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import planning, recording, replay
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
-from multigraph_backend.cudagraphs.recordings.piece import Function, Piece
-from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded, Recording, Slot
+from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
+from multigraph_backend.cudagraphs.recordings.piece_state import Function, PieceState
+from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded
+from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
 from multigraph_backend.distributed import endings
 from multigraph_backend.distributed.communicating import Launched
@@ -59,13 +58,6 @@ _MOST_RETURNS = 64
 _NO_STREAM = -1  # so that the next call looks which streams it has to wait for
 
 
-_numbers = itertools.count()
-
-
-def _not_built(node: Node, inputs: list[object]) -> tuple[object, ...]:
-    raise AssertionError("a recording was replayed before its code was built")
-
-
 def _lies_in(slots: Mapping[int, Slot], value: object, device: Device) -> bool:
     """Whether `value` is a tensor in one of `slots`, by handle."""
     if not isinstance(value, torch.Tensor):
@@ -74,119 +66,7 @@ def _lies_in(slots: Mapping[int, Slot], value: object, device: Device) -> bool:
     return slot is not None and slot.lies(device)
 
 
-class Node:
-    """A recording in its place in the tree; the root has none.
-
-    `state`: the pool of `generation` when it has run; `after`: addresses of what is allocated there then.
-    `dead`: slots of earlier nodes whose memory it may write over and that no node between makes sure of.
-
-    Only parents hold nodes, and the path: a node that was given up goes at once, with its graph, and not when garbage
-    is collected.
-    """
-
-    __slots__ = ("__weakref__", "_parent", "after", "calls", "children", "dead", "depth", "destroyed", "final",
-                 "function", "generation", "holds", "number", "queued", "ready", "recording", "run", "slots", "state",
-                 "tree", "trial", "used", "watched")  # fmt: skip
-
-    def __init__(
-        self, tree: Tree, state: PoolState, parent: Node | None = None, function: Function | None = None,
-        recording: Recording | None = None, dead: Sequence[Slot] = (), after: frozenset[int] = frozenset(),
-    ) -> None:  # fmt: skip
-        self.tree, self.state, self.function, self.recording = tree, state, function, recording
-        self._parent = None if parent is None else weakref.ref(parent)
-        self.number = next(_numbers)
-        self.queued = False
-        self.final: list[int] = []
-        self.dead, self.after, self.generation = tuple(dead), after, tree.device.generation
-        self.slots: tuple[Slot, ...] = tuple(recording.slots) if recording is not None else ()
-        self.watched = self.slots  # those over which something may have been handed out
-        self.children: dict[Function, list[Node]] = {}
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.calls = self.used = 0
-        self.ready = self.destroyed = False
-        self.run: replay.Run = _not_built
-        self.holds: replay.Holds = lambda inputs: False
-        self.trial = None if recording is None or tree.poisons else recording.trial
-        if recording is not None:
-            self.holds = replay.build_holds(tree.device, recording, self.dead)
-
-    @property
-    def parent(self) -> Node | None:
-        """The node that it follows; None for the root, and where that one is gone."""
-        return None if self._parent is None else self._parent()
-
-    def build(self) -> None:
-        """Generate what runs; again when a slot has moved or is to be copied.  Nothing over its slots may be alive."""
-        assert self.recording is not None
-        for slot in self.slots:
-            if not slot.lies(self.tree.device):
-                self.renew(slot)
-        self.run = _not_built  # drops what the old one held over the slots, before counts are taken
-        self.run = replay.build_run(self.tree.device, self.recording, self)
-        if self.trial is not None:
-            self.run = functools.partial(_try, self.run)
-        self.watched = tuple(slot for slot in self.slots if not slot.copied)
-        self.ready = True
-
-    def unbuild(self) -> None:
-        """Until it is built again it is not replayed."""
-        self.ready = False  # `run` stays: what it holds is in the counts that tell whether an output is alive
-
-    def renew(self, slot: Slot, resized: bool = True) -> None:
-        """Put a storage over the memory of `slot`, whose own lies elsewhere: it was moved, or the user has resized it.
-
-        It can be neither moved nor resized, so what users get, or have resized, is a copy from now on.
-        """
-        device = self.tree.device
-        self.unbuild()
-        slot.put(device.storage_at(slot.address, slot.nbytes))
-        slot.settle(device.use_count)
-        slot.movable = False
-        slot.copied = slot.copied or slot.visible or resized
-        if resized:
-            self.tree.count_resized(self)
-
-    def resized(self) -> bool:
-        """Whether the user has resized an output, and thereby moved its storage."""
-        return not all(slot.lies(self.tree.device) for slot in self.slots)
-
-    def alive(self) -> bool:
-        """Whether any output that was handed out still exists."""
-        use_count = self.tree.device.use_count
-        return any(slot.alive(use_count) for slot in self.watched)
-
-    def reads_in_place(self, indices: Iterable[int]) -> bool:
-        """Whether any of these inputs has to be where it was."""
-        return self.recording is not None and not set(indices).isdisjoint(self.recording.plan.fixed)
-
-    def below(self) -> Iterator[Node]:
-        """This node and all that were recorded after it."""
-        yield self
-        for nodes in self.children.values():
-            for node in nodes:
-                yield from node.below()
-
-    def surely_dead(self) -> Iterator[Slot]:
-        """Slots of earlier nodes that are dead whenever this one has run."""
-        yield from self.dead
-        if self.recording is not None:
-            yield from (slot for slot, _ in self.recording.consumed)
-
-
-def _try(run: replay.Run, node: Node, inputs: list[object]) -> tuple[object, ...]:
-    """Run it and see what it costs; after some calls, keep it or give it up."""
-    assert node.trial is not None
-    started = time.perf_counter()
-    outputs = run(node, inputs)
-    if node.trial.ran((time.perf_counter() - started) * 1e6):
-        node.run = run
-        loss, node.trial = node.trial.loss(), None
-        if loss is not None:
-            node.tree.give_up(node, loss)
-    return outputs
-
-
-class Tree:
+class Tree(Nodes):
     """See the module's text.  One per device.
 
     marks: a counter that changes when the user says that a step begins.  poisons: see `poison`.
@@ -199,24 +79,17 @@ class Tree:
         marks: Callable[[], int] = lambda: 0,
         poisons: bool = False,
     ) -> None:
-        self.device, self.limits, self.marks, self.poisons = device, limits or Limits(), marks, poisons
+        super().__init__(device, poisons)
+        self.limits, self.marks = limits or Limits(), marks
         self.lock = threading.RLock()
-        self.capturing, self.use_count, self.device_stream = device.capturing, device.use_count, device.stream
-        self.path: list[Node] = []
-        self.pieces: weakref.WeakSet[Piece] = weakref.WeakSet()  # all there are, for reports
-        self.root = Node(self, device.empty_state())
-        self.size = self.clock = 0
-        self.counts: Counter[str] = Counter()
+        self.capturing, self.device_stream = device.capturing, device.stream
+        self.pieces: weakref.WeakSet[PieceState] = weakref.WeakSet()  # all there are, for reports
         self.shared = False
         #: nodes whose recordings hold collectives, also those that were given up and are not collected yet
         self.communicating: weakref.WeakSet[Node] = weakref.WeakSet()
         #: why no collectives are recorded now
         self.ending: str | None = None
-        #: addresses of parameters and buffers that forward pieces were recorded with
-        self.lasting: set[int] = set()
-        self._dropped: deque[Piece] = deque()
-        #: nodes without children, perhaps, by when they were last used, perhaps
-        self._leaves: list[tuple[int, int, weakref.ref[Node]]] = []
+        self._dropped: deque[PieceState] = deque()
         self._recorded_in: dict[int, weakref.WeakSet[Node]] = {}  # by generation
         self._pool_bytes: dict[int, int] = {}  # by generation, where a limit asked for it
         self._not_before = 0.0  # when the device is next waited for
@@ -241,7 +114,7 @@ class Tree:
 
     # ---------------------------------------------------------------- every call
 
-    def undisturbed(self, piece: Piece) -> bool:
+    def undisturbed(self, piece: PieceState) -> bool:
         """Whether nothing has happened since the last call that `choose` must look at first."""
         if self.marks() != self.mark:
             return False
@@ -265,10 +138,10 @@ class Tree:
         for other in sorted({self._last_stream, *self._streams} - {stream}):
             self.device.wait_for(other)
 
-    def _attend(self, piece: Piece) -> None:
+    def _attend(self, piece: PieceState) -> None:
         """Take note of the stream and the thread that call."""
         self._follow_stream()
-        if piece.is_backward:  # autograd runs backwards in threads of its own
+        if piece.spec.is_backward:  # autograd runs backwards in threads of its own
             return
         thread = threading.get_ident()
         if self.shared:
@@ -305,7 +178,7 @@ class Tree:
             if any(slot.visible and not slot.copied for slot in node.slots):
                 self._hand_out_copies(node)
 
-    def _look_for_others(self, thread: int, piece: Piece) -> None:
+    def _look_for_others(self, thread: int, piece: PieceState) -> None:
         """While outputs are copies: go back once all other threads have ended, or have not called for a while."""
         if thread != self._last_caller:
             self._last_caller, self._calls_alone = thread, 0
@@ -332,7 +205,7 @@ class Tree:
         self.counts["not shared any more"] += 1
         log.info("one thread calls recordings of device %d again: outputs are no copies any more", self.device.index)
         for node in {node for first in (self.root, *self.path) for node in first.below()}:
-            if node.function is None or node.function.piece.copies:
+            if node.function is None or node.function.piece.spec.copies:
                 continue
             if any(slot.copied and slot.movable for slot in node.slots):
                 node.unbuild()  # it is built where it is needed
@@ -345,7 +218,7 @@ class Tree:
         if node.alive():
             node.unbuild()  # the first thread uses its outputs; it is built when they are dead
         else:
-            node.build()
+            replay.build(node)
 
     # ---------------------------------------------------------------- calls that no child of the path answers at once
 
@@ -354,7 +227,7 @@ class Tree:
         if function.unprofitable and function.refused is not None:  # at each call: no more than needs to be done
             self._count_unrecorded(function, function.refused)
             return None
-        call = Call(self)
+        call = Call(self.turns)
         try:
             taken = call.begin(function.piece.awaited, 0.0)
             assert taken, "a call that is out of turn chose"
@@ -378,10 +251,14 @@ class Tree:
                 if isinstance(error, NotRecorded) and error.always:
                     function.refused = reason
                 self._count_unrecorded(function, reason)
-                if (index := getattr(error, "index", None)) is not None and (trace_of := function.piece.traces[index]):
+                if (index := getattr(error, "index", None)) is not None and (
+                    trace_of := function.piece.spec.trace(index)
+                ):
                     function.piece.stacks[reason] = trace_of
-                if function.piece.required and reason != FIRST_CALL:
-                    message = f"{function.piece.label}: cudagraphs='require', but this call runs unrecorded: {reason}"
+                if function.piece.spec.required and reason != FIRST_CALL:
+                    message = (
+                        f"{function.piece.spec.label}: cudagraphs='require', but this call runs unrecorded: {reason}"
+                    )
                     raise NotAllRecorded(message) from error
                 node = None
         finally:
@@ -420,7 +297,7 @@ class Tree:
                         self.stream = _NO_STREAM
             del held
 
-    def copied_out(self, piece: Piece, outputs: Sequence[Any]) -> Sequence[Any]:
+    def copied_out(self, piece: PieceState, outputs: Sequence[Any]) -> Sequence[Any]:
         """Outputs of unrecorded code with copies in place of what lies in the pool and a user may hold."""
         with self.lock:
             stream = self.device_stream()
@@ -432,7 +309,7 @@ class Tree:
                 replay.copied(self.device, None, output, taken)
                 if shown and _lies_in(slots, output, self.device)
                 else output
-                for output, shown in zip(outputs, piece.visible, strict=True)
+                for output, shown in zip(outputs, piece.spec.visible, strict=True)
             ]
 
     @contextlib.contextmanager
@@ -450,18 +327,20 @@ class Tree:
         """Seconds that a call waits for its turn."""
         return max(_PATIENCE, limits.patience) if required else limits.patience
 
-    def count_aside(self, piece: Piece, inputs: Sequence[object]) -> None:
+    def count_aside(self, piece: PieceState, inputs: Sequence[object]) -> None:
         """Take note of a call that did not get its turn.  Raises `NotAllRecorded` where that is an error."""
         with self.lock:
             self._count_unrecorded(piece.function_for(inputs), OUT_OF_TURN)
-        if piece.required:
-            raise NotAllRecorded(f"{piece.label}: cudagraphs='require', but this call runs unrecorded: {OUT_OF_TURN}")
+        if piece.spec.required:
+            raise NotAllRecorded(
+                f"{piece.spec.label}: cudagraphs='require', but this call runs unrecorded: {OUT_OF_TURN}"
+            )
 
     def _node_for(self, function: Function, inputs: list[object]) -> Node:
         """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
         if function.refused is not None:
             raise NotRecorded(function.refused)
-        if self.ending is not None and function.piece.groups:
+        if self.ending is not None and function.piece.spec.groups:
             raise NotRecorded(self.ending)
         first, function.called = not function.called, True
         if first and function.piece.warms_up:
@@ -473,14 +352,14 @@ class Tree:
         found = self._child(parent, function, inputs)
         if found is not None:
             return found
-        if not self._linked(parent):  # nothing would ever find what is recorded behind it
+        if not self.linked(parent):  # nothing would ever find what is recorded behind it
             raise NotRecorded("the recording that it follows was given up, and has outputs that are still alive")
         limits = function.piece.limits
         if parent.depth >= limits.depth:
             raise NotRecorded(
                 f"{parent.depth} recordings follow one another in this step, whose outputs are still alive"
             )
-        if not function.piece.required and not function.piece.uses.wanted(
+        if not function.piece.spec.required and not function.piece.uses.wanted(
             (parent.number, function.key), limits.unreplayed
         ):
             raise NotRecorded(NOT_REPLAYED)
@@ -499,7 +378,7 @@ class Tree:
             if not node.ready:
                 if node.alive():
                     continue
-                node.build()
+                replay.build(node)
             if node.holds(inputs):
                 return node
         return None
@@ -509,7 +388,7 @@ class Tree:
         self.counts["unrecorded"] += 1
         events.count("unrecorded_pieces")
         if why != FIRST_CALL and not function.unprofitable:  # that is a choice, and was logged as one
-            label = function.piece.label
+            label = function.piece.spec.label
             events.warn_once(f"{label}: unrecorded: {why}", "%s runs unrecorded: %s", label, why)
 
     # ---------------------------------------------------------------- steps
@@ -551,7 +430,7 @@ class Tree:
                 self.device.finish()
         self.path.clear()
         for node in {id(node): node for node, _ in alive}.values():
-            node.build()
+            replay.build(node)
 
     def _move(self, node: Node, slot: Slot) -> None:
         """Give what is alive over `slot` other memory, if the user has not done so."""
@@ -563,14 +442,7 @@ class Tree:
             node.function.piece.moved += 1
             self.counts["clones"] += 1
             events.count("moved_outputs")
-        node.renew(slot, resized=not lies)
-
-    def count_resized(self, node: Node) -> None:
-        """Note that a user has resized an output of `node`."""
-        assert node.function is not None
-        self.counts["resized"] += 1
-        events.count("resized_outputs")
-        log.info("%s: an output was resized; it is handed out as a copy from now on", node.function.piece.label)
+        replay.renew(node, slot, resized=not lies)
 
     def _settled(self) -> bool:
         """Whether nothing reads or writes, on a stream that is not known here, what is about to be moved.
@@ -636,40 +508,45 @@ class Tree:
             planning.note_again(function, parent.children[function], plan)
             self.counts["recorded again"] += 1
         for slot in made.slots:
-            slot.copied = (self.shared or function.piece.copies) and slot.visible
-        if not function.piece.is_backward:
+            slot.copied = (self.shared or function.piece.spec.copies) and slot.visible
+        if not function.piece.spec.is_backward:
             self.lasting.update(
                 address
                 for index in plan.fixed
-                if index in function.piece.static and index not in plan.managed and (address := plan.addresses[index])
+                if index in function.piece.spec.static
+                and index not in plan.managed
+                and (address := plan.addresses[index])
             )
         function.recorded(parent.depth + 1, plan.addresses)
         freed = {slot.address for slot, _ in made.consumed}
         node = Node(
             self, made.state, parent, function, made, dead, (alive - freed) | {slot.address for slot in made.slots}
         )
-        node.build()
+        node.holds = replay.build_holds(self.device, made, node.dead)
+        replay.build(node)
         self._recorded_in.setdefault(node.generation, weakref.WeakSet()).add(node)
-        siblings = parent.children.setdefault(function, [])
-        if len(siblings) < function.piece.most:  # what moves was seen to move elsewhere: one copying recording serves
+        siblings = parent.children.get(function, [])
+        if len(siblings) < function.piece.spec.most:
+            # what moves was seen to move elsewhere: one copying recording serves
             for other in [other for other in siblings if other.reads_in_place(function.copied)]:
-                self._unlink(other)
-            siblings = parent.children.setdefault(function, [])
+                self.unlink(other)
         self._pool_used = True
-        self.size += 1
-        siblings.append(node)
-        function.nodes += 1
+        self.link(node)
         node.final = function.piece.uses.recorded(node)
-        self._queue(node)
         self.counts["recordings"] += 1
         events.count("recordings")
-        if function.piece.groups:
+        if function.piece.spec.groups:
             self.communicating.add(node)
             endings.watch(self)
         return node
 
     def _captured(
-        self, piece: Piece, inputs: list[object], plan: recording.InputPlan, state: PoolState, alive: frozenset[int]
+        self,
+        piece: PieceState,
+        inputs: list[object],
+        plan: recording.InputPlan,
+        state: PoolState,
+        alive: frozenset[int],
     ) -> recording.Recording:
         """The recording; captured again where it has to pay for large copies and the pool grew, for then its code was
         timed with finding memory, but not where it issues collectives: all ranks capture these as often."""
@@ -677,11 +554,17 @@ class Tree:
         def capture() -> recording.Recording:
             self._catch_up()
             return recording.record(
-                self.device, piece, inputs, plan, lambda owned: self.device.restore(state, alive, owned)
+                self.device,
+                piece.spec,
+                piece.function,
+                inputs,
+                plan,
+                lambda owned: self.device.restore(state, alive, owned),
+                self.unlocked,
             )
 
         copied = sum(value.nbytes for index in plan.copied if isinstance(value := inputs[index], torch.Tensor))
-        if not piece.must_pay or piece.groups or not copied or copied < piece.limits.copied_bytes:
+        if not piece.spec.must_pay or piece.spec.groups or not copied or copied < piece.limits.copied_bytes:
             return capture()
         had = self.device.reserved_bytes()
         made = capture()
@@ -694,39 +577,11 @@ class Tree:
 
     def _make_room(self, limits: Limits) -> None:
         """Give up the least recently used recordings until there is room for one more."""
-        while self.size >= limits.per_device and (node := self._least_used()) is not None:
-            self._unlink(node)
+        while self.size >= limits.per_device and (node := self.least_used()) is not None:
+            self.unlink(node)
             self.counts["evicted"] += 1
             events.count("evicted_recordings")
         self._leave_pools()  # the path stays: what is recorded next is recorded behind its last node
-
-    def _queue(self, node: Node) -> None:
-        """Let `_least_used` find a node, which has no children now."""
-        if node is not self.root and not node.queued:
-            node.queued = True
-            heapq.heappush(self._leaves, (node.used, node.number, weakref.ref(node)))
-
-    def _least_used(self) -> Node | None:
-        """The node without children, and not on the path, that was used least recently; it leaves the queue."""
-        on_path = {id(node) for node in self.path}
-        passed = []
-        found = None
-        while self._leaves and found is None:
-            used, number, reference = heapq.heappop(self._leaves)
-            node = reference()
-            if node is None or not self._linked(node):
-                continue
-            if node.children:  # it comes back when they are gone
-                node.queued = False
-            elif node.used != used:
-                heapq.heappush(self._leaves, (node.used, number, reference))
-            elif id(node) in on_path:
-                passed.append((used, number, reference))
-            else:
-                node.queued, found = False, node
-        for entry in passed:
-            heapq.heappush(self._leaves, entry)
-        return found
 
     # ---------------------------------------------------------------- a limit of the pool
 
@@ -737,7 +592,7 @@ class Tree:
         fit is not recorded.  Where the pool is half full, a function is captured in a pool of its own first, to see how
         much it needs.
         """
-        if not function.needs and not function.piece.groups and 2 * sum(self._pool_bytes.values()) >= limit:
+        if not function.needs and not function.piece.spec.groups and 2 * sum(self._pool_bytes.values()) >= limit:
             function.needs = self._needs(function.piece, inputs, plan)
             if function.needs > limit:
                 function.piece.uses.wasted()
@@ -747,14 +602,20 @@ class Tree:
             if alive + function.needs > limit:
                 raise NotRecorded(NO_ROOM)
 
-    def _needs(self, piece: Piece, inputs: list[object], plan: recording.InputPlan) -> int:
+    def _needs(self, piece: PieceState, inputs: list[object], plan: recording.InputPlan) -> int:
         """Bytes of a pool that has room for one recording; 0 where it cannot be made."""
         device, generation = self.device, self.device.generation
         device.new_pool()
         try:
             plan = dataclasses.replace(plan, owned=())
             made = recording.record(
-                device, piece, inputs, plan, lambda owned: device.restore(device.empty_state(), (), owned)
+                device,
+                piece.spec,
+                piece.function,
+                inputs,
+                plan,
+                lambda owned: device.restore(device.empty_state(), (), owned),
+                self.unlocked,
             )
             made.graph.reset()
             del made
@@ -782,22 +643,12 @@ class Tree:
         self.counts["evicted"] += self.size
         for _ in range(self.size):
             events.count("evicted_recordings")
-        self._unlink_all()
+        self.unlink_all()
         self._pool_used = True
         self._leave_pools()
         raise NotRecorded(NO_ROOM)
 
     # ---------------------------------------------------------------- giving recordings up for other reasons
-
-    def give_up(self, node: Node, why: str) -> None:
-        """Record no more what `node` recorded, which is still on the path."""
-        assert node.function is not None
-        node.function.refused, node.function.unprofitable = why, True
-        self.counts["not worth it"] += 1
-        events.count("unprofitable_recordings")
-        log.info("%s: %s", node.function.piece.label, why)
-        if self._linked(node):
-            self._unlink(node)
 
     def holds_collectives(self) -> bool:
         """Whether any recording holds a collective."""
@@ -820,8 +671,8 @@ class Tree:
                 node.destroyed = True
                 node.ready = False
                 node.holds = lambda inputs: False
-                if self._linked(node):
-                    self._unlink(node)
+                if self.linked(node):
+                    self.unlink(node)
                 with contextlib.suppress(Exception):  # the driver may be gone: then there is nothing left to destroy
                     node.recording.graph.reset()
                 destroyed += 1
@@ -838,7 +689,7 @@ class Tree:
             calls: Counter[str] = Counter()
             for node in self.communicating:
                 if node.function is not None and node.calls:
-                    calls[node.function.piece.label] += node.calls
+                    calls[node.function.piece.spec.label] += node.calls
             return Launched(calls, self.device.mark(self._last_stream) if calls else None)
         finally:
             self.lock.release()
@@ -847,28 +698,7 @@ class Tree:
         """See `communicating.Recordings`."""
         self.ending = None
 
-    def _unlink(self, node: Node) -> None:
-        assert node.function is not None
-        parent = node.parent
-        assert parent is not None
-        siblings = parent.children[node.function]
-        siblings.remove(node)
-        if not siblings:
-            del parent.children[node.function]
-        for given_up in node.below():
-            assert given_up.function is not None
-            self.size -= 1
-            given_up.function.nodes -= 1
-            given_up.final.append(max(given_up.calls - 1, 0))
-        if not parent.children:
-            self._queue(parent)
-
-    def _unlink_all(self) -> None:
-        for nodes in list(self.root.children.values()):
-            for node in list(nodes):
-                self._unlink(node)
-
-    def drop(self, pieces: Iterable[Piece]) -> None:
+    def drop(self, pieces: Iterable[PieceState]) -> None:
         """Give up all recordings of `pieces`, whose code is gone.  May be called at any time, from any thread."""
         self._dropped.extend(pieces)
         if self.lock.acquire(blocking=False):
@@ -885,20 +715,12 @@ class Tree:
         while self._dropped:
             gone.add(self._dropped.popleft())
         for node in list(self.root.below()):
-            if node.function is not None and node.function.piece in gone and self._linked(node):
-                self._unlink(node)
+            if node.function is not None and node.function.piece in gone and self.linked(node):
+                self.unlink(node)
         for piece in gone:  # nobody calls it any more
             piece.end()
         self._shorten()
         self._leave_pools()
-
-    def _linked(self, node: Node) -> bool:
-        while node is not self.root:
-            parent = node.parent
-            if parent is None or node.function is None or node not in parent.children.get(node.function, ()):
-                return False
-            node = parent
-        return True
 
     def forget(self) -> None:
         """Give up all recordings.  What is alive stays valid.  While another thread is in the midst of a call, or a
@@ -912,7 +734,7 @@ class Tree:
     def _forget(self) -> None:
         self._follow_stream()
         self._restart()
-        self._unlink_all()
+        self.unlink_all()
         self.lasting.clear()
         self.shared, self.thread, self._caller, self._returns = False, None, None, 1
         self._callers.clear()

@@ -19,10 +19,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from threading import get_ident
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 BESIDE = "another thread runs compiled code of this device, beside which nothing can be captured"
 FOR_CAPTURES = 10  # times as long is a capture waited for
@@ -37,9 +33,11 @@ class Awaited:
 
 
 class Turns:
-    """See the module's text.  `owner`: the thread whose turn it is; `aside`: threads that run aside."""
+    """See the module's text.  `lock`: the tree's.  `owner`: the thread whose turn it is; `aside`: threads that run
+    aside."""
 
     def __init__(self, lock: threading.RLock) -> None:
+        self.lock = lock
         self.owner: int | None = None
         self.aside: dict[int, set[int]] = {}  # with their calls
         self._calls: set[int] = set()  # of the owner
@@ -107,19 +105,19 @@ class Call:
 
     _began = False
 
-    def __init__(self, tree: Tree) -> None:
-        self._tree, self._thread = tree, get_ident()
+    def __init__(self, turns: Turns) -> None:
+        self._turns, self._thread = turns, get_ident()
 
     def begin(self, code: Awaited, seconds: float) -> bool:
         """See `Turns.begin`."""
         self._began = True
-        with self._tree.lock:
-            return self._tree.turns.begin(id(self), code, seconds)
+        with self._turns.lock:
+            return self._turns.begin(id(self), code, seconds)
 
     def end(self) -> None:
-        tree = self._tree
-        with tree.lock:
-            tree.turns.end(id(self), self._thread)
+        turns = self._turns
+        with turns.lock:
+            turns.end(id(self), self._thread)
         self._began = False
 
     def __del__(self) -> None:

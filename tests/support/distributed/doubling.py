@@ -8,6 +8,7 @@ import torch
 
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 
@@ -20,7 +21,7 @@ def doubled(inputs: list[Any]) -> tuple[Any, ...]:
 def recorded(groups: tuple[str, ...]) -> tuple[SimulatedDevice, Tree, Piece]:
     device = SimulatedDevice()
     tree = Tree(device)
-    piece = Piece(tree, doubled, names=["x"], visible=[True], groups=groups)
+    piece = Piece(tree, doubled, PieceSpec(("x",), (True,), groups=groups))
     for _ in range(3):
         right(piece)
     assert tree.counts["recordings"] == 1

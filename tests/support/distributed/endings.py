@@ -77,6 +77,7 @@ def simulated(rank: int) -> Any:
     from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
     from multigraph_backend.cudagraphs.partition.cuts import CutRules
     from multigraph_backend.cudagraphs.recordings.piece import Piece
+    from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
     from multigraph_backend.cudagraphs.splitter import split
 
     tree = runtime.tree(0, make=lambda index: SimulatedDevice())
@@ -85,7 +86,7 @@ def simulated(rank: int) -> Any:
     made = split(gm, rules)
     call = made.bind(
         [
-            Piece(tree, function, names=part.names, visible=part.visible, groups=part.groups)
+            Piece(tree, function, PieceSpec(part.names, part.visible, groups=part.groups))
             for part, function in zip(made.spec.pieces, made.functions, strict=True)
         ]
     )

@@ -10,7 +10,8 @@ import torch
 
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.limits import Limits
-from multigraph_backend.cudagraphs.recordings.piece import MOST, Piece
+from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.piece_spec import MOST, PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 #: what is known of a graph that is one piece of one input and one output
@@ -59,10 +60,14 @@ class Bench:
 
     def piece(self, function: Body, inputs: int, outputs: int, *, visible: Sequence[bool] = (), **known: Any) -> Piece:
         """`known`: static, mutated, constants, is_backward."""
-        names = [f"x{index}" for index in range(inputs)]
+        names = tuple(f"x{index}" for index in range(inputs))
         label = known.pop("label", getattr(function, "__name__", "piece"))
         shown = tuple(visible) or (True,) * outputs
-        return Piece(self.tree, boxed(function), names=names, visible=shown, label=label, most=self.most, **known)
+        limits = known.pop("limits", None)
+        for name, kind in (("static", frozenset), ("mutated", frozenset), ("reused", frozenset), ("constants", tuple)):
+            known[name] = kind(known.get(name, ()))
+        spec = PieceSpec(names, shown, label=label, most=self.most, **known)
+        return Piece(self.tree, boxed(function), spec, limits)
 
     def recorded(self) -> int:
         return self.tree.counts["recordings"]

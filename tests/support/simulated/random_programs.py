@@ -36,6 +36,7 @@ from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, Simula
 from multigraph_backend.cudagraphs.devices.simulated.memory import bytes_of
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.piece import Piece
+from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.process import frames
 from tests.support.simulated.pieces import boxed
@@ -385,21 +386,25 @@ class Program:
         piece = Piece(
             self.tree,
             boxed(function),
-            names=[f"x{number}" for number in range(len(shape.inputs))],
-            visible=shape.visible,
-            static=[
-                *shape.positions(kind="static"),
-                *(shape.positions(kind="hidden") if shape.is_backward else ()),
-            ],
-            mutated=shape.positions(mutated=True),
-            reused=shape.positions(reused=True),
-            constants=[constant],
-            is_backward=shape.is_backward,
-            label=f"piece {len(self.pieces) if at is None else at}",
-            random=shape.random,
-            must_pay=self.paying,
-            most=self.most,
-            copies=self.copies,
+            PieceSpec(
+                names=tuple(f"x{number}" for number in range(len(shape.inputs))),
+                visible=shape.visible,
+                static=frozenset(
+                    [
+                        *shape.positions(kind="static"),
+                        *(shape.positions(kind="hidden") if shape.is_backward else ()),
+                    ]
+                ),
+                mutated=frozenset(shape.positions(mutated=True)),
+                reused=frozenset(shape.positions(reused=True)),
+                constants=(constant,),
+                is_backward=shape.is_backward,
+                label=f"piece {len(self.pieces) if at is None else at}",
+                random=shape.random,
+                must_pay=self.paying,
+                most=self.most,
+                copies=self.copies,
+            ),
         )
         number = len(self.pieces) if at is None else at
         self.recorded.lasting["constant", number], self.plain.lasting["constant", number] = constant, other
@@ -964,7 +969,7 @@ class Program:
         counts["recordings that hand out copies"] += sum(any(slot.copied for slot in node.slots) for node in nodes)
         counts["recordings with managed inputs"] += sum(bool(made.plan.managed) for made in recordings)
         counts["recordings with parameters of a class"] += self.weights is not None and sum(
-            not set(node.function.piece.static).isdisjoint(node.recording.plan.fixed)
+            not set(node.function.piece.spec.static).isdisjoint(node.recording.plan.fixed)
             for node in nodes
             if node.function is not None and node.recording is not None
         )
