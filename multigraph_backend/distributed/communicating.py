@@ -47,17 +47,17 @@ class Launched(NamedTuple):
 class Recordings(Protocol):
     """All recordings of one device."""
 
-    def release_collectives(self, why: str, patience: float) -> int:
-        """Destroy the recordings that hold collectives; until `resume_collectives`, calls run unrecorded, as `why`
+    def release(self, why: str, patience: float) -> int:
+        """Destroy the recordings that hold collectives; until `resume`, calls run unrecorded, as `why`
         says.  Returns how many were destroyed; what a call in progress holds up for `patience` seconds is left."""
 
-    def resume_collectives(self) -> None:
+    def resume(self) -> None:
         """From now on they may be recorded again."""
 
-    def holds_collectives(self) -> bool:
+    def held(self) -> bool:
         """Whether any recording holds one."""
 
-    def launched_collectives(self, patience: float) -> Launched | None:
+    def launched(self, patience: float) -> Launched | None:
         """What was replayed so far; None where a call in progress holds them for `patience` seconds."""
 
 

@@ -14,8 +14,8 @@ What torch offers no hook for is watched, and nothing of torch is replaced:
 
 Not seen: `ProcessGroup.shutdown()` and `abort()` that a program calls itself.  `release()` before them does the same.
 
-In:  trees of recordings, as soon as they record a piece with collectives.
-Out: nothing; effects on these trees.
+In:  the recordings of a device, as soon as one of them holds collectives.
+Out: nothing; effects on these.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _watched = 0  # calls of `watch`
 _ended = threading.Event()
 
 
-def watch(tree: Recordings) -> None:
-    """Called when `tree` has recorded a piece with collectives, under the tree's lock."""
+def watch(recordings: Recordings) -> None:
+    """Called when one of `recordings` holds collectives now, under the lock of their tree."""
     global _thread, _watched
-    communicating.add_recordings(tree)
+    communicating.add_recordings(recordings)
     with _lock:
         _watched += 1
         if _ended.is_set():
@@ -69,7 +69,7 @@ def watch(tree: Recordings) -> None:
 def release(why: str = DESTROYED) -> int:
     """Destroy all recordings of this process that hold collectives.  Calls of their code run unrecorded until it is
     recorded again, after the next process group was made.  Returns how many there were."""
-    return sum(tree.release_collectives(why, _PATIENCE) for tree in communicating.recordings())
+    return sum(recordings.release(why, _PATIENCE) for recordings in communicating.recordings())
 
 
 def _at_exit() -> None:
@@ -79,28 +79,28 @@ def _at_exit() -> None:
 
 
 def _watch() -> None:
-    """Until no tree holds any; `watch` begins anew."""
+    """Until no recordings hold any; `watch` begins anew."""
     global _thread
     codes = destroying()
     resting, looks = True, 0
     while not _ended.wait(PERIOD):
         if _inside(codes):
             resting = False
-            for tree in communicating.recordings():
-                destroyed = tree.release_collectives(DESTROYED, PERIOD)
+            for recordings in communicating.recordings():
+                destroyed = recordings.release(DESTROYED, PERIOD)
                 if destroyed:
                     log.info("%d recordings with collectives destroyed: %s", destroyed, DESTROYED)
             continue
         if not resting:
             resting = True
-            for tree in communicating.recordings():
-                tree.resume_collectives()
+            for recordings in communicating.recordings():
+                recordings.resume()
         looks += 1
-        if looks % _REST:  # asking a tree takes its lock, which calls want
+        if looks % _REST:  # asking takes the lock of a tree, which calls want
             continue
         seen = _watched
-        # not under `_lock`, which `watch` takes under a tree's
-        if any(tree.holds_collectives() for tree in communicating.recordings()):
+        # not under `_lock`, which `watch` takes under the lock of a tree
+        if any(recordings.held() for recordings in communicating.recordings()):
             continue
         with _lock:
             if _watched == seen:

@@ -155,7 +155,7 @@ class Looks:
         if (mark := self.marks.pop(recordings, None)) is not None:
             self.finished[recordings] = mark.calls
         try:
-            launched = recordings.launched_collectives(LOCK)
+            launched = recordings.launched(LOCK)
         except Exception as error:  # the driver's
             log.debug("no mark: %s", error)
             return

@@ -249,7 +249,7 @@ def _program(tracer: AtTurn) -> bool:
     assert not bench.device._stream_captures
     del held
     turns = bench.tree.turns
-    assert (turns.owner, turns.aside, bench.tree._running, bench.tree._busy) == (None, {}, 0, False)
+    assert (turns.owner, turns.aside, bench.tree._running, turns.choosing) == (None, {}, 0, False)
     bench.tree.forget()
     assert (bench.tree.root.children, bench.tree.path) == ({}, [])
     return arrived

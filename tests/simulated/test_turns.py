@@ -173,9 +173,9 @@ def test_what_else_a_thread_may_ask_for_is_answered_in_the_midst_of_a_call(monke
         if len(calls) == 4:
             tree = bench.tree
             asked.append(elsewhere(lambda: str(account.of(tree))))
-            asked.append(elsewhere(tree.holds_collectives))
-            asked.append(elsewhere(lambda: tree.launched_collectives(1.0)) is not None)
-            asked.append(elsewhere(lambda: tree.release_collectives("a reason", 1.0)))
+            asked.append(elsewhere(tree.collectives.held))
+            asked.append(elsewhere(lambda: tree.collectives.launched(1.0)) is not None)
+            asked.append(elsewhere(lambda: tree.collectives.release("a reason", 1.0)))
             elsewhere(tree.forget)
             assert tree.size, "that is left for later"
             elsewhere(lambda: tree.drop([gone]))

@@ -25,7 +25,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,14 +35,13 @@ from multigraph_backend import _compat, events
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import planning, recording, replay
+from multigraph_backend.cudagraphs.recordings.collectives import Collectives
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import Function, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
-from multigraph_backend.distributed import endings
-from multigraph_backend.distributed.communicating import Launched
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
 
@@ -85,19 +84,15 @@ class Tree(Nodes):
         self.capturing, self.device_stream = device.capturing, device.stream
         self.pieces: weakref.WeakSet[PieceState] = weakref.WeakSet()  # all there are, for reports
         self.shared = False
-        #: nodes whose recordings hold collectives, also those that were given up and are not collected yet
-        self.communicating: weakref.WeakSet[Node] = weakref.WeakSet()
-        #: why no collectives are recorded now
-        self.ending: str | None = None
         self._dropped: deque[PieceState] = deque()
         self._recorded_in: dict[int, weakref.WeakSet[Node]] = {}  # by generation
         self._pool_bytes: dict[int, int] = {}  # by generation, where a limit asked for it
         self._not_before = 0.0  # when the device is next waited for
-        self._busy = False
         self._seen = device.generation  # pools up to here are in _old, or were left
         self._old: set[int] = set()
         self._pool_used = False
         self.turns = Turns(self.lock)
+        self.collectives = Collectives(self, self.turns, lambda: self._last_stream)
         self.stream = self._last_stream = device.stream()
         self._streams: set[int] = set()  # others on which code has run since, as it is
         self._running = 0  # calls of code as it is
@@ -231,7 +226,7 @@ class Tree(Nodes):
         try:
             taken = call.begin(function.piece.awaited, 0.0)
             assert taken, "a call that is out of turn chose"
-            self._busy = True
+            self.turns.choosing = True
             try:
                 if self.forgets:
                     self._forget()
@@ -262,7 +257,7 @@ class Tree(Nodes):
                     raise NotAllRecorded(message) from error
                 node = None
         finally:
-            self._busy = False
+            self.turns.choosing = False
             call.end()
         return node
 
@@ -340,8 +335,8 @@ class Tree(Nodes):
         """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
         if function.refused is not None:
             raise NotRecorded(function.refused)
-        if self.ending is not None and function.piece.spec.groups:
-            raise NotRecorded(self.ending)
+        if self.collectives.ending is not None and function.piece.spec.groups:
+            raise NotRecorded(self.collectives.ending)
         first, function.called = not function.called, True
         if first and function.piece.warms_up:
             planning.look(self.device, function, inputs)
@@ -536,8 +531,7 @@ class Tree(Nodes):
         self.counts["recordings"] += 1
         events.count("recordings")
         if function.piece.spec.groups:
-            self.communicating.add(node)
-            endings.watch(self)
+            self.collectives.recorded(node)
         return node
 
     def _captured(
@@ -650,60 +644,12 @@ class Tree(Nodes):
 
     # ---------------------------------------------------------------- giving recordings up for other reasons
 
-    def holds_collectives(self) -> bool:
-        """Whether any recording holds a collective."""
-        with self.lock:
-            return any(not node.destroyed for node in self.communicating)
-
-    def release_collectives(self, why: str, patience: float) -> int:
-        """See `communicating.Recordings`.  Their outputs stay as they are."""
-        self.ending = why
-        until = time.monotonic() + patience
-        if not self.lock.acquire(timeout=patience):
-            return 0
-        try:
-            if self._busy and not self.turns.wait_until_free(until - time.monotonic()):
-                return 0
-            destroyed = 0
-            for node in list(self.communicating):
-                if node.recording is None or node.destroyed:
-                    continue
-                node.destroyed = True
-                node.ready = False
-                node.holds = lambda inputs: False
-                if self.linked(node):
-                    self.unlink(node)
-                with contextlib.suppress(Exception):  # the driver may be gone: then there is nothing left to destroy
-                    node.recording.graph.reset()
-                destroyed += 1
-            self.counts["released"] += destroyed
-            return destroyed
-        finally:
-            self.lock.release()
-
-    def launched_collectives(self, patience: float) -> Launched | None:
-        """For the watchdog; None where a call holds the tree for `patience` seconds."""
-        if not self.lock.acquire(timeout=patience):
-            return None
-        try:
-            calls: Counter[str] = Counter()
-            for node in self.communicating:
-                if node.function is not None and node.calls:
-                    calls[node.function.piece.spec.label] += node.calls
-            return Launched(calls, self.device.mark(self._last_stream) if calls else None)
-        finally:
-            self.lock.release()
-
-    def resume_collectives(self) -> None:
-        """See `communicating.Recordings`."""
-        self.ending = None
-
     def drop(self, pieces: Iterable[PieceState]) -> None:
         """Give up all recordings of `pieces`, whose code is gone.  May be called at any time, from any thread."""
         self._dropped.extend(pieces)
         if self.lock.acquire(blocking=False):
             try:
-                if not self._busy:
+                if not self.turns.choosing:
                     self._sweep()
             finally:
                 self.lock.release()
@@ -726,7 +672,7 @@ class Tree(Nodes):
         """Give up all recordings.  What is alive stays valid.  While another thread is in the midst of a call, or a
         recording is made, this is left to the end of that call, or to the next one that is not replayed."""
         with self.lock:
-            if self._busy or self.turns.owner not in (None, threading.get_ident()):
+            if self.turns.choosing or self.turns.owner not in (None, threading.get_ident()):
                 self.forgets = True
                 return
             self._forget()

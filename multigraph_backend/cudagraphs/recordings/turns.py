@@ -34,7 +34,7 @@ class Awaited:
 
 class Turns:
     """See the module's text.  `lock`: the tree's.  `owner`: the thread whose turn it is; `aside`: threads that run
-    aside."""
+    aside; `choosing`: whether the owner is in the midst of choosing what answers its call."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self.lock = lock
@@ -42,6 +42,7 @@ class Turns:
         self.aside: dict[int, set[int]] = {}  # with their calls
         self._calls: set[int] = set()  # of the owner
         self._code = Awaited()
+        self.choosing = False
         self.captures = False  # the owner is in the midst of a capture
         self._waiting: deque[int] = deque()
         self._changed = threading.Condition(lock)

@@ -26,8 +26,8 @@ def test_every_ending_ends(ending: str) -> None:
 
 def test_recordings_without_collectives_are_not_touched() -> None:
     device, tree, piece = recorded(())
-    assert not tree.holds_collectives()
-    assert tree.release_collectives("a reason", 1.0) == 0
+    assert not tree.collectives.held()
+    assert tree.collectives.release("a reason", 1.0) == 0
     before = len(device.calls("replay"))
     right(piece)
     assert len(device.calls("replay")) == before + 1
@@ -37,9 +37,9 @@ def test_a_destroyed_recording_leaves_its_outputs_and_its_code_and_is_made_again
     device, tree, piece = recorded(("0",))
     held = right(piece)
     expected = held.clone()
-    assert tree.release_collectives("a reason", 1.0) == 1
+    assert tree.collectives.release("a reason", 1.0) == 1
     assert len(device.calls("reset")) == 1
-    assert not tree.holds_collectives()
+    assert not tree.collectives.held()
     replays = len(device.calls("replay"))
     for _ in range(3):
         right(piece)
@@ -48,7 +48,7 @@ def test_a_destroyed_recording_leaves_its_outputs_and_its_code_and_is_made_again
     assert function.reasons["a reason"] == 3
     torch.testing.assert_close(held, expected)
     del held
-    tree.resume_collectives()
+    tree.collectives.resume()
     for _ in range(3):
         right(piece)
     assert tree.counts["recordings"] == 2
@@ -60,7 +60,7 @@ def test_one_that_was_given_up_is_destroyed_too() -> None:
     held = right(piece)
     tree.give_up(tree.path[-1], "it does not pay")
     assert tree.size == 0
-    assert tree.release_collectives("a reason", 1.0) == 1
+    assert tree.collectives.release("a reason", 1.0) == 1
     assert held.isfinite().all()
 
 
@@ -77,10 +77,10 @@ def test_a_call_in_progress_is_waited_for_and_no_longer() -> None:
     thread = threading.Thread(target=busy)
     thread.start()
     began.wait(30)
-    assert tree.release_collectives("a reason", 0.05) == 0
+    assert tree.collectives.release("a reason", 0.05) == 0
     done.set()
     thread.join()
-    assert tree.release_collectives("a reason", 0.05) == 1
+    assert tree.collectives.release("a reason", 0.05) == 1
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -96,7 +96,7 @@ def test_the_thread_that_watches_ends_when_there_is_nothing_to_watch_for() -> No
     while watching() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not watching()
-    tree.resume_collectives()
+    tree.collectives.resume()
 
 
 def test_a_tree_that_is_asked_while_it_records_does_not_wait_for_the_thread_that_asks(
@@ -108,13 +108,13 @@ def test_a_tree_that_is_asked_while_it_records_does_not_wait_for_the_thread_that
     class Recording:
         """Its lock is held by a call that records, until that has told of the recording."""
 
-        def release_collectives(self, why: str, patience: float) -> int:
+        def release(self, why: str, patience: float) -> int:
             return 0
 
-        def resume_collectives(self) -> None:
+        def resume(self) -> None:
             pass
 
-        def holds_collectives(self) -> bool:
+        def held(self) -> bool:
             asked.set()
             return answered.wait(5)
 

@@ -32,7 +32,7 @@ def test_the_rank_that_waits_says_in_which_variant_and_collective_it_is(tmp_path
 
 def test_what_a_device_has_not_finished_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     device, tree, piece = recorded(("0",))
-    monkeypatch.setattr(communicating, "_recordings", weakref.WeakSet([tree]))
+    monkeypatch.setattr(communicating, "_recordings", weakref.WeakSet([tree.collectives]))
     looks = watchdog.Looks()
     clock = itertools.count(0.0, 1.0)
 
@@ -53,7 +53,7 @@ def test_what_a_device_has_not_finished_is_said_once(monkeypatch: pytest.MonkeyP
 
 def test_marks_are_left_out_while_the_user_captures_or_a_call_holds_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     device, tree, _piece = recorded(("0",))
-    monkeypatch.setattr(communicating, "_recordings", weakref.WeakSet([tree]))
+    monkeypatch.setattr(communicating, "_recordings", weakref.WeakSet([tree.collectives]))
     device.stuck = device.user_captures = True
     looks = watchdog.Looks()
     assert [text for now in range(9) for text in looks.look(float(now), 3.0)] == []

@@ -44,7 +44,7 @@ class Waiting(dist.ProcessGroup):
         return "waiting"
 
     def shutdown(self) -> None:
-        while any(tree.holds_collectives() for tree in runtime.trees()):
+        while any(tree.collectives.held() for tree in runtime.trees()):
             time.sleep(0.01)
 
     def setGroupName(self, name: str) -> None:
@@ -65,7 +65,7 @@ class Waiting(dist.ProcessGroup):
 def at_the_end() -> None:
     """As the destructor of NCCL's group, which runs after what is registered later: waits until the recordings are
     gone."""
-    while any(tree.holds_collectives() for tree in runtime.trees()):
+    while any(tree.collectives.held() for tree in runtime.trees()):
         time.sleep(0.01)
     print("group destructed", flush=True)
 

@@ -100,7 +100,7 @@ def collectives_are_recorded_and_replayed(rank: int) -> None:
     right(compiled(mlp, cudagraphs="require"), rank)
     assert counts("recordings") == 1, multigraph_backend.explain()
     assert replays() >= 10
-    assert any(tree.holds_collectives() for tree in runtime.trees())
+    assert any(tree.collectives.held() for tree in runtime.trees())
     (code,) = made_here()
     assert code.spec.whole
     assert [entry.kind for entry in code.spec.collectives] == ["all_reduce", "all_reduce"]
@@ -112,7 +112,7 @@ def collectives_are_cut_where_asked(rank: int) -> None:
     (code,) = made_here()
     assert code.spec.groups == ()
     assert {entry.reason for entry in code.spec.cuts} == {cuts.COLLECTIVES}
-    assert not any(tree.holds_collectives() for tree in runtime.trees())
+    assert not any(tree.collectives.held() for tree in runtime.trees())
     assert counts("recordings") >= 1
 
 
@@ -438,7 +438,7 @@ def the_allocator_serves_each_rank(rank: int) -> None:
     right(compiled(mlp), rank)
     assert counts("recordings") >= 1
     assert replays() >= 10
-    held = any(tree.holds_collectives() for tree in runtime.trees())
+    held = any(tree.collectives.held() for tree in runtime.trees())
     assert held == (groups.growing_ranges() is None), multigraph_backend.explain()
     assert counts("generic_calls") == 12
     assert allocator.memory_allocated() > 0
@@ -487,7 +487,7 @@ def the_model_of_each_rank_lies_in_a_pool(rank: int) -> None:
             torch.testing.assert_close(function(x, *parts), mlp(x, *parts), rtol=1e-4, atol=1e-4)
     assert counts("recordings") == 1, multigraph_backend.explain()
     assert replays() >= 10
-    assert any(tree.holds_collectives() for tree in runtime.trees())
+    assert any(tree.collectives.held() for tree in runtime.trees())
 
 
 def main() -> int:
