@@ -21,6 +21,7 @@ from multigraph_backend.cudagraphs.recordings import planning, recording, replay
 from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
+from multigraph_backend.cudagraphs.recordings.room import Room
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.process import garbage
@@ -233,13 +234,13 @@ def _the_lock_is_held_while_code_runs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _pools_are_left_with_recordings_in_them(patch: pytest.MonkeyPatch) -> None:
-    leave = Tree._leave_pools
+    leave = Room.leave_pools
 
-    def leaves(tree: Tree) -> None:
-        tree._recorded_in.clear()
-        leave(tree)
+    def leaves(room: Room) -> None:
+        room._recorded_in.clear()
+        leave(room)
 
-    patch.setattr(Tree, "_leave_pools", leaves)
+    patch.setattr(Room, "leave_pools", leaves)
 
 
 def _what_is_given_up_is_not_given_up_below(patch: pytest.MonkeyPatch) -> None:

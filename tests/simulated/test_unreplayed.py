@@ -18,7 +18,7 @@ from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED, Uses
 from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece_state import FUNCTIONS
-from multigraph_backend.cudagraphs.recordings.tree import NO_ROOM
+from multigraph_backend.cudagraphs.recordings.room import NO_ROOM
 from tests.support.simulated.pieces import Bench, call_right, values
 
 

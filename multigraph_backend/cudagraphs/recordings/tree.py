@@ -20,7 +20,6 @@ runs; see `turns`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -40,14 +39,13 @@ from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import Function, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded
+from multigraph_backend.cudagraphs.recordings.room import Room
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
-
-NO_ROOM = "the limit of the pool's bytes leaves no room for it (limit_recordings(pool_bytes=...))"
 
 # seconds that the device is waited for before outputs are moved: where it may wait for other ranks, and where not
 _PATIENCE, _PATIENCE_ALONE = 5.0, 60.0
@@ -85,12 +83,8 @@ class Tree(Nodes):
         self.pieces: weakref.WeakSet[PieceState] = weakref.WeakSet()  # all there are, for reports
         self.shared = False
         self._dropped: deque[PieceState] = deque()
-        self._recorded_in: dict[int, weakref.WeakSet[Node]] = {}  # by generation
-        self._pool_bytes: dict[int, int] = {}  # by generation, where a limit asked for it
         self._not_before = 0.0  # when the device is next waited for
-        self._seen = device.generation  # pools up to here are in _old, or were left
-        self._old: set[int] = set()
-        self._pool_used = False
+        self.room = Room(self, self.unlocked)
         self.turns = Turns(self.lock)
         self.collectives = Collectives(self, self.turns, lambda: self._last_stream)
         self.stream = self._last_stream = device.stream()
@@ -361,9 +355,9 @@ class Tree(Nodes):
         plan = planning.plan(self, parent, function, inputs, first)
         if self.turns.aside:
             raise NotRecorded(BESIDE)
-        self._make_room(limits)
+        self.room.make(limits)
         if limits.pool_bytes is not None:
-            self._find_room(function, inputs, plan, limits.pool_bytes)
+            self.room.find(function, inputs, plan, limits.pool_bytes)
         return self._record(parent, function, inputs, plan, first)
 
     def _child(self, parent: Node, function: Function, inputs: list[object]) -> Node | None:
@@ -494,11 +488,11 @@ class Tree(Nodes):
             why.always = why.always or function.failures >= function.piece.limits.failures
             raise
         except BaseException:  # also Ctrl-C
-            self._pool_used = True  # the driver failed around a capture, whose blocks may be in the pool
+            self.room.used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
         function.piece.warms_up = function.piece.each_warms_up
         if limit is not None:
-            self._stay_within(limit, had, function)
+            self.room.stay_within(limit, had, function)
         if again:
             planning.note_again(function, parent.children[function], plan)
             self.counts["recorded again"] += 1
@@ -519,13 +513,13 @@ class Tree(Nodes):
         )
         node.holds = replay.build_holds(self.device, made, node.dead)
         replay.build(node)
-        self._recorded_in.setdefault(node.generation, weakref.WeakSet()).add(node)
+        self.room.recorded(node)
         siblings = parent.children.get(function, [])
         if len(siblings) < function.piece.spec.most:
             # what moves was seen to move elsewhere: one copying recording serves
             for other in [other for other in siblings if other.reads_in_place(function.copied)]:
                 self.unlink(other)
-        self._pool_used = True
+        self.room.used = True
         self.link(node)
         node.final = function.piece.uses.recorded(node)
         self.counts["recordings"] += 1
@@ -569,81 +563,6 @@ class Tree(Nodes):
 
     # ---------------------------------------------------------------- giving recordings up
 
-    def _make_room(self, limits: Limits) -> None:
-        """Give up the least recently used recordings until there is room for one more."""
-        while self.size >= limits.per_device and (node := self.least_used()) is not None:
-            self.unlink(node)
-            self.counts["evicted"] += 1
-            events.count("evicted_recordings")
-        self._leave_pools()  # the path stays: what is recorded next is recorded behind its last node
-
-    # ---------------------------------------------------------------- a limit of the pool
-
-    def _find_room(self, function: Function, inputs: list[object], plan: recording.InputPlan, limit: int) -> None:
-        """Raise `NotRecorded` where the pool would grow beyond `limit`.
-
-        What a pool has reserved it gives back as a whole, so nothing is gained by giving up recordings: what does not
-        fit is not recorded.  Where the pool is half full, a function is captured in a pool of its own first, to see how
-        much it needs.
-        """
-        if not function.needs and not function.piece.spec.groups and 2 * sum(self._pool_bytes.values()) >= limit:
-            function.needs = self._needs(function.piece, inputs, plan)
-            if function.needs > limit:
-                function.piece.uses.wasted()
-        if function.needs:
-            use_count = self.device.use_count
-            alive = sum(slot.nbytes for node in self.path for slot in node.slots if slot.alive(use_count))
-            if alive + function.needs > limit:
-                raise NotRecorded(NO_ROOM)
-
-    def _needs(self, piece: PieceState, inputs: list[object], plan: recording.InputPlan) -> int:
-        """Bytes of a pool that has room for one recording; 0 where it cannot be made."""
-        device, generation = self.device, self.device.generation
-        device.new_pool()
-        try:
-            plan = dataclasses.replace(plan, owned=())
-            made = recording.record(
-                device,
-                piece.spec,
-                piece.function,
-                inputs,
-                plan,
-                lambda owned: device.restore(device.empty_state(), (), owned),
-                self.unlocked,
-            )
-            made.graph.reset()
-            del made
-            return device.pool_bytes()
-        except NotRecorded:  # as the recording proper will say
-            return 0
-        finally:
-            try:
-                device.return_to(generation)
-            except BaseException:
-                self._old |= {later for later in device.generations() if later > generation}  # given back later
-                raise
-
-    def _stay_within(self, limit: int, had: int, function: Function) -> None:
-        """After a capture, before which `had` bytes were reserved.  Where the pool has outgrown its limit all the same,
-        give up all that is in it.  Raises `NotRecorded` then."""
-        generation = self.device.generation
-        if self.device.reserved_bytes() > had or generation not in self._pool_bytes:
-            self._pool_bytes[generation] = self.device.pool_bytes()
-        total = sum(self._pool_bytes.values())
-        if total <= limit:
-            return
-        function.needs = max(function.needs, total)
-        function.piece.uses.wasted()
-        self.counts["evicted"] += self.size
-        for _ in range(self.size):
-            events.count("evicted_recordings")
-        self.unlink_all()
-        self._pool_used = True
-        self._leave_pools()
-        raise NotRecorded(NO_ROOM)
-
-    # ---------------------------------------------------------------- giving recordings up for other reasons
-
     def drop(self, pieces: Iterable[PieceState]) -> None:
         """Give up all recordings of `pieces`, whose code is gone.  May be called at any time, from any thread."""
         self._dropped.extend(pieces)
@@ -666,7 +585,7 @@ class Tree(Nodes):
         for piece in gone:  # nobody calls it any more
             piece.end()
         self._shorten()
-        self._leave_pools()
+        self.room.leave_pools()
 
     def forget(self) -> None:
         """Give up all recordings.  What is alive stays valid.  While another thread is in the midst of a call, or a
@@ -686,25 +605,10 @@ class Tree(Nodes):
         self._callers.clear()
         self._not_before = 0.0
         self._shorten()
-        self._leave_pools()
+        self.room.leave_pools()
         self.forgets = False
 
     def _shorten(self) -> None:
         """Take off the path what is dead at its end."""
         while self.path and not self.path[-1].alive():
             self.path.pop()
-
-    def _leave_pools(self) -> None:
-        """Give back the memory of pools of which no node is left: neither in the tree, nor on the path, nor behind one
-        there, where it may answer calls although that was given up."""
-        if not self.size and self._pool_used:
-            self.device.new_pool()
-            self._pool_used = False
-        self._old |= set(range(self._seen, self.device.generation))
-        self._old &= set(self.device.generations())  # one that could not be left may have been since
-        self._seen = self.device.generation
-        for generation in [number for number in self._old if not self._recorded_in.get(number)]:
-            self.device.leave(generation)
-            self._old.remove(generation)
-            self._recorded_in.pop(generation, None)
-            self._pool_bytes.pop(generation, None)
