@@ -70,7 +70,7 @@ def test_a_thread_that_is_idle_makes_no_copies_until_it_comes_back() -> None:
         assert not shared.elsewhere()
         assert [shared.call() for _ in range(20)][-8:] == [True] * 8
         assert shared.bench.tree.counts["shared"] == round_ + 1
-    assert shared.bench.tree._returns == 8, "each time that it comes back it is waited for longer"
+    assert shared.bench.tree.callers._returns == 8, "each time that it comes back it is waited for longer"
     shared.threads.close()
 
 
@@ -117,5 +117,5 @@ def test_threads_that_come_and_go_are_not_kept() -> None:
         shared.call()
     for _ in range(16):
         shared.call()
-    assert len(shared.bench.tree._callers) <= 2
+    assert len(shared.bench.tree.callers._callers) <= 2
     shared.threads.close()

@@ -107,7 +107,8 @@ class Nodes:
     """All nodes of one device.
 
     path: those replayed in this step.  size: nodes that are linked.  clock: launches so far.  lasting: addresses of
-    parameters and buffers that forward pieces were recorded with.  poisons: see `poison`.
+    parameters and buffers that forward pieces were recorded with.  thread: the one that calls; shared: there are
+    several (see `callers`).  poisons: see `poison`.
     """
 
     def __init__(self, device: Device, poisons: bool) -> None:
@@ -116,6 +117,8 @@ class Nodes:
         self.size = self.clock = 0
         self.counts: Counter[str] = Counter()
         self.lasting: set[int] = set()
+        self.shared = False
+        self.thread: int | None = None
         #: nodes without children, perhaps, by when they were last used, perhaps
         self._leaves: list[tuple[int, int, weakref.ref[Node]]] = []
         self.root = Node(self, device.empty_state())

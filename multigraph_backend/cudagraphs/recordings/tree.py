@@ -34,6 +34,7 @@ from multigraph_backend import _compat, events
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import planning, recording, replay
+from multigraph_backend.cudagraphs.recordings.callers import Callers
 from multigraph_backend.cudagraphs.recordings.collectives import Collectives
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
@@ -50,8 +51,6 @@ log = logging.getLogger(__name__)
 # seconds that the device is waited for before outputs are moved: where it may wait for other ranks, and where not
 _PATIENCE, _PATIENCE_ALONE = 5.0, 60.0
 _RETRY = 100.0  # seconds until it is waited for again where that was in vain
-_LOOK = 8  # calls in a row of one thread, after which it is asked for the others
-_MOST_RETURNS = 64
 _NO_STREAM = -1  # so that the next call looks which streams it has to wait for
 
 
@@ -81,7 +80,6 @@ class Tree(Nodes):
         self.lock = threading.RLock()
         self.capturing, self.device_stream = device.capturing, device.stream
         self.pieces: weakref.WeakSet[PieceState] = weakref.WeakSet()  # all there are, for reports
-        self.shared = False
         self._dropped: deque[PieceState] = deque()
         self._not_before = 0.0  # when the device is next waited for
         self.room = Room(self, self.unlocked)
@@ -92,14 +90,7 @@ class Tree(Nodes):
         self._running = 0  # calls of code as it is
         self.forgets = False  # before anything else is recorded
         self.mark = marks()
-        self.thread: int | None = None
-        self._caller: threading.Thread | None = None
-        # while several threads call: each with its last call, about; who was alone before; who called last, how often
-        self._callers: dict[int, tuple[threading.Thread, float]] = {}
-        self._first: int | None = None
-        self._last_caller: int | None = None
-        self._calls_alone = 0
-        self._returns = 1  # doubled each time that a thread comes back
+        self.callers = Callers(self)
 
     # ---------------------------------------------------------------- every call
 
@@ -132,82 +123,7 @@ class Tree(Nodes):
         self._follow_stream()
         if piece.spec.is_backward:  # autograd runs backwards in threads of its own
             return
-        thread = threading.get_ident()
-        if self.shared:
-            self._look_for_others(thread, piece)
-        elif thread != self.thread:
-            if self._caller is None or not self._caller.is_alive():  # a thread that warmed up, say
-                self.thread, self._caller = thread, threading.current_thread()
-            else:
-                self._share(thread)
-
-    def _share(self, thread: int) -> None:
-        """Several threads call: what one of them uses must not be moved or overwritten by another, so from now on users
-        get copies, made while the lock is held."""
-        assert self.thread is not None
-        assert self._caller is not None
-        now = time.monotonic()
-        self._callers = {self.thread: (self._caller, now), thread: (threading.current_thread(), now)}
-        # of the first thread are outputs that are no copies; no thread's calls pass by `_attend` any more
-        self._first, self.thread, self._caller = self.thread, None, None
-        self._calls_alone = 0
-        self.counts["shared"] += 1
-        events.count("shared_by_threads")
-        names = " and ".join(repr(caller.name) for caller, _ in self._callers.values())
-        events.warn_once(
-            f"device {self.device.index}: shared",
-            "threads %s call recordings of device %d: all outputs are copies while both do; keep one thread to a "
-            "device, or let one that warms up end before the next begins",
-            names,
-            self.device.index,
-        )
-        self.shared = True
-        # on the path are also recordings that were given up, and those behind them
-        for node in {node for first in (self.root, *self.path) for node in first.below()}:
-            if any(slot.visible and not slot.copied for slot in node.slots):
-                self._hand_out_copies(node)
-
-    def _look_for_others(self, thread: int, piece: PieceState) -> None:
-        """While outputs are copies: go back once all other threads have ended, or have not called for a while."""
-        if thread != self._last_caller:
-            self._last_caller, self._calls_alone = thread, 0
-            self._callers[thread] = threading.current_thread(), time.monotonic()
-        self._calls_alone += 1
-        if self._calls_alone % _LOOK:
-            return
-        now = time.monotonic()
-        self._callers[thread] = threading.current_thread(), now
-        self._callers = {ident: entry for ident, entry in self._callers.items() if entry[0].is_alive()}
-        idle = piece.limits.idle * self._returns
-        others = [last for ident, (_, last) in self._callers.items() if ident != thread]
-        if all(now - last >= idle for last in others):
-            self._unshare(thread, bool(others))
-
-    def _unshare(self, thread: int, idle: bool) -> None:
-        """One thread calls: outputs are handed out where they lie again, but for those that were seen held."""
-        if thread != self._first and any(node.alive() for node in self.path):
-            return  # outputs of the first thread, from before there were two
-        if idle:  # one that comes back is waited for longer
-            self._returns = min(2 * self._returns, _MOST_RETURNS)
-        self.shared, self.thread, self._caller = False, thread, threading.current_thread()
-        self._callers.clear()
-        self.counts["not shared any more"] += 1
-        log.info("one thread calls recordings of device %d again: outputs are no copies any more", self.device.index)
-        for node in {node for first in (self.root, *self.path) for node in first.below()}:
-            if node.function is None or node.function.piece.spec.copies:
-                continue
-            if any(slot.copied and slot.movable for slot in node.slots):
-                node.unbuild()  # it is built where it is needed
-                for slot in node.slots:
-                    slot.copied = slot.copied and not slot.movable  # what was seen held stays a copy
-
-    def _hand_out_copies(self, node: Node) -> None:
-        for slot in node.slots:
-            slot.copied = slot.copied or slot.visible
-        if node.alive():
-            node.unbuild()  # the first thread uses its outputs; it is built when they are dead
-        else:
-            replay.build(node)
+        self.callers.attend(piece)
 
     # ---------------------------------------------------------------- calls that no child of the path answers at once
 
@@ -391,7 +307,7 @@ class Tree(Nodes):
         ]
         if any(not slot.visible or not slot.movable for slot in alive):
             return False
-        if self.shared and alive and threading.get_ident() != self._first:
+        if self.shared and alive and threading.get_ident() != self.callers.first:
             return False
         if len(self.path) >= function.piece.limits.depth:
             return True
@@ -601,8 +517,7 @@ class Tree(Nodes):
         self._restart()
         self.unlink_all()
         self.lasting.clear()
-        self.shared, self.thread, self._caller, self._returns = False, None, None, 1
-        self._callers.clear()
+        self.callers.forget()
         self._not_before = 0.0
         self._shorten()
         self.room.leave_pools()
