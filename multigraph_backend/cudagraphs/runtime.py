@@ -47,7 +47,7 @@ def tree(index: int, make: Callable[[int], Device] | None = None) -> Tree:
                 make = CudaDevice
             # asked for inside a compile, under its modes
             with _compat.disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-                _trees[index] = Tree(make(index), _limits, _marks(), poison.asked(os.environ))
+                _trees[index] = Tree(make(index), _limits, _compat.step_marks, poison.asked(os.environ))
         return _trees[index]
 
 
@@ -99,9 +99,3 @@ def forget() -> None:
     """Give up all recordings; outputs that are alive stay valid."""
     for entry in trees():
         entry.forget()
-
-
-def _marks() -> Callable[[], int]:
-    """How often the user has said that a step begins; torch counts it, downwards."""
-    box = _compat.step_marks
-    return lambda: box.mark_step_counter  # hot

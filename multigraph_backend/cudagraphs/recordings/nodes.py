@@ -32,6 +32,9 @@ def not_built(node: Node, inputs: list[object]) -> tuple[object, ...]:
     raise AssertionError("a recording was replayed before its code was built")
 
 
+_NONE: list[Node] = []
+
+
 class Node:
     """A recording in its place in the tree; the root has none.
 
@@ -84,6 +87,17 @@ class Node:
         """Whether any output that was handed out still exists."""
         use_count = self.tree.device.use_count
         return any(slot.alive(use_count) for slot in self.watched)
+
+    def child(self, function: Function, inputs: list[Any]) -> Node | None:
+        """The recording after this one that may be replayed for `inputs` as it is; the one place that looks for it."""
+        nodes = self.children.get(function, _NONE)
+        for node in nodes:
+            if node.ready and node.holds(inputs):
+                if node is not nodes[0]:  # the next call is likely to be answered by the same one
+                    nodes.remove(node)
+                    nodes.insert(0, node)
+                return node
+        return None
 
     def reads_in_place(self, indices: Iterable[int]) -> bool:
         """Whether any of these inputs has to be where it was."""

@@ -8,13 +8,10 @@ from threading import get_ident
 from typing import Any
 
 from multigraph_backend.cudagraphs.limits import Limits
-from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
 from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.recordings.turns import Call
-
-_NONE: list[Node] = []
 
 
 class Piece(PieceState):
@@ -50,17 +47,13 @@ class Piece(PieceState):
                         continue
                     break
                 if (
-                    tree.marks() == tree.mark
+                    tree.step_marks.mark_step_counter == tree.step_mark
                     and tree.device_stream() == tree.stream
                     and (self.is_backward or get_ident() == tree.thread)
                 ) or tree.undisturbed(self):
-                    nodes = (path[-1] if path else tree.root).children.get(function, _NONE)
-                    for node in nodes:
-                        if node.ready and node.holds(inputs):
-                            if node is not nodes[0]:  # the next call is likely to be answered by the same one
-                                nodes.remove(node)
-                                nodes.insert(0, node)
-                            return node.run(node, inputs)
+                    found = (path[-1] if path else tree.root).child(function, inputs)
+                    if found is not None:
+                        return found.run(found, inputs)
                 chosen = tree.choose(function, inputs)
                 if chosen is not None:
                     return chosen.run(chosen, inputs)

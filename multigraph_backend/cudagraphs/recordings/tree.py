@@ -26,7 +26,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,21 +62,33 @@ def _lies_in(slots: Mapping[int, Slot], value: object, device: Device) -> bool:
     return slot is not None and slot.lies(device)
 
 
+class StepMarks(Protocol):
+    """torch's count of `mark_step_begin()`, which changes when the user says that a step begins."""
+
+    mark_step_counter: int
+
+
+class NoSteps:
+    """Nobody says when a step begins."""
+
+    mark_step_counter = 0
+
+
 class Tree(Nodes):
     """See the module's text.  One per device.
 
-    marks: a counter that changes when the user says that a step begins.  poisons: see `poison`.
+    step_marks: tells when the user says that a step begins.  poisons: see `poison`.
     """
 
     def __init__(
         self,
         device: Device,
         limits: Limits | None = None,
-        marks: Callable[[], int] = lambda: 0,
+        step_marks: StepMarks | None = None,
         poisons: bool = False,
     ) -> None:
         super().__init__(device, poisons)
-        self.limits, self.marks = limits or Limits(), marks
+        self.limits, self.step_marks = limits or Limits(), step_marks or NoSteps()
         self.lock = threading.RLock()
         self.capturing, self.device_stream = device.capturing, device.stream
         self.pieces: weakref.WeakSet[PieceState] = weakref.WeakSet()  # all there are, for reports
@@ -89,14 +101,14 @@ class Tree(Nodes):
         self._streams: set[int] = set()  # others on which code has run since, as it is
         self._running = 0  # calls of code as it is
         self.forgets = False  # before anything else is recorded
-        self.mark = marks()
+        self.step_mark = self.step_marks.mark_step_counter
         self.callers = Callers(self)
 
     # ---------------------------------------------------------------- every call
 
     def undisturbed(self, piece: PieceState) -> bool:
         """Whether nothing has happened since the last call that `choose` must look at first."""
-        if self.marks() != self.mark:
+        if self.step_marks.mark_step_counter != self.step_mark:
             return False
         self._attend(piece)
         return True
@@ -140,12 +152,12 @@ class Tree(Nodes):
             try:
                 if self.forgets:
                     self._forget()
-                mark = self.marks()  # once: another thread may say meanwhile that a step begins
+                mark = self.step_marks.mark_step_counter  # once: another thread may say meanwhile that a step begins
                 self._sweep()
                 self._attend(function.piece)
-                if mark != self.mark:
+                if mark != self.step_mark:
                     self._restart()
-                    self.mark = mark
+                    self.step_mark = mark
                 with _compat.without_torch_function():  # of inputs whose classes answer what is asked about them
                     node = self._node_for(function, inputs)
                 self._catch_up()
@@ -277,16 +289,20 @@ class Tree(Nodes):
         return self._record(parent, function, inputs, plan, first)
 
     def _child(self, parent: Node, function: Function, inputs: list[object]) -> Node | None:
+        """The child of `parent` that answers this call, perhaps after its code was built again."""
+        found = parent.child(function, inputs)
+        return parent.child(function, inputs) if found is None and self._rebuild(parent, function) else found
+
+    def _rebuild(self, parent: Node, function: Function) -> bool:
+        """Build again what a user has resized or what was unbuilt, where that can be done; whether anything was."""
+        built = False
         for node in parent.children.get(function, ()):
             if node.ready and node.resized():
                 node.unbuild()
-            if not node.ready:
-                if node.alive():
-                    continue
+            if not node.ready and not node.destroyed and not node.alive():
                 replay.build(node)
-            if node.holds(inputs):
-                return node
-        return None
+                built = True
+        return built
 
     def _count_unrecorded(self, function: Function, why: str) -> None:
         function.reasons[why] += 1

@@ -43,6 +43,17 @@ def boxed(function: Body) -> Callable[[list[Any]], tuple[Any, ...]]:
     return run
 
 
+class StepMarks:
+    """As torch counts them; `tell` is asked each time."""
+
+    def __init__(self, tell: Callable[[], int]) -> None:
+        self._tell = tell
+
+    @property
+    def mark_step_counter(self) -> int:
+        return self._tell()
+
+
 class Bench:
     """A simulated device, a tree, and pieces on it whose results are compared with plain calls."""
 
@@ -56,7 +67,7 @@ class Bench:
     ) -> None:
         self.most = most
         self.device = SimulatedDevice(**device)
-        self.tree = Tree(self.device, limits, marks, poisons)
+        self.tree = Tree(self.device, limits, StepMarks(marks), poisons)
 
     def piece(self, function: Body, inputs: int, outputs: int, *, visible: Sequence[bool] = (), **known: Any) -> Piece:
         """`known`: static, mutated, constants, is_backward."""

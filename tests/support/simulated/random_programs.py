@@ -39,7 +39,7 @@ from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.process import frames
-from tests.support.simulated.pieces import boxed
+from tests.support.simulated.pieces import StepMarks, boxed
 
 MODULUS = 251
 #: driver calls whose failure a caller gets to see: the recording was made, and its launch fails
@@ -326,7 +326,7 @@ class Program:
         self.device.failures_spoil_the_pool = rng.random() < 0.3
         self.paying = rng.random() < 0.2  # and then no recording that copies pays
         self.device.copies_us = 1e9
-        self.tree = Tree(self.device, self.limits, lambda: self.marks, poisons=rng.random() < 0.3)
+        self.tree = Tree(self.device, self.limits, StepMarks(lambda: self.marks), poisons=rng.random() < 0.3)
         #: for what came later; the programs of a seed stay what they were
         self.other = other = random.Random(f"{seed}, what came later")
         self.copies = other.random() < 0.2
