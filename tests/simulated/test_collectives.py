@@ -22,10 +22,10 @@ from multigraph_backend.cudagraphs.partition.of_inductor import Taken
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
-from multigraph_backend.cudagraphs.splitter import Split, split
 from multigraph_backend.distributed import groups
 from multigraph_backend.process import rank
 from tests.support.simulated.pieces import Bench, call_right, values
+from tests.support.splitter import Split, split
 
 c10d: Any = torch.ops._c10d_functional
 RECORDED = CutRules(device_type="cpu", backends=frozenset({"gloo"}))

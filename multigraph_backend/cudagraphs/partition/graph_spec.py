@@ -4,7 +4,7 @@ A graph is compiled once, and its code may be loaded from a cache by another pro
 that recording it takes is therefore read off while the graph is there, and stored beside the code: which pieces it was
 cut into and why, what each input and output of a piece is in the graph, and names and stack traces for messages.
 
-In:  what `partition` reads from Inductor's result, or what `splitter` makes of a graph.
+In:  what `partition` reads from Inductor's result, or what the splitter of the tests makes of a graph.
 Out: a `GraphSpec`, which pickles, goes to JSON and back, and prints as short text.
 
 Invariant: a spec that `verify` accepts is consistent in itself; no torch object is in it.

@@ -78,7 +78,7 @@ def simulated(rank: int) -> Any:
     from multigraph_backend.cudagraphs.partition.cuts import CutRules
     from multigraph_backend.cudagraphs.recordings.piece import Piece
     from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
-    from multigraph_backend.cudagraphs.splitter import split
+    from tests.support.splitter import split
 
     tree = runtime.tree(0, make=lambda index: SimulatedDevice())
     rules = CutRules(device_type="cpu", backends=frozenset({"waiting", "gloo"}))

@@ -27,9 +27,13 @@ def load() -> None:
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    for name in ("recordings.piece", "runtime", "devices.simulated", "splitter"):
+    for name in ("recordings.piece", "runtime", "devices.simulated"):
         importlib.import_module(f"multigraph_backend.cudagraphs.{name}")
-    for name in ("torch._inductor.cudagraph_trees", "torch.distributed._functional_collectives"):
+    for name in (
+        "tests.support.splitter",
+        "torch._inductor.cudagraph_trees",
+        "torch.distributed._functional_collectives",
+    ):
         importlib.import_module(name)
     make_fx(torch.sin, tracing_mode="fake")(torch.ones(4))
     assert len(os.listdir("/proc/self/task")) == 1, "a process of several threads cannot be forked"

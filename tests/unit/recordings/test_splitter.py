@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from multigraph_backend.cudagraphs.partition.cuts import CutRules
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec
-from multigraph_backend.cudagraphs.splitter import Split, split
+from tests.support.splitter import Split, split
 
 Function = Callable[..., Any]
 CUT = ("aten::sin", "aten::mm", "aten::max.dim", "aten::copy_", "aten::add_.Tensor", "aten::cat", "aten::relu")

@@ -25,16 +25,8 @@ from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.partition import cuts, of_inductor
 from multigraph_backend.cudagraphs.partition.cuts import CutRules
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
-from multigraph_backend.cudagraphs.straight_code import (
-    Boxed,
-    StraightCode,
-    bases,
-    inputs_of,
-    is_light,
-    value_of,
-    variable,
-)
 from multigraph_backend.distributed import sequence
+from tests.support.straight_code import Boxed, StraightCode, bases, inputs_of, is_light, value_of, variable
 
 
 @dataclass(frozen=True)
