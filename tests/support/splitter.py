@@ -140,10 +140,41 @@ def _parted(gm: GraphModule, rules: CutRules) -> tuple[list[_Run], list[Node]]:
         found: set[Node] = set()
         for run in runs:
             if run.recordable:
-                found |= cuts.started_apart(gm.graph.nodes, run.nodes)
+                found |= _started_apart(gm.graph.nodes, run.nodes)
         if not found:
             return runs, [node for node in gm.graph.nodes if node in apart]
         apart |= found
+
+
+def _started_apart(nodes: Iterable[Node], here: Iterable[Node]) -> set[Node]:
+    """Of the collectives and waits among `here`, those that are not both here: a start whose waits are elsewhere, or
+    nowhere; a wait for what was started elsewhere.  `nodes`: all of the graph."""
+    inside = set(here)
+    starts: dict[Node, set[Node]] = {}
+    waited: dict[Node, set[Node]] = {}
+    waits: set[Node] = set()
+    for node in nodes:
+        op = cuts.operator_of(node) if node.op == "call_function" else None
+        if op is not None and isinstance(op, _compat.OpOverload) and sequence.issues(op.name()):
+            starts[node] = {node}
+            waited[node] = set()
+        elif op is not None and isinstance(op, _compat.OpOverload) and sequence.waits(op.name()):
+            waits.add(node)
+            starts[node] = set().union(*(starts.get(arg, set()) for arg in node.all_input_nodes))
+            for start in starts[node]:
+                waited[start].add(node)
+        elif node.target is operator.getitem or cuts.is_view(node):
+            starts[node] = set().union(*(starts.get(arg, set()) for arg in node.all_input_nodes))
+    apart: set[Node] = set()
+    for node in inside:
+        if node in waited:
+            if not waited[node] or not waited[node] <= inside:
+                apart.add(node)
+        elif node in waits:
+            began = starts.get(node, set()) & waited.keys()
+            if not began or not began <= inside:
+                apart.add(node)
+    return apart
 
 
 def _runs(gm: GraphModule, rules: CutRules, apart: Collection[Node] = ()) -> list[_Run]:

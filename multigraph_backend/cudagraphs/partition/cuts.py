@@ -214,35 +214,6 @@ def _in_any_form(op: Any) -> Iterator[Any]:
             yield getattr(packet, overload)
 
 
-def started_apart(nodes: Iterable[Node], here: Iterable[Node]) -> set[Node]:
-    """Of the collectives and waits among `here`, those that are not both here: a start whose waits are elsewhere, or
-    nowhere; a wait for what was started elsewhere.  `nodes`: all of the graph."""
-    inside = set(here)
-    starts: dict[Node, set[Node]] = {}
-    waited: dict[Node, set[Node]] = {}
-    for node in nodes:
-        op = operator_of(node) if node.op == "call_function" else None
-        if op is not None and isinstance(op, _compat.OpOverload) and sequence.issues(op.name()):
-            starts[node] = {node}
-            waited[node] = set()
-        elif op is not None and isinstance(op, _compat.OpOverload) and sequence.waits(op.name()):
-            starts[node] = set().union(*(starts.get(arg, set()) for arg in node.all_input_nodes))
-            for start in starts[node]:
-                waited[start].add(node)
-        elif node.target is operator.getitem or is_view(node):
-            starts[node] = set().union(*(starts.get(arg, set()) for arg in node.all_input_nodes))
-    apart: set[Node] = set()
-    for node in inside:
-        if node in waited:
-            if not waited[node] or not waited[node] <= inside:
-                apart.add(node)
-        elif node.op == "call_function" and _communicates(operator_of(node)):
-            began = starts.get(node, set()) & waited.keys()
-            if not began or not began <= inside:
-                apart.add(node)
-    return apart
-
-
 # ---------------------------------------------------------------- reasons
 
 
