@@ -42,10 +42,10 @@ class PieceReport:
 class DeviceReport:
     """The recordings of one device.
 
-    `moved`: outputs that were held when their memory was needed; `again`: recordings beyond the first of a function
-    after the same one; `evicted`: given up for others; `unprofitable`: given up because they did not pay; `shared`: how
-    often several threads came to call; `copies`: whether all outputs are copies now because they do; `tree`: one line a
-    recording, children indented below the one that they follow.
+    `moved`: outputs that were held when their memory was needed; `again`: recordings beyond the first of a piece at one
+    key after the same one; `evicted`: given up for others; `unprofitable`: given up because they did not pay; `shared`:
+    how often several threads came to call; `copies`: whether all outputs are copies now because they do; `tree`: one
+    line a recording, children indented below the one that they follow.
     """
 
     device: int
@@ -128,7 +128,7 @@ def graphs(codes: Iterable[RecordedCode]) -> tuple[GraphReport, ...]:
 def of(tree: Tree) -> DeviceReport:
     """The account of one tree, now."""
     with tree.lock:
-        nodes = [node for node in tree.root.below() if node.function is not None]
+        nodes = [node for node in tree.root.below() if node.keyed is not None]
         return DeviceReport(
             device=tree.device.index,
             recordings=tree.size,
@@ -146,16 +146,16 @@ def of(tree: Tree) -> DeviceReport:
 
 
 def _label(node: Node) -> str:
-    assert node.function is not None
-    key = ", ".join(map(str, node.function.key))
-    return node.function.piece.spec.label + (f" [{key}]" if key else "")
+    assert node.keyed is not None
+    key = ", ".join(map(str, node.keyed.key))
+    return node.keyed.piece.spec.label + (f" [{key}]" if key else "")
 
 
 def _piece(piece: PieceState, nodes: list[Node]) -> PieceReport:
-    mine = [node for node in nodes if node.function is not None and node.function.piece is piece]
+    mine = [node for node in nodes if node.keyed is not None and node.keyed.piece is piece]
     reasons: Counter[str] = Counter(piece.reasons)
-    for function in piece.functions.values():
-        reasons.update({why: count for why, count in function.reasons.items() if why != FIRST_CALL})
+    for keyed in piece.by_key.values():
+        reasons.update({why: count for why, count in keyed.reasons.items() if why != FIRST_CALL})
     newest = mine[-1].recording if mine else None
     return PieceReport(
         label=piece.spec.label,
@@ -164,7 +164,7 @@ def _piece(piece: PieceState, nodes: list[Node]) -> PieceReport:
         copied_inputs=() if newest is None else tuple(piece.spec.names[index] for index in newest.plan.copied),
         copied_outputs=0 if newest is None else sum(slot.copied for slot in newest.slots),
         unrecorded=dict(reasons),
-        refused=next((function.refused for function in piece.functions.values() if function.refused), None),
+        refused=next((keyed.refused for keyed in piece.by_key.values() if keyed.refused), None),
         again={
             f"{name} at another address" if name in piece.spec.names else name: n for name, n in piece.again.items()
         },

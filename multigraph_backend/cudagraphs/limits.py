@@ -24,7 +24,7 @@ class Limits:
     depth: nodes on a path; a longer one ends its step, or its calls run unrecorded
     per_device: recordings in all; the least recently used are given up for new ones
     pool_bytes: bytes of the pool from which on recordings are given up for new ones; None: no limit
-    failures: failed recordings of one function before it is not tried again
+    failures: failed recordings of a piece at one key before it is not tried again there
     copied_bytes: bytes of inputs from which on their copies count; fewer take no longer than a launch or two
     unreplayed: recordings of one piece in a row, hardly replayed, before it is only recorded what comes again
     idle: seconds without a call of all threads but one, after which that one's outputs are no copies any more

@@ -207,8 +207,8 @@ def test_a_thousand_failed_captures_leak_nothing() -> None:
     reserved = []
     for turn in range(1000):
         for piece in tree.pieces:
-            for function in piece.functions.values():  # else it is not tried any more
-                function.failures, function.refused = 0, None
+            for keyed in piece.by_key.values():  # else it is not tried any more
+                keyed.failures, keyed.refused = 0, None
         y = run(x)
         if turn % 333 == 0:
             close(y, (x + 1) * (x + 1).sum() * 2)

@@ -43,8 +43,8 @@ def unrecorded() -> dict[str, int]:
     found: dict[str, int] = {}
     for tree in runtime.trees():
         for node in tree.root.below():
-            if node.function is not None:
-                for reason, count in node.function.reasons.items():
+            if node.keyed is not None:
+                for reason, count in node.keyed.reasons.items():
                     if reason != "first call":
                         found[reason] = count
     return found

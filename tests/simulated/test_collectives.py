@@ -82,7 +82,7 @@ def run_three_times(made: Split, function: Callable[..., Any]) -> SimulatedDevic
         (result,) = call([given])
         torch.testing.assert_close(result, function(x))
     # more than one of a piece where what runs between two happens to come at one address twice
-    functions = {node.function for node in tree.root.below()} - {None}
+    functions = {node.keyed for node in tree.root.below()} - {None}
     assert len(functions) == len(made.spec.pieces)
     assert tree.counts["failed"] == 0
     return device

@@ -15,7 +15,7 @@ import torch
 
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.cost import REPLAYS, Trial
-from multigraph_backend.cudagraphs.recordings.piece_state import Function
+from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 
@@ -48,7 +48,7 @@ def test_numbers_among_the_inputs_are_a_key_of_their_own() -> None:
     piece = bench.piece(grown, 2, 2)
     for n in (2, 3, 2, 3, 2, 3):
         call_right(piece, grown, n, values())
-    assert (bench.recorded(), len(piece.functions)) == (2, 2)
+    assert (bench.recorded(), len(piece.by_key)) == (2, 2)
 
 
 def grown(n: int, x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -486,7 +486,7 @@ def test_what_follows_is_recorded_behind_it_and_reads_it_in_place() -> None:
     assert bench.recorded() == 2
     assert [detail for detail in bench.device.calls("copy") if detail] == [1] * 4  # the input of the first alone
     (root,) = (node for nodes in bench.tree.root.children.values() for node in nodes)
-    assert [node.function.piece for nodes in root.children.values() for node in nodes] == [second]
+    assert [node.keyed.piece for nodes in root.children.values() for node in nodes] == [second]
 
 
 def test_ten_layers_of_one_function_are_ten_recordings_on_one_path() -> None:
@@ -725,13 +725,13 @@ def test_parameters_of_several_pieces_that_move_on_their_own_are_copied_before_l
 
 def test_what_moves_is_told_by_input_and_depth() -> None:
     piece = Bench().piece(weighted, 3, 1, static=[1, 2])
-    function = Function(piece, ())
-    function.recorded(2, [None, 100, 200])
-    function.recorded(2, [None, 300, 200])
-    assert function.recorded_at == {2: 2}
-    assert [function.moves(1, 2, address) for address in (100, 300, 400)] == [True, True, True]
-    assert [function.moves(2, 2, address) for address in (200, 201)] == [False, True]
-    assert not function.moves(1, 3, 400)
+    keyed = KeyedPiece(piece, ())
+    keyed.recorded(2, [None, 100, 200])
+    keyed.recorded(2, [None, 300, 200])
+    assert keyed.recorded_at == {2: 2}
+    assert [keyed.moves(1, 2, address) for address in (100, 300, 400)] == [True, True, True]
+    assert [keyed.moves(2, 2, address) for address in (200, 201)] == [False, True]
+    assert not keyed.moves(1, 3, 400)
 
 
 def test_a_buffer_that_is_changed_and_keeps_moving_runs_unrecorded_after_the_limit() -> None:
@@ -1003,7 +1003,7 @@ def test_a_recording_whose_copies_take_longer_than_its_code_is_given_up(caplog: 
     (reason,) = bench.unrecorded(piece)
     assert reason.startswith("it does not pay: a replay takes ")
     assert bench.tree.counts["not worth it"] == 1
-    kept = {node.function.piece for node in bench.tree.root.below() if node.function}
+    kept = {node.keyed.piece for node in bench.tree.root.below() if node.keyed}
     assert kept == {after}  # recorded anew, as the first of its step
 
 

@@ -17,7 +17,7 @@ from multigraph_backend.cudagraphs import account
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED, Uses
 from multigraph_backend.cudagraphs.recordings.nodes import Node
-from multigraph_backend.cudagraphs.recordings.piece_state import FUNCTIONS
+from multigraph_backend.cudagraphs.recordings.piece_state import MOST_KEYS
 from multigraph_backend.cudagraphs.recordings.room import NO_ROOM
 from tests.support.simulated.pieces import Bench, call_right, values
 
@@ -144,12 +144,12 @@ def test_verdicts_make_it_seldom_and_replays_make_it_often() -> None:
 def test_functions_that_are_not_recorded_are_not_kept_without_end() -> None:
     bench = Bench()
     piece = bench.piece(at, 2, 1)
-    for n in (0, *range(4 * FUNCTIONS)):
+    for n in (0, *range(4 * MOST_KEYS)):
         call_right(piece, at, n, values())
-    assert len(piece.functions) <= 2 * FUNCTIONS
+    assert len(piece.by_key) <= 2 * MOST_KEYS
     (report,) = account.of(bench.tree).pieces
-    assert report.unrecorded[NOT_REPLAYED] == 4 * FUNCTIONS - bench.recorded()
-    assert bench.tree.size == sum(function.nodes for function in piece.functions.values())
+    assert report.unrecorded[NOT_REPLAYED] == 4 * MOST_KEYS - bench.recorded()
+    assert bench.tree.size == sum(keyed.nodes for keyed in piece.by_key.values())
     call_right(piece, at, 1, values())  # of the first, which is still there
     assert bench.recorded() <= Limits().unreplayed
 
@@ -197,7 +197,7 @@ def test_the_least_recently_used_is_given_up_whatever_was_used_since() -> None:
     x = values()
 
     def recorded() -> set[Any]:
-        return {node.function.key[0] for node in bench.tree.root.below() if node.function is not None}
+        return {node.keyed.key[0] for node in bench.tree.root.below() if node.keyed is not None}
 
     for n in (1, 2, 3, 4, 1, 2, 5, 1, 4, 6):
         call_right(piece, at, n, x)
@@ -219,7 +219,7 @@ def test_a_parent_is_given_up_after_its_children() -> None:
         (y,) = call_right(first, at, n % 7, values())
         (z,) = call_right(second, double, y)
         del y, z
-        nodes = [node for node in bench.tree.root.below() if node.function is not None]
+        nodes = [node for node in bench.tree.root.below() if node.keyed is not None]
         assert len(nodes) == bench.tree.size <= 6
 
 
@@ -237,7 +237,7 @@ def test_what_is_given_up_goes_without_a_garbage_collection(poisons: bool, must_
         nodes += [weakref.ref(node) for node in bench.tree.path]
         del y, z
     alive = {entry() for entry in nodes} - {None}
-    linked = {node for node in bench.tree.root.below() if node.function is not None}
+    linked = {node for node in bench.tree.root.below() if node.keyed is not None}
     assert alive == linked | set(bench.tree.path)
     del alive, linked
     bench.tree.drop([first, second])

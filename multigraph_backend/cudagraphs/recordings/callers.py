@@ -108,7 +108,7 @@ class Callers:
             "one thread calls recordings of device %d again: outputs are no copies any more", self._nodes.device.index
         )
         for node in {node for first in (self._nodes.root, *self._nodes.path) for node in first.below()}:
-            if node.function is None or node.function.piece.spec.copies:
+            if node.keyed is None or node.keyed.piece.spec.copies:
                 continue
             if any(slot.copied and slot.movable for slot in node.slots):
                 node.unbuild()  # it is built where it is needed

@@ -77,8 +77,8 @@ class Collectives:
         try:
             calls: Counter[str] = Counter()
             for node in self._held:
-                if node.function is not None and node.calls:
-                    calls[node.function.piece.spec.label] += node.calls
+                if node.keyed is not None and node.calls:
+                    calls[node.keyed.piece.spec.label] += node.calls
             return Launched(calls, self._nodes.device.mark(self._last_stream()) if calls else None)
         finally:
             self._turns.lock.release()

@@ -15,7 +15,7 @@ from typing import Any
 
 from multigraph_backend import events
 from multigraph_backend.cudagraphs.devices.device import Device, PoolState
-from multigraph_backend.cudagraphs.recordings.piece_state import Function
+from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.recording import Recording
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 
@@ -47,14 +47,14 @@ class Node:
     """
 
     __slots__ = ("__weakref__", "_parent", "after", "calls", "children", "dead", "depth", "destroyed", "final",
-                 "function", "generation", "holds", "number", "queued", "ready", "recording", "run", "slots", "state",
+                 "generation", "holds", "keyed", "number", "queued", "ready", "recording", "run", "slots", "state",
                  "tree", "trial", "used", "watched")  # fmt: skip
 
     def __init__(
-        self, tree: Nodes, state: PoolState, parent: Node | None = None, function: Function | None = None,
+        self, tree: Nodes, state: PoolState, parent: Node | None = None, keyed: KeyedPiece | None = None,
         recording: Recording | None = None, dead: Sequence[Slot] = (), after: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        self.tree, self.state, self.function, self.recording = tree, state, function, recording
+        self.tree, self.state, self.keyed, self.recording = tree, state, keyed, recording
         self._parent = None if parent is None else weakref.ref(parent)
         self.number = next(_numbers)
         self.queued = False
@@ -62,7 +62,7 @@ class Node:
         self.dead, self.after, self.generation = tuple(dead), after, tree.device.generation
         self.slots: tuple[Slot, ...] = tuple(recording.slots) if recording is not None else ()
         self.watched = self.slots  # those over which something may have been handed out
-        self.children: dict[Function, list[Node]] = {}
+        self.children: dict[KeyedPiece, list[Node]] = {}
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.calls = self.used = 0
         self.ready = self.destroyed = False
@@ -88,9 +88,9 @@ class Node:
         use_count = self.tree.device.use_count
         return any(slot.alive(use_count) for slot in self.watched)
 
-    def child(self, function: Function, inputs: list[Any]) -> Node | None:
+    def child(self, keyed: KeyedPiece, inputs: list[Any]) -> Node | None:
         """The recording after this one that may be replayed for `inputs` as it is; the one place that looks for it."""
-        nodes = self.children.get(function, _NONE)
+        nodes = self.children.get(keyed, _NONE)
         for node in nodes:
             if node.ready and node.holds(inputs):
                 if node is not nodes[0]:  # the next call is likely to be answered by the same one
@@ -140,25 +140,25 @@ class Nodes:
     def link(self, node: Node) -> None:
         """Let a new node be found among its parent's children."""
         assert node.parent is not None
-        assert node.function is not None
+        assert node.keyed is not None
         self.size += 1
-        node.parent.children.setdefault(node.function, []).append(node)
-        node.function.nodes += 1
+        node.parent.children.setdefault(node.keyed, []).append(node)
+        node.keyed.nodes += 1
         self.queue(node)
 
     def unlink(self, node: Node) -> None:
         """Give up `node` and all below it: they are found no more, and end when nothing holds them."""
-        assert node.function is not None
+        assert node.keyed is not None
         parent = node.parent
         assert parent is not None
-        siblings = parent.children[node.function]
+        siblings = parent.children[node.keyed]
         siblings.remove(node)
         if not siblings:
-            del parent.children[node.function]
+            del parent.children[node.keyed]
         for given_up in node.below():
-            assert given_up.function is not None
+            assert given_up.keyed is not None
             self.size -= 1
-            given_up.function.nodes -= 1
+            given_up.keyed.nodes -= 1
             given_up.final.append(max(given_up.calls - 1, 0))
         if not parent.children:
             self.queue(parent)
@@ -173,7 +173,7 @@ class Nodes:
         """Whether `node` can be found from the root."""
         while node is not self.root:
             parent = node.parent
-            if parent is None or node.function is None or node not in parent.children.get(node.function, ()):
+            if parent is None or node.keyed is None or node not in parent.children.get(node.keyed, ()):
                 return False
             node = parent
         return True
@@ -208,17 +208,17 @@ class Nodes:
 
     def give_up(self, node: Node, why: str) -> None:
         """Record no more what `node` recorded, which is still on the path."""
-        assert node.function is not None
-        node.function.refused, node.function.unprofitable = why, True
+        assert node.keyed is not None
+        node.keyed.refused, node.keyed.unprofitable = why, True
         self.counts["not worth it"] += 1
         events.count("unprofitable_recordings")
-        log.info("%s: %s", node.function.piece.spec.label, why)
+        log.info("%s: %s", node.keyed.piece.spec.label, why)
         if self.linked(node):
             self.unlink(node)
 
     def count_resized(self, node: Node) -> None:
         """Note that a user has resized an output of `node`."""
-        assert node.function is not None
+        assert node.keyed is not None
         self.counts["resized"] += 1
         events.count("resized_outputs")
-        log.info("%s: an output was resized; it is handed out as a copy from now on", node.function.piece.spec.label)
+        log.info("%s: an output was resized; it is handed out as a copy from now on", node.keyed.piece.spec.label)

@@ -36,7 +36,7 @@ class Piece(PieceState):
         with tree.lock:
             mine = not turns.aside if turns.owner is None else turns.owner == get_ident()
             if mine:
-                function = self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
+                keyed = self._only or self.by_key.get(self._key(inputs)) or self._new(inputs)
                 path, use_count = tree.path, tree.use_count
                 while path:
                     for slot in path[-1].watched:  # `Slot.alive`, without the call
@@ -51,10 +51,10 @@ class Piece(PieceState):
                     and tree.device_stream() == tree.stream
                     and (self.is_backward or get_ident() == tree.thread)
                 ) or tree.undisturbed(self):
-                    found = (path[-1] if path else tree.root).child(function, inputs)
+                    found = (path[-1] if path else tree.root).child(keyed, inputs)
                     if found is not None:
                         return found.run(found, inputs)
-                chosen = tree.choose(function, inputs)
+                chosen = tree.choose(keyed, inputs)
                 if chosen is not None:
                     return chosen.run(chosen, inputs)
         return self._out_of_turn(inputs, mine)

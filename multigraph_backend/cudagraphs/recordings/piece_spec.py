@@ -25,8 +25,8 @@ class PieceSpec:
     to stay.  mutated: positions that it changes.  reused: positions of temporaries, whose memory it may use for
     something else.  constants: tensors that the code holds itself.  label: what messages call it.  random: whether it
     draws random numbers.  required: whether a call that runs unrecorded after the first is an error.  must_pay: whether
-    a recording that costs more than it saves is given up.  most: recordings of one function after the same parent, or
-    as deep in a step, before inputs at new addresses are copied.  groups: names of the process groups whose collectives
+    a recording that costs more than it saves is given up.  most: recordings at one key after the same parent, or as
+    deep in a step, before inputs at new addresses are copied.  groups: names of the process groups whose collectives
     it issues.  copies: whether what a user may hold is never memory of the pool, but a copy.
     """
 

@@ -3,7 +3,7 @@
 A *key* is the numbers among the inputs (sizes, mostly): code that was captured for one set of numbers is wrong for
 others.  What the tree records is therefore a piece at one key.
 
-In:  the inputs of calls.  Out: the `Function` that they ask for, with what is known of it.  `piece.Piece` adds the
+In:  the inputs of calls.  Out: the `KeyedPiece` that they ask for, with what is known of it.  `piece.Piece` adds the
 call.
 """
 
@@ -18,17 +18,17 @@ from multigraph_backend.cudagraphs.recordings.cost import Uses
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
 from multigraph_backend.cudagraphs.recordings.turns import Awaited
 
-FUNCTIONS = 256  # that are kept without a recording
+MOST_KEYS = 256  # of one piece that are remembered without a recording
 
 
-class Function:
+class KeyedPiece:
     """A piece at one key (the numbers among its inputs): what the tree records.
 
     `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
     inputs that came at too many addresses.  `reasons` counts why calls ran unrecorded; `refused`: why none is recorded;
     `unprofitable`: because that costs more than it saves.
     `nodes`: recordings of it that may be found; `needs`: bytes that one was seen to need of an empty pool.
-    `recorded_at`: how often it was recorded at each depth of a step; `_places`: where its static inputs lay then.
+    `recorded_at`: how often it was recorded at each depth of a step; `_lay_at`: where its static inputs lay then.
     """
 
     def __init__(self, piece: PieceState, key: tuple[Any, ...]) -> None:
@@ -41,18 +41,18 @@ class Function:
         self.copied: set[int] = set()
         self.reasons: Counter[str] = Counter()
         self.recorded_at: Counter[int] = Counter()
-        self._places: dict[tuple[int, int], set[int]] = {}
+        self._lay_at: dict[tuple[int, int], set[int]] = {}
 
     def moves(self, index: int, depth: int, address: int) -> bool:
         """Whether static input `index`, now at `address`, has lain elsewhere in recordings as deep in a step."""
-        return bool(self._places.get((depth, index), set()) - {address})
+        return bool(self._lay_at.get((depth, index), set()) - {address})
 
     def recorded(self, depth: int, addresses: Sequence[int | None]) -> None:
         """Note a recording at that depth, with inputs that are read at `addresses` (None: copied, or no tensor)."""
         self.recorded_at[depth] += 1
         for index in self.piece.spec.static:
             if (address := addresses[index]) is not None:
-                self._places.setdefault((depth, index), set()).add(address)
+                self._lay_at.setdefault((depth, index), set()).add(address)
 
 
 class PieceState:
@@ -60,7 +60,7 @@ class PieceState:
 
     def __init__(self, function: Boxed, spec: PieceSpec, limits: Callable[[], Limits]) -> None:
         self.function, self.spec, self._limits = function, spec, limits
-        self.functions: dict[tuple[Any, ...], Function] = {}
+        self.by_key: dict[tuple[Any, ...], KeyedPiece] = {}
         #: for reports: how often an input at another address was why it was recorded again; outputs moved out; where
         #: the user's code first uses the input that a reason for an unrecorded call names
         self.again: Counter[str] = Counter()
@@ -68,24 +68,24 @@ class PieceState:
         self.stacks: dict[str, str] = {}
         #: where inputs lay at the last call off the recorded paths
         self.addresses: dict[int, int] = {}
-        #: whether a function is called unrecorded first: until one was recorded, and always once that went wrong
+        #: whether it is called unrecorded first at a new key: until one was recorded, and always once that went wrong
         self.warms_up = True
         self.each_warms_up = False
         self.awaited = Awaited()
         self.uses = Uses()
-        self.reasons: Counter[str] = Counter()  # of functions that are not kept any more
+        self.reasons: Counter[str] = Counter()  # at keys that are forgotten
         self._numbers: tuple[int, ...] | None = None
         self._floats = False  # among them are floats
-        self._only: Function | None = None  # where no numbers are among the inputs
+        self._only: KeyedPiece | None = None  # where no numbers are among the inputs
 
     @property
     def limits(self) -> Limits:
         """What its recordings may cost."""
         return self._limits()
 
-    def function_for(self, inputs: Sequence[Any]) -> Function:
+    def keyed_for(self, inputs: Sequence[Any]) -> KeyedPiece:
         """The one that these inputs ask for, made now if need be.  Under the tree's lock."""
-        return self._only or self.functions.get(self._key(inputs)) or self._new(inputs)
+        return self._only or self.by_key.get(self._key(inputs)) or self._new(inputs)
 
     def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if self._numbers is None:
@@ -95,22 +95,22 @@ class PieceState:
         # both zeros are equal, and NaN equals nothing; their texts are what they are
         return tuple([n if n and n == n else repr(n) for n in numbers]) if self._floats else numbers
 
-    def _new(self, inputs: Sequence[Any]) -> Function:
+    def _new(self, inputs: Sequence[Any]) -> KeyedPiece:
         key = self._key(inputs)
-        if len(self.functions) >= 2 * FUNCTIONS:
-            self._forget_functions()
-        function = self.functions[key] = Function(self, key)
+        if len(self.by_key) >= 2 * MOST_KEYS:
+            self._forget_keys()
+        keyed = self.by_key[key] = KeyedPiece(self, key)
         if not key:
-            self._only = function
-        return function
+            self._only = keyed
+        return keyed
 
     def end(self) -> None:
         """Nobody calls it any more: let go of what refers to it."""
-        self.functions.clear()
+        self.by_key.clear()
         self._only = None
 
-    def _forget_functions(self) -> None:
+    def _forget_keys(self) -> None:
         """Keep those that are recorded, and of the others the newest: numbers may be others at each call."""
-        idle = [key for key, function in self.functions.items() if not function.nodes]
-        for key in idle[:-FUNCTIONS]:
-            self.reasons.update(self.functions.pop(key).reasons)
+        idle = [key for key, keyed in self.by_key.items() if not keyed.nodes]
+        for key in idle[:-MOST_KEYS]:
+            self.reasons.update(self.by_key.pop(key).reasons)

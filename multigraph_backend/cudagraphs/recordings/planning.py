@@ -21,7 +21,7 @@ import torch
 from multigraph_backend import events
 from multigraph_backend.cudagraphs.devices.device import Device, Layout
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
-from multigraph_backend.cudagraphs.recordings.piece_state import Function
+from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.recording import (
     FIRST_CALL,
     InputPlan,
@@ -35,23 +35,23 @@ log = logging.getLogger(__name__)
 OTHERS_ALIVE = "something else is alive than before"
 
 
-def look(device: Device, function: Function, inputs: Sequence[Any]) -> None:
+def look(device: Device, keyed: KeyedPiece, inputs: Sequence[Any]) -> None:
     """Note where the inputs lie: some may turn out to stay there."""
-    function.addresses = function.piece.addresses = {
+    keyed.addresses = keyed.piece.addresses = {
         index: device.address(value)
         for index, value in enumerate(inputs)
         if isinstance(value, torch.Tensor) and device.is_on_device(value)
     }
 
 
-def plan(tree: Nodes, parent: Node, function: Function, inputs: list[Any], first: bool) -> InputPlan:
-    """See the module's text; `first`: this is the function's first call.  Raises `NotRecorded`."""
-    piece, device, limit = function.piece, tree.device, function.piece.spec.most
+def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first: bool) -> InputPlan:
+    """See the module's text; `first`: this is its first call.  Raises `NotRecorded`."""
+    piece, device, limit = keyed.piece, tree.device, keyed.piece.spec.most
     slots = {slot.handle: slot for node in tree.path for slot in node.slots}
-    before = function.addresses or piece.addresses  # of another key where this one is new
-    look(device, function, inputs)
+    before = keyed.addresses or piece.addresses  # of another key where this one is new
+    look(device, keyed, inputs)
     depth = parent.depth + 1
-    tried, as_deep = len(parent.children.get(function, ())), function.recorded_at[depth]
+    tried, as_deep = len(parent.children.get(keyed, ())), keyed.recorded_at[depth]
     fixed: list[int] = []
     copied: list[int] = []
     managed: dict[int, Slot] = {}
@@ -65,11 +65,11 @@ def plan(tree: Nodes, parent: Node, function: Function, inputs: list[Any], first
             if inputs[index] is not None and kind not in (int, float, bool):
                 raise NotRecorded(f"input {piece.spec.names[index]} is a {kind.__name__}", always=True, index=index)
             continue
-        address = function.addresses.get(index)
+        address = keyed.addresses.get(index)
         if address is None:
-            function.failures += 1
+            keyed.failures += 1
             reason = f"input {piece.spec.names[index]} is a {kind.__name__} on {inputs[index].device}"
-            raise NotRecorded(reason, always=function.failures >= piece.limits.failures, index=index)
+            raise NotRecorded(reason, always=keyed.failures >= piece.limits.failures, index=index)
         slot = slots.get(inputs[index].untyped_storage()._cdata) if slots else None
         if slot is not None and not slot.holds(address):  # its storage was resized, and is the user's own now
             slot = None
@@ -90,14 +90,14 @@ def plan(tree: Nodes, parent: Node, function: Function, inputs: list[Any], first
                 reason = f"it changes input {piece.spec.names[index]}, which came at more than {limit} addresses"
                 raise NotRecorded(reason, index=index)
             fixed.append(index)
-        elif _may_be_fixed(function, index, stays, tried, limit) and not (
-            as_deep >= limit and function.moves(index, depth, address)
+        elif _may_be_fixed(keyed, index, stays, tried, limit) and not (
+            as_deep >= limit and keyed.moves(index, depth, address)
         ):
             fixed.append(index)
         else:
             at_limit = max(tried, as_deep) >= limit
-            if index in piece.spec.static and at_limit and index not in function.copied:
-                _copy_from_now_on(function, index, limit)
+            if index in piece.spec.static and at_limit and index not in keyed.copied:
+                _copy_from_now_on(keyed, index, limit)
             if overlaps_otherwise(Layout.of(inputs[index])):
                 reason = f"elements of input {piece.spec.names[index]} overlap in memory"
                 raise NotRecorded(reason, always=True, index=index)
@@ -107,7 +107,7 @@ def plan(tree: Nodes, parent: Node, function: Function, inputs: list[Any], first
     places = set(fixed)
     return InputPlan(
         tuple(fixed),
-        [function.addresses[index] if index in places else None for index in range(len(inputs))],
+        [keyed.addresses[index] if index in places else None for index in range(len(inputs))],
         managed,
         tuple(copied),
         tuple(index for index, slot in managed.items() if _dies_here(device, slot, inputs)),
@@ -115,16 +115,16 @@ def plan(tree: Nodes, parent: Node, function: Function, inputs: list[Any], first
     )
 
 
-def _may_be_fixed(function: Function, index: int, stays: bool, tried: int, limit: int) -> bool:
-    if index not in function.piece.spec.static:
+def _may_be_fixed(keyed: KeyedPiece, index: int, stays: bool, tried: int, limit: int) -> bool:
+    if index not in keyed.piece.spec.static:
         return stays and tried == 0
     # what a backward takes for static may be a tensor that an unrecorded forward has saved
-    return tried < limit and index not in function.copied and (stays or not function.piece.spec.is_backward)
+    return tried < limit and index not in keyed.copied and (stays or not keyed.piece.spec.is_backward)
 
 
-def _copy_from_now_on(function: Function, index: int, limit: int) -> None:
-    piece = function.piece
-    function.copied.add(index)
+def _copy_from_now_on(keyed: KeyedPiece, index: int, limit: int) -> None:
+    piece = keyed.piece
+    keyed.copied.add(index)
     events.warn_once(
         f"{piece.spec.label}: copied {piece.spec.names[index]}",
         "%s: input %s came at more than %d addresses; it is copied at each call from now on",
@@ -147,9 +147,9 @@ def _dies_here(device: Device, slot: Slot, inputs: Sequence[Any]) -> bool:
     return device.use_count(slot.handle) == slot.base + over
 
 
-def note_again(function: Function, siblings: Sequence[Node], made: InputPlan) -> None:
-    """Say, and keep for reports, why a function is recorded again: which inputs lie elsewhere than in the last one."""
-    piece, last = function.piece, siblings[-1].recording
+def note_again(keyed: KeyedPiece, siblings: Sequence[Node], made: InputPlan) -> None:
+    """Say, and keep for reports, why a piece is recorded again: which inputs lie elsewhere than in the last one."""
+    piece, last = keyed.piece, siblings[-1].recording
     assert last is not None
     moved = [
         (index, f"{piece.spec.names[index]} from {old:#x} to {new:#x}")

@@ -176,7 +176,7 @@ def _copies_of_slots(device: Device, slots: Sequence[Slot], names: dict[str, Any
 def _copies_of_inputs(device: Device, recording: Recording, node: Node, names: dict[str, Any]) -> list[str]:
     """Statements that copy what is handed out of inputs that lie in the pool, where it is to be copies: `copied`, by
     number of the output."""
-    piece = node.function.piece if node.function is not None else None
+    piece = node.keyed.piece if node.keyed is not None else None
     if piece is None or not piece.spec.copies:
         return []
     parts = []

@@ -19,7 +19,7 @@ from multigraph_backend import events
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import recording
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
-from multigraph_backend.cudagraphs.recordings.piece_state import Function, PieceState
+from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import NotRecorded
 
 NO_ROOM = "the limit of the pool's bytes leaves no room for it (limit_recordings(pool_bytes=...))"
@@ -48,21 +48,21 @@ class Room:
             events.count("evicted_recordings")
         self.leave_pools()  # the path stays: what is recorded next is recorded behind its last node
 
-    def find(self, function: Function, inputs: list[object], plan: recording.InputPlan, limit: int) -> None:
+    def find(self, keyed: KeyedPiece, inputs: list[object], plan: recording.InputPlan, limit: int) -> None:
         """Raise `NotRecorded` where the pool would grow beyond `limit`.
 
         What a pool has reserved it gives back as a whole, so nothing is gained by giving up recordings: what does not
-        fit is not recorded.  Where the pool is half full, a function is captured in a pool of its own first, to see how
+        fit is not recorded.  Where the pool is half full, a piece is captured in a pool of its own first, to see how
         much it needs.
         """
-        if not function.needs and not function.piece.spec.groups and 2 * sum(self._pool_bytes.values()) >= limit:
-            function.needs = self._needs(function.piece, inputs, plan)
-            if function.needs > limit:
-                function.piece.uses.wasted()
-        if function.needs:
+        if not keyed.needs and not keyed.piece.spec.groups and 2 * sum(self._pool_bytes.values()) >= limit:
+            keyed.needs = self._needs(keyed.piece, inputs, plan)
+            if keyed.needs > limit:
+                keyed.piece.uses.wasted()
+        if keyed.needs:
             use_count = self._device.use_count
             alive = sum(slot.nbytes for node in self._nodes.path for slot in node.slots if slot.alive(use_count))
-            if alive + function.needs > limit:
+            if alive + keyed.needs > limit:
                 raise NotRecorded(NO_ROOM)
 
     def _needs(self, piece: PieceState, inputs: list[object], plan: recording.InputPlan) -> int:
@@ -92,7 +92,7 @@ class Room:
                 self._old |= {later for later in device.generations() if later > generation}  # given back later
                 raise
 
-    def stay_within(self, limit: int, had: int, function: Function) -> None:
+    def stay_within(self, limit: int, had: int, keyed: KeyedPiece) -> None:
         """After a capture, before which `had` bytes were reserved.  Where the pool has outgrown its limit all the same,
         give up all that is in it.  Raises `NotRecorded` then."""
         generation = self._device.generation
@@ -101,8 +101,8 @@ class Room:
         total = sum(self._pool_bytes.values())
         if total <= limit:
             return
-        function.needs = max(function.needs, total)
-        function.piece.uses.wasted()
+        keyed.needs = max(keyed.needs, total)
+        keyed.piece.uses.wasted()
         self._nodes.counts["evicted"] += self._nodes.size
         for _ in range(self._nodes.size):
             events.count("evicted_recordings")

@@ -38,7 +38,7 @@ from multigraph_backend.cudagraphs.recordings.callers import Callers
 from multigraph_backend.cudagraphs.recordings.collectives import Collectives
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
-from multigraph_backend.cudagraphs.recordings.piece_state import Function, PieceState
+from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded
 from multigraph_backend.cudagraphs.recordings.room import Room
 from multigraph_backend.cudagraphs.recordings.slot import Slot
@@ -139,14 +139,14 @@ class Tree(Nodes):
 
     # ---------------------------------------------------------------- calls that no child of the path answers at once
 
-    def choose(self, function: Function, inputs: list[object]) -> Node | None:
+    def choose(self, keyed: KeyedPiece, inputs: list[object]) -> Node | None:
         """What answers a call off the recorded paths, beginning a new step or recording; None: the code, as it is."""
-        if function.unprofitable and function.refused is not None:  # at each call: no more than needs to be done
-            self._count_unrecorded(function, function.refused)
+        if keyed.unprofitable and keyed.refused is not None:  # at each call: no more than needs to be done
+            self._count_unrecorded(keyed, keyed.refused)
             return None
         call = Call(self.turns)
         try:
-            taken = call.begin(function.piece.awaited, 0.0)
+            taken = call.begin(keyed.piece.awaited, 0.0)
             assert taken, "a call that is out of turn chose"
             self.turns.choosing = True
             try:
@@ -154,28 +154,24 @@ class Tree(Nodes):
                     self._forget()
                 mark = self.step_marks.mark_step_counter  # once: another thread may say meanwhile that a step begins
                 self._sweep()
-                self._attend(function.piece)
+                self._attend(keyed.piece)
                 if mark != self.step_mark:
                     self._restart()
                     self.step_mark = mark
                 with _compat.without_torch_function():  # of inputs whose classes answer what is asked about them
-                    node = self._node_for(function, inputs)
+                    node = self._node_for(keyed, inputs)
                 self._catch_up()
             except (NotRecorded, DeviceFailed, RuntimeError) as error:
                 if type(error) is not NotRecorded and from_outside(error):
                     raise
                 reason = str(error) if isinstance(error, NotRecorded) else f"the driver failed: {error}"
                 if isinstance(error, NotRecorded) and error.always:
-                    function.refused = reason
-                self._count_unrecorded(function, reason)
-                if (index := getattr(error, "index", None)) is not None and (
-                    trace_of := function.piece.spec.trace(index)
-                ):
-                    function.piece.stacks[reason] = trace_of
-                if function.piece.spec.required and reason != FIRST_CALL:
-                    message = (
-                        f"{function.piece.spec.label}: cudagraphs='require', but this call runs unrecorded: {reason}"
-                    )
+                    keyed.refused = reason
+                self._count_unrecorded(keyed, reason)
+                if (index := getattr(error, "index", None)) is not None and (trace_of := keyed.piece.spec.trace(index)):
+                    keyed.piece.stacks[reason] = trace_of
+                if keyed.piece.spec.required and reason != FIRST_CALL:
+                    message = f"{keyed.piece.spec.label}: cudagraphs='require', but this call runs unrecorded: {reason}"
                     raise NotAllRecorded(message) from error
                 node = None
         finally:
@@ -247,56 +243,54 @@ class Tree(Nodes):
     def count_aside(self, piece: PieceState, inputs: Sequence[object]) -> None:
         """Take note of a call that did not get its turn.  Raises `NotAllRecorded` where that is an error."""
         with self.lock:
-            self._count_unrecorded(piece.function_for(inputs), OUT_OF_TURN)
+            self._count_unrecorded(piece.keyed_for(inputs), OUT_OF_TURN)
         if piece.spec.required:
             raise NotAllRecorded(
                 f"{piece.spec.label}: cudagraphs='require', but this call runs unrecorded: {OUT_OF_TURN}"
             )
 
-    def _node_for(self, function: Function, inputs: list[object]) -> Node:
+    def _node_for(self, keyed: KeyedPiece, inputs: list[object]) -> Node:
         """The node that answers this call, recorded now if need be.  Raises `NotRecorded`."""
-        if function.refused is not None:
-            raise NotRecorded(function.refused)
-        if self.collectives.ending is not None and function.piece.spec.groups:
+        if keyed.refused is not None:
+            raise NotRecorded(keyed.refused)
+        if self.collectives.ending is not None and keyed.piece.spec.groups:
             raise NotRecorded(self.collectives.ending)
-        first, function.called = not function.called, True
-        if first and function.piece.warms_up:
-            planning.look(self.device, function, inputs)
+        first, keyed.called = not keyed.called, True
+        if first and keyed.piece.warms_up:
+            planning.look(self.device, keyed, inputs)
             raise NotRecorded(FIRST_CALL)
-        if self.path and self._new_step(function, inputs):
+        if self.path and self._new_step(keyed, inputs):
             self._restart()
         parent = self.path[-1] if self.path else self.root
-        found = self._child(parent, function, inputs)
+        found = self._child(parent, keyed, inputs)
         if found is not None:
             return found
         if not self.linked(parent):  # nothing would ever find what is recorded behind it
             raise NotRecorded("the recording that it follows was given up, and has outputs that are still alive")
-        limits = function.piece.limits
+        limits = keyed.piece.limits
         if parent.depth >= limits.depth:
             raise NotRecorded(
                 f"{parent.depth} recordings follow one another in this step, whose outputs are still alive"
             )
-        if not function.piece.spec.required and not function.piece.uses.wanted(
-            (parent.number, function.key), limits.unreplayed
-        ):
+        if not keyed.piece.spec.required and not keyed.piece.uses.wanted((parent.number, keyed.key), limits.unreplayed):
             raise NotRecorded(NOT_REPLAYED)
-        plan = planning.plan(self, parent, function, inputs, first)
+        plan = planning.plan(self, parent, keyed, inputs, first)
         if self.turns.aside:
             raise NotRecorded(BESIDE)
         self.room.make(limits)
         if limits.pool_bytes is not None:
-            self.room.find(function, inputs, plan, limits.pool_bytes)
-        return self._record(parent, function, inputs, plan, first)
+            self.room.find(keyed, inputs, plan, limits.pool_bytes)
+        return self._record(parent, keyed, inputs, plan, first)
 
-    def _child(self, parent: Node, function: Function, inputs: list[object]) -> Node | None:
+    def _child(self, parent: Node, keyed: KeyedPiece, inputs: list[object]) -> Node | None:
         """The child of `parent` that answers this call, perhaps after its code was built again."""
-        found = parent.child(function, inputs)
-        return parent.child(function, inputs) if found is None and self._rebuild(parent, function) else found
+        found = parent.child(keyed, inputs)
+        return parent.child(keyed, inputs) if found is None and self._rebuild(parent, keyed) else found
 
-    def _rebuild(self, parent: Node, function: Function) -> bool:
+    def _rebuild(self, parent: Node, keyed: KeyedPiece) -> bool:
         """Build again what a user has resized or what was unbuilt, where that can be done; whether anything was."""
         built = False
-        for node in parent.children.get(function, ()):
+        for node in parent.children.get(keyed, ()):
             if node.ready and node.resized():
                 node.unbuild()
             if not node.ready and not node.destroyed and not node.alive():
@@ -304,17 +298,17 @@ class Tree(Nodes):
                 built = True
         return built
 
-    def _count_unrecorded(self, function: Function, why: str) -> None:
-        function.reasons[why] += 1
+    def _count_unrecorded(self, keyed: KeyedPiece, why: str) -> None:
+        keyed.reasons[why] += 1
         self.counts["unrecorded"] += 1
         events.count("unrecorded_pieces")
-        if why != FIRST_CALL and not function.unprofitable:  # that is a choice, and was logged as one
-            label = function.piece.spec.label
+        if why != FIRST_CALL and not keyed.unprofitable:  # that is a choice, and was logged as one
+            label = keyed.piece.spec.label
             events.warn_once(f"{label}: unrecorded: {why}", "%s runs unrecorded: %s", label, why)
 
     # ---------------------------------------------------------------- steps
 
-    def _new_step(self, function: Function, inputs: list[object]) -> bool:
+    def _new_step(self, keyed: KeyedPiece, inputs: list[object]) -> bool:
         """Whether this call begins a new step although outputs of the last are alive: it repeats what is on the path,
         or begins as a recorded step began, and nothing alive is on its way into compiled code."""
         device = self.device
@@ -325,15 +319,15 @@ class Tree(Nodes):
             return False
         if self.shared and alive and threading.get_ident() != self.callers.first:
             return False
-        if len(self.path) >= function.piece.limits.depth:
+        if len(self.path) >= keyed.piece.limits.depth:
             return True
         for node in self.path:
-            if node.function is function and node.recording is not None:
+            if node.keyed is keyed and node.recording is not None:
                 plan = node.recording.plan
                 lasting = [index for index in plan.fixed if index not in plan.managed]
                 if self.device.same_addresses(inputs, plan.addresses, lasting):
                     return True
-        return self._child(self.root, function, inputs) is not None
+        return self._child(self.root, keyed, inputs) is not None
 
     def _restart(self) -> None:
         """Begin a new step: move out what is alive, if all of it can be moved, and nobody is about to read it."""
@@ -355,12 +349,12 @@ class Tree(Nodes):
 
     def _move(self, node: Node, slot: Slot) -> None:
         """Give what is alive over `slot` other memory, if the user has not done so."""
-        assert node.function is not None
+        assert node.keyed is not None
         lies = slot.lies(self.device)
         if lies:
             moved = self.device.move_out(slot.storage)
             assert moved, "memory of a recording could not be moved out"
-            node.function.piece.moved += 1
+            node.keyed.piece.moved += 1
             self.counts["clones"] += 1
             events.count("moved_outputs")
         replay.renew(node, slot, resized=not lies)
@@ -383,7 +377,7 @@ class Tree(Nodes):
     # ---------------------------------------------------------------- recording
 
     def _record(
-        self, parent: Node, function: Function, inputs: list[object], plan: recording.InputPlan, first: bool
+        self, parent: Node, keyed: KeyedPiece, inputs: list[object], plan: recording.InputPlan, first: bool
     ) -> Node:
         use_count, generation = self.device.use_count, self.device.generation
         alive = frozenset(
@@ -405,58 +399,56 @@ class Tree(Nodes):
             for slot in node.slots
             if not slot.alive(use_count) and id(slot) not in surely_dead
         ]
-        again = bool(parent.children.get(function))
-        limit = function.piece.limits.pool_bytes
+        again = bool(parent.children.get(keyed))
+        limit = keyed.piece.limits.pool_bytes
         had = self.device.reserved_bytes() if limit is not None else 0
         try:
-            made = self._captured(function.piece, inputs, plan, state, alive)
+            made = self._captured(keyed.piece, inputs, plan, state, alive)
         except NotRecorded as why:
             self.counts["failed"] += 1
             events.count("failed_recordings")
             if first:  # it may be what a first call does
-                function.piece.warms_up = function.piece.each_warms_up = True
+                keyed.piece.warms_up = keyed.piece.each_warms_up = True
                 raise NotRecorded(FIRST_CALL) from why
-            function.failures += 1
-            why.always = why.always or function.failures >= function.piece.limits.failures
+            keyed.failures += 1
+            why.always = why.always or keyed.failures >= keyed.piece.limits.failures
             raise
         except BaseException:  # also Ctrl-C
             self.room.used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
-        function.piece.warms_up = function.piece.each_warms_up
+        keyed.piece.warms_up = keyed.piece.each_warms_up
         if limit is not None:
-            self.room.stay_within(limit, had, function)
+            self.room.stay_within(limit, had, keyed)
         if again:
-            planning.note_again(function, parent.children[function], plan)
+            planning.note_again(keyed, parent.children[keyed], plan)
             self.counts["recorded again"] += 1
         for slot in made.slots:
-            slot.copied = (self.shared or function.piece.spec.copies) and slot.visible
-        if not function.piece.spec.is_backward:
+            slot.copied = (self.shared or keyed.piece.spec.copies) and slot.visible
+        if not keyed.piece.spec.is_backward:
             self.lasting.update(
                 address
                 for index in plan.fixed
-                if index in function.piece.spec.static
-                and index not in plan.managed
-                and (address := plan.addresses[index])
+                if index in keyed.piece.spec.static and index not in plan.managed and (address := plan.addresses[index])
             )
-        function.recorded(parent.depth + 1, plan.addresses)
+        keyed.recorded(parent.depth + 1, plan.addresses)
         freed = {slot.address for slot, _ in made.consumed}
         node = Node(
-            self, made.state, parent, function, made, dead, (alive - freed) | {slot.address for slot in made.slots}
+            self, made.state, parent, keyed, made, dead, (alive - freed) | {slot.address for slot in made.slots}
         )
         node.holds = replay.build_holds(self.device, made, node.dead)
         replay.build(node)
         self.room.recorded(node)
-        siblings = parent.children.get(function, [])
-        if len(siblings) < function.piece.spec.most:
+        siblings = parent.children.get(keyed, [])
+        if len(siblings) < keyed.piece.spec.most:
             # what moves was seen to move elsewhere: one copying recording serves
-            for other in [other for other in siblings if other.reads_in_place(function.copied)]:
+            for other in [other for other in siblings if other.reads_in_place(keyed.copied)]:
                 self.unlink(other)
         self.room.used = True
         self.link(node)
-        node.final = function.piece.uses.recorded(node)
+        node.final = keyed.piece.uses.recorded(node)
         self.counts["recordings"] += 1
         events.count("recordings")
-        if function.piece.spec.groups:
+        if keyed.piece.spec.groups:
             self.collectives.recorded(node)
         return node
 
@@ -512,7 +504,7 @@ class Tree(Nodes):
         while self._dropped:
             gone.add(self._dropped.popleft())
         for node in list(self.root.below()):
-            if node.function is not None and node.function.piece in gone and self.linked(node):
+            if node.keyed is not None and node.keyed.piece in gone and self.linked(node):
                 self.unlink(node)
         for piece in gone:  # nobody calls it any more
             piece.end()

@@ -44,8 +44,8 @@ def test_a_destroyed_recording_leaves_its_outputs_and_its_code_and_is_made_again
     for _ in range(3):
         right(piece)
     assert len(device.calls("replay")) == replays
-    (function,) = piece.functions.values()
-    assert function.reasons["a reason"] == 3
+    (keyed,) = piece.by_key.values()
+    assert keyed.reasons["a reason"] == 3
     torch.testing.assert_close(held, expected)
     del held
     tree.collectives.resume()

@@ -93,8 +93,8 @@ class Bench:
         """Why calls of `pieces` ran unrecorded, first calls left out."""
         reasons: dict[str, int] = {}
         for piece in pieces:
-            for function in piece.functions.values():
-                for reason, count in function.reasons.items():
+            for keyed in piece.by_key.values():
+                for reason, count in keyed.reasons.items():
                     if reason != "first call":
                         reasons[reason] = reasons.get(reason, 0) + count
         return reasons

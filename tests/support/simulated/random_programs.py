@@ -969,9 +969,9 @@ class Program:
         counts["recordings that hand out copies"] += sum(any(slot.copied for slot in node.slots) for node in nodes)
         counts["recordings with managed inputs"] += sum(bool(made.plan.managed) for made in recordings)
         counts["recordings with parameters of a class"] += self.weights is not None and sum(
-            not set(node.function.piece.spec.static).isdisjoint(node.recording.plan.fixed)
+            not set(node.keyed.piece.spec.static).isdisjoint(node.recording.plan.fixed)
             for node in nodes
-            if node.function is not None and node.recording is not None
+            if node.keyed is not None and node.recording is not None
         )
         counts["programs with several threads"] += tree.shared
         counts["new pools"] += self.device.generation
