@@ -7,13 +7,13 @@ code with collectives and other ranks, and says once, after half of the timeout:
 
 - which code a thread of the host has been in, and at which collective: where collectives block the host (gloo), or
   the queue of the device is full.  It is read off the stacks of the threads: a line of generated code.
-- what was launched that the device has not finished.  A mark is put behind what was launched last; while it is not
-  reached, so are the forms that were called since the mark before.
+- what was launched that the device has not finished.  An event is recorded behind what was launched last;
+  while the device has not come to it, the forms that were called since the event before it are named.
 
 In:  nothing; calls leave no trace for it beyond the counts that they leave anyway, and wait for nothing.
 Out: warnings with the rank, the count `late_collectives`, `said()`.
 
-A mark of a device is an event on the stream of its recordings; code that was never recorded is seen on the host alone.
+The event is on the stream of the recordings; code that was never recorded is seen on the host alone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _groups(codes: Sequence[Code]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where a thread is: frames as numbers, so that nothing of them is kept alive, and how many calls there were."""
 
     thread: int
@@ -103,9 +103,9 @@ class Place:
 
 
 @dataclass
-class Marked:
-    """A mark behind what a device was given to do: whether it is `done`, when it was put there, which pieces lie
-    before it, and how often each was replayed by then."""
+class Pending:
+    """What a device was given to do, with an event behind it: whether that is `done`, when it was recorded, which
+    pieces lie before it, and how often each was replayed by then."""
 
     done: Callable[[], bool]
     since: float
@@ -118,9 +118,9 @@ class Marked:
 class Looks:
     """What earlier looks have found."""
 
-    places: dict[Place, float] = field(default_factory=dict)
-    told: set[Place] = field(default_factory=set)
-    marks: weakref.WeakKeyDictionary[Recordings, Marked] = field(default_factory=weakref.WeakKeyDictionary)
+    positions: dict[Position, float] = field(default_factory=dict)
+    told: set[Position] = field(default_factory=set)
+    pending: weakref.WeakKeyDictionary[Recordings, Pending] = field(default_factory=weakref.WeakKeyDictionary)
     finished: weakref.WeakKeyDictionary[Recordings, Mapping[str, int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -133,38 +133,38 @@ class Looks:
     def _at_host(self, now: float, patience: float) -> Iterator[str]:
         calls = events.stats()
         number = calls["generic_calls"] + calls["variant_calls"]
-        here = {Place(thread, key, at, number): text for thread, key, at, text in _inside_generated_code()}
-        self.places = {place: self.places.get(place, now) for place in here}
+        here = {Position(thread, key, at, number): text for thread, key, at, text in _inside_generated_code()}
+        self.positions = {position: self.positions.get(position, now) for position in here}
         self.told &= set(here)
-        for place, since in self.places.items():
-            if now - since >= patience and place not in self.told:
-                self.told.add(place)
-                yield f"for {now - since:.0f} s it has been in {here[place]}"
+        for position, since in self.positions.items():
+            if now - since >= patience and position not in self.told:
+                self.told.add(position)
+                yield f"for {now - since:.0f} s it has been in {here[position]}"
 
     def _at_devices(self, now: float, patience: float) -> Iterator[str]:
         for recordings in communicating.recordings():
-            mark = self.marks.get(recordings)
-            if mark is None or mark.done():
-                self._put_mark(recordings, now)
-            elif now - mark.since >= patience and not mark.told:
-                mark.told = True
-                yield f"for {now - mark.since:.0f} s its device has not finished {_named(mark.before)}"
+            pending = self.pending.get(recordings)
+            if pending is None or pending.done():
+                self._record_event(recordings, now)
+            elif now - pending.since >= patience and not pending.told:
+                pending.told = True
+                yield f"for {now - pending.since:.0f} s its device has not finished {_named(pending.before)}"
 
-    def _put_mark(self, recordings: Recordings, now: float) -> None:
-        """Behind what was replayed since the last mark, which is done, if that is anything."""
-        if (mark := self.marks.pop(recordings, None)) is not None:
-            self.finished[recordings] = mark.calls
+    def _record_event(self, recordings: Recordings, now: float) -> None:
+        """Behind what was replayed since the last event, which is done, if that is anything."""
+        if (pending := self.pending.pop(recordings, None)) is not None:
+            self.finished[recordings] = pending.calls
         try:
             launched = recordings.launched(LOCK)
         except Exception as error:  # the driver's
-            log.debug("no mark: %s", error)
+            log.debug("no event: %s", error)
             return
         if launched is None:  # a call holds the tree
             return
         finished = self.finished.get(recordings, {})
         before = tuple(name for name, count in launched.calls.items() if count != finished.get(name, 0))
         if before and launched.done is not None:
-            self.marks[recordings] = Marked(launched.done, now, before, launched.calls)
+            self.pending[recordings] = Pending(launched.done, now, before, launched.calls)
 
 
 def _named(labels: Sequence[str]) -> str:

@@ -106,13 +106,13 @@ def _nothing_moves_out(patch: pytest.MonkeyPatch) -> None:
 
 def _storages_alone_are_not_seen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slot, "alive", lambda slot, use_count: use_count(slot.handle) > slot.base)
-    settle = Slot.settle
+    take = Slot.take_baseline
 
-    def settled(slot: Slot, use_count: Callable[[int], int]) -> None:
-        settle(slot, use_count)
+    def taken(slot: Slot, use_count: Callable[[int], int]) -> None:
+        take(slot, use_count)
         slot.refs = 1 << 30
 
-    patch.setattr(Slot, "settle", settled)
+    patch.setattr(Slot, "take_baseline", taken)
 
 
 def _what_is_dead_does_not_matter(patch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_verdicts_make_it_seldom_and_replays_make_it_often() -> None:
     assert [uses.wanted("a place", 32) for _ in range(4)] == [False, True, False, True]
     for number in range(1000):
         uses.wanted(number, 32)
-    assert len(uses._places) <= 256
+    assert len(uses._seen) <= 256
 
 
 def test_functions_that_are_not_recorded_are_not_kept_without_end() -> None:

@@ -220,26 +220,28 @@ class CudaDevice:
             current.wait_stream(self._capture_stream)
         problem, broken, result = outcome.problem, outcome.broken, outcome.result
         del outcome
-        kept: dict[int, torch.UntypedStorage] = {}
+        live_out: dict[int, torch.UntypedStorage] = {}
         if problem is None:
             try:
-                kept = {storage.data_ptr(): storage for storage in (out.untyped_storage() for out in outputs(result))}
+                live_out = {
+                    storage.data_ptr(): storage for storage in (out.untyped_storage() for out in outputs(result))
+                }
             except BaseException as error:
                 problem = error
         freed = self._pool.freed()
         if problem is None:
-            kept.pop(0, None)
-            if not self._pool.holds_only(self._pool.owned | set(kept)):
+            live_out.pop(0, None)
+            if not self._pool.holds_only(self._pool.adopted | set(live_out)):
                 problem = RuntimeError("memory of the recording is still held by something that is not an output of it")
         if problem is not None:
             result = None
-            kept.clear()
+            live_out.clear()
             self._let_go(problem, broken)
             if not from_outside(problem):
                 without_frames(problem)
             raise CaptureFailed(_first_line(problem)) from problem
-        state = self._pool.adopt(kept.values())
-        blocks = {address: storage.nbytes() for address, storage in kept.items()}
+        state = self._pool.adopt(live_out.values())
+        blocks = {address: storage.nbytes() for address, storage in live_out.items()}
         return Captured(cast(Graph, graph), result, blocks, freed, state)
 
     def _let_go(self, problem: BaseException, broken: bool) -> None:
@@ -249,9 +251,9 @@ class CudaDevice:
             _clear_frames(error)
             error = error.__cause__ or error.__context__
         self._pool.disown()
-        if not broken and not self._pool.holds_only(self._pool.owned):
+        if not broken and not self._pool.holds_only(self._pool.adopted):
             gc.collect()
-            broken = not self._pool.holds_only(self._pool.owned)
+            broken = not self._pool.holds_only(self._pool.adopted)
         if broken:
             self.new_pool()
 
@@ -263,7 +265,7 @@ class CudaDevice:
             return torch.cuda.default_stream(self.index)
         return torch.cuda.ExternalStream(handle, device=self._device)
 
-    def mark(self, stream: int) -> Callable[[], bool] | None:
+    def record_event(self, stream: int) -> Callable[[], bool] | None:
         torch.cuda.set_device(self.index)  # a thread that comes from another device would make a context there
         event = torch.cuda.Event()
         with _beside_captures(), torch.cuda.stream(self._stream_of(stream)):

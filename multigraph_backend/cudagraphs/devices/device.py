@@ -215,10 +215,10 @@ class Device(Protocol):
     def wait_for(self, stream: int) -> None:
         """Let the current stream wait for all that was launched on `stream` so far."""
 
-    def mark(self, stream: int) -> Callable[[], bool] | None:
-        """Whether the device has finished what was launched on `stream` so far, as a function that waits for nothing;
-        None where that cannot be known (the stream is being recorded).  Neither disturbs a capture of anybody.  The
-        calling thread is multigraph's own, and stays on this device."""
+    def record_event(self, stream: int) -> Callable[[], bool] | None:
+        """Record an event behind what was launched on `stream` so far: a function that tells whether the device has
+        come to it, and waits for nothing; None where that cannot be known (the stream is being recorded).  Neither
+        disturbs a capture of anybody.  The calling thread is multigraph's own, and stays on this device."""
 
     def settle(self, seconds: float) -> bool:
         """Wait for all that was launched on any stream, for so long at most; whether it is done.  False at once while

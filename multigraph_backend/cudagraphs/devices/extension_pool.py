@@ -51,7 +51,7 @@ class ExtensionPool:
     def __init__(self, loaded: Library, index: int, held: Callable[[PoolId], object]) -> None:
         """`held`: called once with the pool's id; what it returns is kept as long as the pool."""
         self.index = index
-        self.owned: set[int] = set()
+        self.adopted: set[int] = set()
         self._library, self._owners = loaded, list[tuple[int, StorageWeakRef]]()
         self._device: int | None = loaded.call("mg_torch_make_device", index)
         if self._device is None:
@@ -77,11 +77,11 @@ class ExtensionPool:
     ) -> list[torch.UntypedStorage]:
         self.disown()  # of a capture that never came
         self._library.call("mg_torch_pool_restore", self._device, state.raw.number)
-        self.owned.clear()
-        self.owned.update(state.addresses)
+        self.adopted.clear()
+        self.adopted.update(state.addresses)
         for address in state.addresses.difference(blocks):
             self._library.call("mg_torch_drop", self._device, address)
-            self.owned.discard(address)
+            self.adopted.discard(address)
         owners: list[torch.UntypedStorage] = []
         try:
             for address, nbytes in owned:
@@ -93,7 +93,7 @@ class ExtensionPool:
         return owners
 
     def _owner(self, address: int, nbytes: int) -> torch.UntypedStorage:
-        if address not in self.owned:
+        if address not in self.adopted:
             raise RuntimeError(f"no block at {address:#x} is there to be owned")
         self._library.call("mg_torch_claim", self.index, address, nbytes)
         try:
@@ -108,23 +108,23 @@ class ExtensionPool:
         number = ctypes.c_uint64()
         self._call("mg_torch_pool_save", ctypes.byref(number))
         assert self._device is not None
-        return State(_Saved(self._library, self._device, number.value), frozenset(self.owned))
+        return State(_Saved(self._library, self._device, number.value), frozenset(self.adopted))
 
     # ---------------------------------------------------------------- blocks and who frees them
 
     def freed(self) -> frozenset[int]:
         freed = frozenset(address for address, owner in self._owners if owner.expired())
-        self.owned -= freed
+        self.adopted -= freed
         return freed
 
     def holds_only(self, addresses: Collection[int]) -> bool:
         return {address for address, _ in self._runs("mg_pool_blocks")} == set(addresses)
 
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
-        kept = {storage._cdata: storage for storage in storages}
-        addresses = {handle: storage.data_ptr() for handle, storage in kept.items()}
+        live_out = {storage._cdata: storage for storage in storages}
+        addresses = {handle: storage.data_ptr() for handle, storage in live_out.items()}
         self._detach(self._live_owners() | addresses)
-        self.owned.update(addresses.values())
+        self.adopted.update(addresses.values())
         return self._now()
 
     def disown(self) -> None:
@@ -169,10 +169,10 @@ class ExtensionPool:
                 return [(run.address, run.bytes) for run in runs[: count.value]]
 
     def leave(self) -> None:
-        for address in self.owned:
+        for address in self.adopted:
             with contextlib.suppress(Refused):  # an owner of a capture that never came may have freed it
                 self._library.call("mg_torch_drop", self._device, address)
-        self.owned.clear()
+        self.adopted.clear()
         if self._is_held:
             self._is_held = False
             self._library.call("mg_torch_release_pool", self.index, *self.id)

@@ -36,8 +36,8 @@ class MemoryPool(Protocol):
     id: tuple[int, int]
     #: without any block
     empty: State
-    #: addresses of the blocks that the runtime owns
-    owned: set[int]
+    #: addresses of the blocks that the runtime owns: no storage frees them
+    adopted: set[int]
 
     def restore(
         self, state: State, blocks: Collection[int], owned: Sequence[tuple[int, int]] = ()
@@ -67,7 +67,7 @@ class MemoryPool(Protocol):
         """Address and bytes of each run of memory that is reserved."""
 
     def leave(self) -> None:
-        """Free all that is owned.  The pool serves no further captures."""
+        """Free all that is adopted.  The pool serves no further captures."""
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ class TorchPool:
         self.index = index
         self._pool, self._anchor = torch.cuda.MemPool(), anchor
         self.id: tuple[int, int] = self._pool.id
-        self.owned: set[int] = set()
+        self.adopted: set[int] = set()
         self._owners: list[tuple[int, StorageWeakRef]] = []
         self._written = capture_anchor(index, self.id, anchor, stream)
         self.empty = State(self._now(), frozenset())
@@ -139,30 +139,30 @@ class TorchPool:
     ) -> list[torch.UntypedStorage]:
         device = torch.device("cuda", self.index)
         owners = [_compat.storage_at(address, device, nbytes) for address, nbytes in owned]
-        for address in self.owned:
+        for address in self.adopted:
             _compat.free_block(address)
-        self.owned.clear()
+        self.adopted.clear()
         _compat.set_pool_state(self.index, state.raw, [], [storage._cdata for storage in owners])
-        self.owned.update(state.addresses)
+        self.adopted.update(state.addresses)
         for address in state.addresses.difference(blocks):
             _compat.free_block(address)
-            self.owned.discard(address)
+            self.adopted.discard(address)
         self._owners = [(storage.data_ptr(), StorageWeakRef(storage)) for storage in owners]
         return owners
 
     def freed(self) -> frozenset[int]:
         freed = frozenset(address for address, owner in self._owners if owner.expired())
-        self.owned -= freed
+        self.adopted -= freed
         return freed
 
     def holds_only(self, addresses: Collection[int]) -> bool:
         return bool(_compat.pool_holds_only(self.index, self.id, set(addresses)))
 
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
-        kept = list(storages)
-        self._take_over([storage._cdata for storage in kept])
-        self.owned.update(storage.data_ptr() for storage in kept)
-        return State(self._now(), frozenset(self.owned))
+        live_out = list(storages)
+        self._take_over([storage._cdata for storage in live_out])
+        self.adopted.update(storage.data_ptr() for storage in live_out)
+        return State(self._now(), frozenset(self.adopted))
 
     def disown(self) -> None:
         # blocks that dead owners have freed are allocated again by the next `restore`; nothing is recorded before it
@@ -194,6 +194,6 @@ class TorchPool:
         return [(segment["address"], segment["total_size"]) for segment in own]
 
     def leave(self) -> None:
-        for address in self.owned:
+        for address in self.adopted:
             _compat.free_block(address)
-        self.owned.clear()
+        self.adopted.clear()

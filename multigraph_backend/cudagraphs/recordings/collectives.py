@@ -79,6 +79,6 @@ class Collectives:
             for node in self._held:
                 if node.keyed is not None and node.calls:
                     calls[node.keyed.piece.spec.label] += node.calls
-            return Launched(calls, self._nodes.device.mark(self._last_stream()) if calls else None)
+            return Launched(calls, self._nodes.device.record_event(self._last_stream()) if calls else None)
         finally:
             self._turns.lock.release()

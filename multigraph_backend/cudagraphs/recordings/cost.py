@@ -20,12 +20,12 @@ REPLAYS = 8  # of which the quickest counts: the first loads the recording, othe
 class Trial:
     """The first replays of one recording.
 
-    code: microseconds that the host took for the code while it was captured.  copies: tells the device's microseconds
-    for copying the inputs, None while it does not know.
+    code_us: microseconds that the host took for the code while it was captured.  copies: tells the device's
+    microseconds for copying the inputs, None while it does not know.
     """
 
-    def __init__(self, code: float, copies: Callable[[], float | None]) -> None:
-        self.code, self.copies = code, copies
+    def __init__(self, code_us: float, copies: Callable[[], float | None]) -> None:
+        self.code_us, self.copies = code_us, copies
         self.replays = 0
         self.best = float("inf")
 
@@ -38,11 +38,11 @@ class Trial:
     def loss(self) -> str | None:
         """What speaks against the recording, None if nothing does."""
         copies = self.copies() or 0.0
-        if self.best + copies <= self.code:
+        if self.best + copies <= self.code_us:
             return None
         copying = f" and {copies:.1f} us of copying" if copies else ""
         return (
-            f"it does not pay: a replay takes {self.best:.1f} us{copying}, its code {self.code:.1f} us "
+            f"it does not pay: a replay takes {self.best:.1f} us{copying}, its code {self.code_us:.1f} us "
             "(record_small=True records it all the same)"
         )
 
@@ -52,7 +52,7 @@ NOT_REPLAYED = (
     "ever other orders (pass the number as a tensor, or round it up; limits={'unreplayed': ...} allows more recordings)"
 )
 
-_PLACES = 256  # that are remembered
+_REMEMBERED = 256  # that are remembered
 _SELDOM = 8  # times as often has a call to come again after each verdict against it
 _MOST = 512
 
@@ -68,7 +68,7 @@ class Uses:
     """Whether what is recorded of one piece is replayed.
 
     A recording takes as long as several calls.  Where fewer than half as many replays as recordings came since the last
-    verdict, a call is recorded only when it has come several times at the same place: with the same numbers, after the
+    verdict, a call is recorded only when it has come several times alike: with the same numbers, after the
     same recording.  At each further verdict against the piece it has to come more often, after one for it at once.
     """
 
@@ -78,20 +78,20 @@ class Uses:
         self._replays = 0  # until then
         self._gone = 0  # replays of nodes that were given up
         self._nodes: list[tuple[weakref.ref[Replayed], list[int]]] = []
-        self._places: OrderedDict[Hashable, int] = OrderedDict()
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()
 
-    def wanted(self, place: Hashable, most: int) -> bool:
-        """Whether to record a call at `place`, which no recording answers; `most`: recordings before a verdict."""
+    def wanted(self, where: Hashable, most: int) -> bool:
+        """Whether to record a call at `where`, which no recording answers; `most`: recordings before a verdict."""
         if self._made >= most:
             self._judge()
         if self.needed == 1:
             return True
-        times = self._places.pop(place, 0) + 1
+        times = self._seen.pop(where, 0) + 1
         if times >= self.needed:
             return True
-        self._places[place] = times
-        if len(self._places) > _PLACES:
-            self._places.popitem(last=False)
+        self._seen[where] = times
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
         return False
 
     def _judge(self) -> None:

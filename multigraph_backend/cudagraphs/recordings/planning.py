@@ -104,10 +104,10 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
             copied.append(index)
     if tried >= 4 * limit:
         raise NotRecorded(f"{tried} recordings after the same one, and none fits this call")
-    places = set(fixed)
+    in_place = set(fixed)
     return InputPlan(
         tuple(fixed),
-        [keyed.addresses[index] if index in places else None for index in range(len(inputs))],
+        [keyed.addresses[index] if index in in_place else None for index in range(len(inputs))],
         managed,
         tuple(copied),
         tuple(index for index, slot in managed.items() if _dies_here(device, slot, inputs)),

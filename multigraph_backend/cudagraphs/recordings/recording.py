@@ -139,21 +139,21 @@ def record(
     """
     dying = {slot.address: slot.nbytes for slot in (plan.managed[index] for index in plan.owned)}
     owners = dict(zip(dying, prepare(list(dying.items())), strict=True))
-    parts = {index: _place(inputs[index]) for index in plan.copied}
+    parts = {index: _part(inputs[index]) for index in plan.copied}
     owned = {index: (plan.managed[index].address, Layout.of(inputs[index])) for index in plan.owned}
-    places: dict[int, tuple[int, int]] = {}
+    lying: dict[int, tuple[int, int]] = {}
     passed: dict[int, StorageWeakRef] = {}
     given = {index: weakref.ref(tensor) for index, tensor in enumerate(inputs) if _is_tensor(tensor)}
     seconds = 0.0
 
     def capture() -> list[Any]:
         args = list(inputs)
-        for index, place in parts.items():
+        for index, part in parts.items():
             buffer = torch.empty_strided(
-                place.layout.size, place.layout.stride, dtype=place.layout.dtype, device=inputs[index].device
+                part.layout.size, part.layout.stride, dtype=part.layout.dtype, device=inputs[index].device
             )
             storage = buffer.untyped_storage()
-            places[index] = device.storage_address(storage), storage.nbytes()
+            lying[index] = device.storage_address(storage), storage.nbytes()
             passed[index] = StorageWeakRef(storage)
             given[index], args[index] = weakref.ref(buffer), buffer
             del buffer, storage
@@ -184,7 +184,7 @@ def record(
                 known[index] = storage._cdata
         by_handle = {handle: index for index, handle in reversed(known.items())}
         fixed_forever = {tensor.untyped_storage()._cdata for tensor in spec.constants}
-        kept: list[torch.Tensor] = []
+        live_out: list[torch.Tensor] = []
         slots: dict[int, int] = {}
         if len(result) != len(spec.visible):
             raise NotRecorded(f"it returns {len(result)} outputs where {len(spec.visible)} were expected", always=True)
@@ -198,7 +198,7 @@ def record(
                 same = output is given[index]()
                 described.append(_of_input(index, inputs[index], output, same, 0 if index in parts else None))
                 if index in owned:
-                    kept.append(output)  # its block stays
+                    live_out.append(output)  # its block stays
                 if index in plan.managed and shown and not spec.copies:
                     plan.managed[index].visible = True
             elif handle in fixed_forever:
@@ -211,11 +211,11 @@ def record(
                     slots[handle] = len(storages)
                     storages.append(output.untyped_storage())
                     seen.append(False)
-                    kept.append(output)
+                    live_out.append(output)
                 seen[slots[handle]] |= shown
                 described.append(OfSlot(slots[handle], Layout.of(output)))
         result.clear()  # outputs that are views of buffers end here, and the buffers with them
-        return kept
+        return live_out
 
     try:
         generators = list(plan.generators.values())
@@ -226,7 +226,7 @@ def record(
         if isinstance(error.__cause__, NotRecorded):
             raise error.__cause__ from None
         raise NotRecorded(f"recording failed: {error}") from error
-    buffers = [_over(device, places[index], part) for index, part in parts.items()]
+    buffers = [_over(device, lying[index], part) for index, part in parts.items()]
     asked = {*parts, *(output.index for output in described if isinstance(output, OfInput))}
     stage = device.stager(buffers) if buffers else None
     trial = None
@@ -264,19 +264,19 @@ def _consumed(plan: InputPlan, captured: Captured) -> list[tuple[Slot, int]]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Part:
     """Layout of an input's buffer, and for inputs that repeat elements, how to see each element once."""
 
     layout: Layout
     source: Callable[[torch.Tensor], torch.Tensor] | None
 
 
-def _place(tensor: torch.Tensor) -> _Place:
+def _part(tensor: torch.Tensor) -> _Part:
     layout = Layout.of(tensor)
     layout = Layout(layout.size, layout.stride, 0, layout.dtype)
     if not overlaps_itself(layout):
-        return _Place(layout, None)
-    return _Place(layout, _each_element_once(layout))
+        return _Part(layout, None)
+    return _Part(layout, _each_element_once(layout))
 
 
 def _each_element_once(layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -308,8 +308,8 @@ def overlaps_otherwise(layout: Layout) -> bool:
     return False
 
 
-def _over(device: Device, place: tuple[int, int], part: _Place) -> torch.Tensor:
-    buffer = device.maker(part.layout)(device.storage_at(*place))
+def _over(device: Device, lying: tuple[int, int], part: _Part) -> torch.Tensor:
+    buffer = device.maker(part.layout)(device.storage_at(*lying))
     return part.source(buffer) if part.source is not None else buffer
 
 

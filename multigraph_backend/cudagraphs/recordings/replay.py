@@ -49,7 +49,7 @@ def renew(node: Node, slot: Slot, resized: bool = True) -> None:
     device = node.tree.device
     node.unbuild()
     slot.put(device.storage_at(slot.address, slot.nbytes))
-    slot.settle(device.use_count)
+    slot.take_baseline(device.use_count)
     slot.movable = False
     slot.copied = slot.copied or slot.visible or resized
     if resized:
@@ -116,8 +116,8 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
     """The function for replaying `recording`, the one of `node`, which it is given and appends to the path: it does not
     hold it, so that a node goes as soon as it is given up.
 
-    Reads where its slots' storages are and which of them are copied, and settles their counts: nothing over the slots
-    may be alive, and it is built anew when one of these changes.
+    Reads where its slots' storages are and which of them are copied, and takes the baseline of their counts: nothing
+    over the slots may be alive, and it is built anew when one of these changes.
     """
     lines = ["def run(node, inputs):"]
     names: dict[str, Any] = {"copy": device.copy, "launch": recording.graph.replay}
@@ -151,7 +151,7 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
         lines[1:] = ["    with without():", *(f"    {line}" for line in lines[1:])]
     run: Run = _function("run", lines, names)
     for slot in recording.slots:
-        slot.settle(device.use_count)
+        slot.take_baseline(device.use_count)
     return run
 
 

@@ -16,7 +16,7 @@ import torch
 
 from multigraph_backend.cudagraphs.devices.device import Device
 
-_UNSETTLED = 1 << 60  # counts that none exceeds: nothing was handed out yet
+_NO_BASELINE = 1 << 60  # counts that none exceeds: nothing was handed out yet
 
 
 class Slot:
@@ -39,17 +39,17 @@ class Slot:
         self.movable = True
         self.storage = storage
         self.handle: int = storage._cdata
-        self.base = self.refs = _UNSETTLED
+        self.base = self.refs = _NO_BASELINE
 
     def put(self, storage: torch.UntypedStorage) -> None:
         """Let `storage`, which cannot be moved, be the one over this memory: what was handed out has been moved."""
         # in one statement, for an exception from outside may arrive between two
         self.storage, self.handle, self.base, self.refs, self.movable, self.copied = (
-            storage, storage._cdata, _UNSETTLED, _UNSETTLED, False, self.visible,
+            storage, storage._cdata, _NO_BASELINE, _NO_BASELINE, False, self.visible,
         )  # fmt: skip
 
-    def settle(self, use_count: Callable[[int], int]) -> None:
-        """Take the counts of now for those of nothing handed out."""
+    def take_baseline(self, use_count: Callable[[int], int]) -> None:
+        """Take the counts of now for those of a moment when nothing is handed out."""
         self.base = use_count(self.handle)
         self.refs = sys.getrefcount(self.storage)
 

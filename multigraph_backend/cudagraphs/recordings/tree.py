@@ -152,12 +152,13 @@ class Tree(Nodes):
             try:
                 if self.forgets:
                     self._forget()
-                mark = self.step_marks.mark_step_counter  # once: another thread may say meanwhile that a step begins
+                # once: another thread may say meanwhile that a step begins
+                step_mark = self.step_marks.mark_step_counter
                 self._sweep()
                 self._attend(keyed.piece)
-                if mark != self.step_mark:
+                if step_mark != self.step_mark:
                     self._restart()
-                    self.step_mark = mark
+                    self.step_mark = step_mark
                 with _compat.without_torch_function():  # of inputs whose classes answer what is asked about them
                     node = self._node_for(keyed, inputs)
                 self._catch_up()

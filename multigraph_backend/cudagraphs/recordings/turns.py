@@ -41,27 +41,27 @@ class Turns:
         self.owner: int | None = None
         self.aside: dict[int, set[int]] = {}  # with their calls
         self._calls: set[int] = set()  # of the owner
-        self._code = Awaited()
+        self._awaited = Awaited()
         self.choosing = False
         self.captures = False  # the owner is in the midst of a capture
         self._waiting: deque[int] = deque()
         self._changed = threading.Condition(lock)
 
-    def begin(self, call: int, code: Awaited, seconds: float) -> bool:
+    def begin(self, call: int, awaited: Awaited, seconds: float) -> bool:
         """Take the turn, or after `seconds`, or at once where that is known to be in vain, run aside: False."""
         own = get_ident()
         if own in self.aside:
             self.aside[own].add(call)
             return False
         if self.owner is not None and self.owner != own:
-            if not self._wait(own, 0.0 if self._code.in_vain else seconds):
-                self._code.in_vain = True
+            if not self._wait(own, 0.0 if self._awaited.in_vain else seconds):
+                self._awaited.in_vain = True
                 self.aside[own] = {call}
                 return False
         elif self.owner is None:
             self.owner = own
         if not self._calls:
-            self._code = code
+            self._awaited = awaited
         self._calls.add(call)
         return True
 
@@ -109,11 +109,11 @@ class Call:
     def __init__(self, turns: Turns) -> None:
         self._turns, self._thread = turns, get_ident()
 
-    def begin(self, code: Awaited, seconds: float) -> bool:
+    def begin(self, awaited: Awaited, seconds: float) -> bool:
         """See `Turns.begin`."""
         self._began = True
         with self._turns.lock:
-            return self._turns.begin(id(self), code, seconds)
+            return self._turns.begin(id(self), awaited, seconds)
 
     def end(self) -> None:
         turns = self._turns

@@ -69,7 +69,7 @@ def test_marks_are_left_out_while_the_user_captures_or_a_call_holds_the_tree(mon
     thread.start()
     held.wait(30)
     assert list(looks.look(10.0, 3.0)) == []
-    assert not looks.marks
+    assert not looks.pending
     done.set()
     thread.join()
     assert [text for now in range(20, 29) for text in looks.look(float(now), 3.0)] != []

@@ -123,7 +123,7 @@ class Program:
                 del made[address], in_use[address]
         self.counts["died"] += len(died)
         assert self.pool.freed() == set(died)
-        assert self.pool.holds_only(self.pool.owned | set(made))
+        assert self.pool.holds_only(self.pool.adopted | set(made))
         if self.random.random() < 0.2:
             self.fail(made)
         else:
@@ -135,7 +135,7 @@ class Program:
         self.counts["failed"] += 1
         made.clear()
         self.pool.disown()
-        assert self.pool.holds_only(self.pool.owned)
+        assert self.pool.holds_only(self.pool.adopted)
 
     def keep(
         self, alive: dict[int, int], died: dict[int, int], owners: dict[int, torch.UntypedStorage],
@@ -150,7 +150,7 @@ class Program:
         owners.clear()
         passed_on.clear()
         blocks = {address: nbytes for address, nbytes in alive.items() if address not in died} | outputs
-        assert self.pool.owned == set(blocks)
+        assert self.pool.adopted == set(blocks)
         assert self.pool.holds_only(blocks), "a storage has freed what was adopted"
         self.nodes.append(Node(state, blocks))
 

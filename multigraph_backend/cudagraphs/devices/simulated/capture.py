@@ -215,12 +215,12 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> dict[int, int]:
         """Offset and bytes of the blocks that `outputs` keep; raise if anything else keeps one."""
-        kept = {tensor.untyped_storage()._cdata for tensor in outputs}
+        live_out = {tensor.untyped_storage()._cdata for tensor in outputs}
         for collect in (False, True):
             if collect:
                 gc.collect()
             self.sweep()
-            leaked = [mapped for handle, mapped in self.made.items() if handle not in kept]
+            leaked = [mapped for handle, mapped in self.made.items() if handle not in live_out]
             if not leaked:
                 break
         else:

@@ -124,7 +124,7 @@ class SimulatedDevice:
         self.copies_us: float | None = 0.0
         #: set it to make `capturing` say that the user records on his own
         self.user_captures = False
-        #: set it to have the device finish nothing any more, as `mark` tells
+        #: set it to have the device finish nothing any more, as `record_event` tells
         self.stuck = False
         self._capacity = pool_bytes
         self._granularity = granularity
@@ -424,7 +424,7 @@ class SimulatedDevice:
         self._moving = [entry for entry in self._moving if self.stream() not in entry[1]]
         self._driver("finish")  # what fails is something that was launched before
 
-    def mark(self, stream: int) -> Callable[[], bool] | None:
+    def record_event(self, stream: int) -> Callable[[], bool] | None:
         return None if self.user_captures else lambda: not self.stuck
 
     # ---------------------------------------------------------------- beneath

@@ -55,12 +55,12 @@ class Mapped:
     """A CPU storage, at `at`, that stands for a range of the pool.
 
     The weak reference keeps the storage's handle from being used again.  `seen` is what both sides agreed on last;
-    `kept`, of a storage that cannot be resized, its memory, which outlives it.
+    `own`, of a storage that cannot be resized, its memory, which outlives it.
     """
 
     weak: StorageWeakRef
     at: int
-    kept: bytearray | None
+    own: bytearray | None
     seen: bytes
     pool: Pool
     offset: int
@@ -81,8 +81,8 @@ class Mapped:
 
     def content(self) -> bytes:
         """What it holds; `seen` if nobody can know."""
-        if self.kept is not None:
-            return bytes(self.kept)
+        if self.own is not None:
+            return bytes(self.own)
         storage = self.storage()  # held while its memory is read
         if storage is None or storage.data_ptr() != self.at:
             return self.seen
@@ -100,8 +100,8 @@ class Mapped:
         now = bytes(self.pool.memory[self.offset : self.offset + self.nbytes])
         if now == self.seen:
             return
-        if self.kept is not None:
-            self.kept[:] = now
+        if self.own is not None:
+            self.own[:] = now
         elif (storage := self.storage()) is not None and storage.data_ptr() == self.at:
             ctypes.memmove(self.at, now, len(now))
         self.seen = now
@@ -161,14 +161,14 @@ class Memory:
     def map(self, pool: Pool, offset: int, nbytes: int, origin: str | None) -> torch.UntypedStorage:
         """A new storage that stands for a range of `pool`."""
         content = pool.memory[offset : offset + nbytes]
-        kept = content if origin is None else None
-        if kept is not None:
-            storage = torch.frombuffer(kept, dtype=torch.uint8).untyped_storage()
+        own = content if origin is None else None
+        if own is not None:
+            storage = torch.frombuffer(own, dtype=torch.uint8).untyped_storage()
         else:
             storage = torch.UntypedStorage(nbytes, device="cpu")
             ctypes.memmove(storage.data_ptr(), bytes(content), nbytes)
         self.mapped[storage._cdata] = Mapped(
-            StorageWeakRef(storage), storage.data_ptr(), kept, bytes(content), pool, offset, origin
+            StorageWeakRef(storage), storage.data_ptr(), own, bytes(content), pool, offset, origin
         )
         return storage
 
