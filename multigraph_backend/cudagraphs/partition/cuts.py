@@ -4,6 +4,10 @@ A recording repeats what the device was told to do and nothing else.  What runs 
 by one, or runs Python would happen once, when it is recorded, and never again: silently stale.  So a graph is cut
 around it.
 
+For example: `aten.sin` of a CUDA tensor runs a kernel, and a recording can hold it.  `aten._to_copy` to the CPU is "a
+copy between devices", `aten.nonzero` is "a result that depends on data", `my::op` registered from Python is "an
+operator in Python that is not declared safe".
+
 In:  a node of an ATen graph, as AOTAutograd makes it, with example values in `meta["val"]`; the user's `CutRules`.
 Out: the reason why a recording cannot hold it, or None.
 

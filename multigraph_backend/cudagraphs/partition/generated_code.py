@@ -13,6 +13,9 @@ runs, so it is read: the `call` of the class `Runner`, and the functions `partit
         del partition0_args
         return (reinterpret_tensor(buf1, (64, ), (1, ), 0), primals_2, )
 
+Of this `call` the reader says: the inputs are `primals_1, primals_2`; piece 0 takes `primals_2, primals_1`, inputs 1
+and 0 of the graph; of its outputs the first is seen by output 0 of the graph, as a view, and the second is output 1.
+
 In:  the source.
 Out: a `Call`: its inputs, and for each piece what its inputs and outputs are in the graph.  `NotUnderstood` where the
      code has another form.

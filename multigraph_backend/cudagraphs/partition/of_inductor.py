@@ -3,6 +3,18 @@
 Half of it is in the graph, and Inductor changes the graph while it compiles it; the other half is in what it made.  So
 `take` reads the graph before, and `from_inductor` puts a `GraphSpec` together after.
 
+An example.  A graph of two sizes and two tensors, in whose middle a sum goes to the CPU, is increased there and comes
+back, is two pieces with that addition between them:
+
+    forward on device 0: (arg0_1, arg1_1, arg2_1, arg3_1) -> 2 outputs
+    piece 0: (arg2_1, arg3_1, arg0_1, arg1_1) -> (1, inside)
+    piece 1: (buf1, buf6, arg0_1, arg1_1) -> (0, 1)
+    cut by cpu op: aten.add.Tensor
+
+The graph says that two sizes and two tensors come in and which operator cuts it; the generated code, that piece 0 takes
+the tensors first, that its first output is output 1 of the graph and its second stays inside (`buf3`, the sum), and
+that piece 1 is given `buf6`, the memory that the sum has come back to.
+
 In:  the graph that Inductor is given, the positions of static inputs, the user's `CutRules`; the `CompiledFxGraph`.
 Out: a `GraphSpec`.
 

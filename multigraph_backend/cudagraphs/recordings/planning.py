@@ -1,12 +1,25 @@
-"""Where each input of a piece is to be in a recording: the ladder from fixed to copied to unrecorded.
+"""Where each input of a piece is to be in a recording: read in place, or copied, or the call is not recorded.
 
-An output that is alive in the pool is read where it is.  A parameter or buffer is read where it lies; when it comes at
-another address the piece is recorded again for that one, up to a limit, then it is copied at each call.  The limit is
-of recordings after the same one, and of those as deep in a step: where several pieces of a step have parameters that
-move (FSDP2 gathers them anew), each address of one would else need recordings of all that follow.  Any other
-input that came at the same address twice is read there too by the first recording, and copied by later ones.  What the
-piece changes must lie still: an output, a parameter, a buffer, or an input that came at the same address twice.  What
-is no tensor in the device's memory rules a recording out.
+For each input the first line that fits decides:
+
+    an output of a recording, alive in the pool     fixed: read where it is
+    changed by the piece                            fixed where it is a parameter, a buffer or came at the same address
+                                                    twice; else not recorded
+    a parameter or buffer                           fixed where it lies.  At another address the piece is recorded again
+                                                    for that one, up to a limit; then it is copied at each call
+    any other tensor                                fixed by the first recording if it came at the same address twice;
+                                                    else copied; not recorded where its elements share memory
+    a generator; a number, None                     the same one; part of the key
+    anything else (a CPU tensor, a list)            not recorded
+
+An example, `step(weight, x, hidden)` with `weight` static and `hidden` an output of the recording before:
+
+    InputPlan(fixed=(0, 2), addresses=[0x7f..00, None, 0x7f..80], managed={2: slot}, copied=(1,), owned=(2,))
+
+`owned` has `hidden` in it where only the list of inputs holds it: its memory serves again inside the recording.
+
+The limit is of recordings after the same one, and of those as deep in a step: where several pieces of a step have
+parameters that move (FSDP2 gathers them anew), each address of one would else need recordings of all that follow.
 """
 
 from __future__ import annotations

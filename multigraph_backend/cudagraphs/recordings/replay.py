@@ -4,6 +4,37 @@ In: a `Recording`.  Out: two functions of the boxed inputs.  `holds` says whethe
 them: fixed inputs lie where they were, what the recording writes over is dead, what dies in it is held by nobody else,
 and what it hands out lies where it writes.
 `run` copies the inputs that are copied in one launch, launches the recording, makes the outputs and clears the list.
+
+For a piece of a parameter, a user's input and an output of an earlier recording, with two outputs of its own, the text
+is this (the second input is copied, the third is read in place and dies inside):
+
+    def holds(inputs):
+        if not same(inputs, addresses, fixed):                      # inputs 0 and 2 lie where they lay
+            return False
+        for slot in dead:                                           # what else it writes over is dead
+            if slot.alive(use_count):
+                return False
+        for slot, count in consumed:                                # input 2 is held by nobody else
+            if use_count(slot.handle) > slot.base + count:
+                return False
+        if references(inputs[2]) > 2:
+            return False
+        if address_of(slot0.storage) != 140012 or address_of(slot1.storage) != 140076:
+            return False                                            # no user has resized an output
+        return True
+
+    def run(node, inputs):
+        stage(inputs[1])                                            # one launch, into the buffer of input 1
+        launch()
+        outputs = (make0(storage0), make1(storage1),)               # new tensors over the same memory
+        inputs.clear()
+        node.calls += 1
+        node.used = tree.clock = tree.clock + 1
+        append(node)                                                # to the path
+        return outputs
+
+Lines without a purpose for a recording are left out.  Outputs that are copies, and what is an input or a constant,
+have lines of their own (`_copies_of_slots`, `_copies_of_inputs`, `_output`).
 """
 
 from __future__ import annotations

@@ -5,13 +5,26 @@ write over.  So recordings form trees.  A node's children are what was recorded 
 the *path* is the nodes replayed in this step, from the first to the last that still has an output alive.  A node whose
 outputs are all dead leaves the path by itself, and so a step ends by itself.
 
+An example, pieces `encode` and `score`, called by turns:
+
+    h = encode(x)     1st call: runs as it is.  2nd call: the path is empty, so it is recorded as a child of the root:
+                      node A.  h is alive, so the path is [A]
+    s = score(h)      2nd call: recorded as a child of A, node B.  h lies in the pool and is read where it is; the
+                      allocator is set to A's state first, in which h is allocated and the rest of the pool is free
+    del h, s          nothing happens now.  At the next call the nodes at the end of the path have nothing alive any
+                      more and are dropped: the path is [], the step is over
+    h = encode(x)     A is a child of the root, what it may write over is dead: it is replayed.  The path is [A]
+    t = rank(h)       another piece after A is another child of A: node C.  The tree is  root - A - (B, C)
+    h = encode(x)     while h and t are held: this call repeats what is on the path, so a new step begins.  h and t
+                      get memory of their own, the path is emptied, and A is replayed
+
 Invariants:
 
 - Every output that is alive in the pool belongs to a node on the path.
 - A recording is replayed only as a child of the path's last node, when the memory that it may write over is dead and
   its fixed inputs lie where they lay.
 - What is alive and in the way of a new step is moved out first, to memory of its own, under the tensors that the user
-  holds.  What cannot be moved is never in the way: then the path goes on, or the call runs unrecorded.
+  holds.  Where something alive cannot be moved no new step begins: the path goes on, or the call runs unrecorded.
 
 One lock guards all of it; a call holds it from the choice of a node to the launch, and never while code of the user
 runs; see `turns`.
