@@ -57,7 +57,7 @@ class InputPlan:
 
     `fixed`: positions that are read, and perhaps changed, at `addresses`.  `managed`: those of them that are outputs
     alive in the pool, with their slots.  `copied`: positions whose values are copied into buffers at each call.
-    `owned`: managed positions that die inside the spec.  `generators`: random number generators.  All others are
+    `owned`: managed positions that may die inside the piece.  `generators`: random number generators.  All others are
     numbers, part of the piece's key, or None.
     """
 
