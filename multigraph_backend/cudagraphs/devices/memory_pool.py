@@ -60,8 +60,8 @@ class MemoryPool(Protocol):
         """How many graphs, and captures that are on, keep it, and the pool itself."""
 
     def stop(self, uses: int) -> None:
-        """After a capture that could not end as it should: allocate here no more, and be kept by `uses` again, the
-        number before it."""
+        """After a capture that did not end as it should: nothing is allocated here any more, and the number of users is
+        `uses` again, what it was before the capture."""
 
     def segments(self) -> list[tuple[int, int]]:
         """Address and bytes of each run of memory that is reserved."""

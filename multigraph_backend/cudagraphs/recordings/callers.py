@@ -20,8 +20,8 @@ from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
 
 log = logging.getLogger(__name__)
 
-_LOOK = 8  # calls in a row of one thread, after which it is asked for the others
-_MOST_RETURNS = 64
+_LOOK = 8  # after so many calls in a row of one thread it is asked whether the others still call
+_MOST_RETURNS = 64  # of `_returns`
 
 
 class Callers:
@@ -40,7 +40,7 @@ class Callers:
         self._caller: threading.Thread | None = None
         # while several threads call: each with its last call, about
         self._callers: dict[int, tuple[threading.Thread, float]] = {}
-        self._returns = 1  # doubled each time that a thread comes back
+        self._returns = 1  # a factor of the limit `idle`, doubled each time that a thread comes back
 
     def attend(self, piece: PieceState) -> None:
         """Take note of the thread that calls `piece`."""
@@ -60,7 +60,7 @@ class Callers:
         assert self._caller is not None
         now = time.monotonic()
         self._callers = {self._nodes.thread: (self._caller, now), thread: (threading.current_thread(), now)}
-        # of the first thread are outputs that are no copies; no thread's calls pass by `attend` any more
+        # what the first thread holds are no copies; from now on each call comes to `attend`
         self.first, self._nodes.thread, self._caller = self._nodes.thread, None, None
         self._calls_alone = 0
         self._nodes.counts["shared"] += 1

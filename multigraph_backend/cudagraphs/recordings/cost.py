@@ -1,4 +1,4 @@
-"""Whether a recording pays: what its replays take, held against the code as it is, and whether there are any.
+"""Whether a recording pays: how long its replays take, against the code itself, and whether it is replayed at all.
 
 A replay costs the host the staging of inputs, a launch and the outputs, and the GPU the copies of inputs.  It saves the
 host's time for the code itself, which for a kernel or two is less.  All of it is measured: the code while it is
@@ -53,7 +53,7 @@ NOT_REPLAYED = (
 )
 
 _REMEMBERED = 256  # that are remembered
-_SELDOM = 8  # times as often has a call to come again after each verdict against it
+_SELDOM = 8  # after each further verdict against the piece, a call has to come again so many times as often
 _MOST = 512
 
 

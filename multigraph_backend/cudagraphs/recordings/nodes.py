@@ -133,7 +133,7 @@ class Nodes:
         self.lasting: set[int] = set()
         self.shared = False
         self.thread: int | None = None
-        #: nodes without children, perhaps, by when they were last used, perhaps
+        #: candidates for eviction: nodes that had no children when they were entered, by when they were last used then
         self._leaves: list[tuple[int, int, weakref.ref[Node]]] = []
         self.root = Node(self, device.empty_state())
 

@@ -1,4 +1,12 @@
-"""A piece of compiled code as the rest of the program calls it, and the short way of a call to its recording."""
+"""A piece of compiled code as the rest of the program calls it, and the short way of a call to its recording.
+
+In:  a list of inputs, which is cleared.  Out: a tuple of outputs, from a recording or from the code itself.
+
+`Piece.__call__` is the hot path.  In the order of its lines: a capture of the user's own is left alone; the lock is
+taken; the numbers among the inputs are the key; nodes with nothing alive leave the end of the path; if step, stream and
+thread are those of the last call, the recording behind the path's last node that fits is run.  Everything else is
+decided in `Tree.choose`, and a call that has to wait for its turn, or runs unrecorded, leaves the lock first.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class KeyedPiece:
     """A piece at one key (the numbers among its inputs): what the tree records.
 
     `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
-    inputs that came at too many addresses.  `reasons` counts why calls ran unrecorded; `refused`: why none is recorded;
-    `unprofitable`: because that costs more than it saves.
+    inputs that came at too many addresses.  `reasons`: skip reasons, why calls ran unrecorded, counted; `refused`: the
+    skip reason of all calls to come; `unprofitable`: it is that a recording costs more than it saves.
     `nodes`: recordings of it that may be found; `needs`: bytes that one was seen to need of an empty pool.
     `recorded_at`: how often it was recorded at each depth of a step; `_lay_at`: where its static inputs lay then.
     """

@@ -111,9 +111,9 @@ class Tree(Nodes):
         self.turns = Turns(self.lock)
         self.collectives = Collectives(self, self.turns, lambda: self._last_stream)
         self.stream = self._last_stream = device.stream()
-        self._streams: set[int] = set()  # others on which code has run since, as it is
-        self._running = 0  # calls of code as it is
-        self.forgets = False  # before anything else is recorded
+        self._streams: set[int] = set()  # other streams on which unrecorded code has run since
+        self._running = 0  # calls of unrecorded code that are under way
+        self.forgets = False  # all recordings are given up before anything else is recorded
         self.step_mark = self.step_marks.mark_step_counter
         self.callers = Callers(self)
 

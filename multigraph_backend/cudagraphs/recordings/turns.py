@@ -21,7 +21,7 @@ from collections import deque
 from threading import get_ident
 
 BESIDE = "another thread runs compiled code of this device, beside which nothing can be captured"
-FOR_CAPTURES = 10  # times as long is a capture waited for
+FOR_CAPTURES = 10  # a capture is waited for so many times longer
 OUT_OF_TURN = "another thread was in the midst of a call, and did not end it in time"
 
 
@@ -101,8 +101,11 @@ class Turns:
 
 
 class Call:
-    """One call that needs the turn, from `begin`, which may be interrupted, to `end`, or until it is gone: where an
-    exception from outside arrives at the beginning of `end`."""
+    """One call that needs the turn, from `begin` to `end`.
+
+    Both may be interrupted by an exception from outside.  Where `end` was, the turn is handed on when this object is
+    gone.
+    """
 
     _began = False
 
