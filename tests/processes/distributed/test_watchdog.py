@@ -8,10 +8,10 @@ import weakref
 from pathlib import Path
 
 import pytest
-from tests.support.distributed.test_endings import recorded, right
 
 from multigraph_backend.distributed import communicating, watchdog
 from tests.support.distributed import processes
+from tests.support.distributed.doubling import recorded, right
 
 
 def test_the_rank_that_waits_says_in_which_variant_and_collective_it_is(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.limits import Limits
+from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, PartitionSpec, Placeholder
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import MOST, PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
