@@ -142,6 +142,7 @@ class CapturedGraph:
     computes_floats: bool = False  # whether Python floats go through arithmetic before tensors take them
     zeros: tuple[int, ...] = ()  # positions of Python floats that Dynamo found to be zero, of whichever sign
     floats_are_constants: bool = False  # set by the first compile that cannot keep them apart from their values
+    asked_floats: frozenset[sympy.Symbol] = frozenset()  # Python floats whose values a compile has asked for
 
     @property
     def mutates_inputs(self) -> bool:

@@ -21,7 +21,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -226,7 +226,7 @@ class CompileJob:
         ):
             fresh = fresh_inputs.build(graph, self.known, self.args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
-            with _compat.tracing(context):
+            with _noting_floats(graph, fresh), _compat.tracing(context):
                 run, direct, codes = self._call_compiler(fresh, context)
             relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
         if self.hooked and any(said.packed for said in saved):
@@ -327,6 +327,27 @@ def _constant_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Sy
     if graph.floats_are_constants:
         return floats
     return {symbol: value for symbol, value in floats.items() if not _is_symbolic(value, graph.computes_floats)}
+
+
+def telling_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Symbol, float]:
+    """The Python floats whose values a compile for `args` may come to rely on: what it fails of may lie in them."""
+    if not graph.floats:
+        return {}
+    floats = _constant_floats(graph, args)
+    asked = {symbol: graph.symbols[symbol].location for symbol in graph.floats if symbol in graph.asked_floats}
+    return {**floats, **{symbol: float(where.read(args)) for symbol, where in asked.items() if where is not None}}
+
+
+@contextlib.contextmanager
+def _noting_floats(graph: CapturedGraph, fresh: FreshInputs) -> Iterator[None]:
+    """Note which Python floats are asked for their values meanwhile, also where the compile fails."""
+    try:
+        yield
+    finally:
+        env = fresh.shape_env
+        asked = {symbol for guard in env.guards[fresh.known_guards :] for symbol in guard.expr.free_symbols}
+        asked.update(env.replacements)
+        graph.asked_floats |= {symbol for symbol in graph.floats if fresh.replaced.get(symbol) in asked}
 
 
 def _is_symbolic(value: float, computed: bool) -> bool:

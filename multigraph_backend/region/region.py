@@ -39,7 +39,7 @@ from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import dispatch, gains, registry
 from multigraph_backend.region.dispatch import Ready, Rule
-from multigraph_backend.region.variant import Form, Variant
+from multigraph_backend.region.variant import Floats, Form, Variant
 from multigraph_backend.saved_tensors.account import SavedTensors
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Region:
         form = variant.fitting(args)
         if form is not None or variant.resting or stance() in _NO_COMPILE_STANCES:
             return form
-        if not variant.may_compile(self._sharing(args)):
+        if not variant.may_compile(*self._case(args)):
             return None
         limit = self.options.compile_timeout
         if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
@@ -161,7 +161,7 @@ class Region:
         try:
             form = variant.fitting(args)
             # compiling already: this call interrupted that one, in a handler of a signal, and nobody else can end it
-            if form is None and not variant.compiling and variant.may_compile(self._sharing(args)):
+            if form is None and not variant.compiling and variant.may_compile(*self._case(args)):
                 variant.compiling = True
                 try:
                     form = self._compile(variant, args)
@@ -190,11 +190,11 @@ class Region:
         except Exception as error:
             if from_outside(error):
                 raise Interrupted(error) from None
-            self._failed(variant, error, self._sharing(args))
+            self._failed(variant, error, args)
             return None
         form = Form(lowered)
         variant.exact = exact
-        variant.add(form, self._sharing(args))
+        variant.add(form, *self._case(args))
         log.info("%s: compiled %s in %.2f s", self.user_code, variant.text, lowered.seconds)
         return form
 
@@ -222,11 +222,12 @@ class Region:
         events.count("refused_collectives")
         raise OtherCollectives(f"{different}; ranks that run generic would wait forever, or mix up data")
 
-    def _sharing(self, args: Sequence[Any]) -> Sharing:
-        return sharing(self._graph, args)
+    def _case(self, args: Sequence[Any]) -> tuple[Sharing, Floats]:
+        """What a failure of a compile for `args` speaks for."""
+        return sharing(self._graph, args), _floats(self._graph, args)
 
-    def _failed(self, variant: Variant, error: BaseException, sharing: Sharing) -> None:
-        variant.fail(error, sharing)
+    def _failed(self, variant: Variant, error: BaseException, args: Sequence[Any]) -> None:
+        variant.fail(error, *self._case(args))
         self._publish(variant)
         if self.options.cudagraphs == "require" and (missed := _not_all_recorded(error)) is not None:
             raise missed
@@ -274,12 +275,12 @@ class Region:
                 return outputs
             problem = WrongOutputs(wrong)
             if draw_again is None:
-                variant.drop(form, problem, self._sharing(args))
+                variant.drop(form, problem, *self._case(args))
                 what = f"{self.user_code}: {variant.text}: {wrong}"
                 raise WrongOutputs(f"{what}; the graph {once}, so it cannot be run again")
             draw_again()
             outputs = self._run_eagerly(args, wrong)
-        variant.drop(form, problem, self._sharing(args))
+        variant.drop(form, problem, *self._case(args))
         self._publish(variant)
         events.warn_once(
             f"{self.user_code}: {variant.text} wrong",
@@ -324,18 +325,18 @@ class Region:
             self._ready[variant.number] = self._entry(variant)
             if variant.generic:
                 for other in self.variants:
-                    if other.resting:
+                    if other.resting or other.failed_floats:
                         self._ready[other.number] = self._entry(other)
 
     def _entry(self, variant: Variant) -> Ready:
         forms = [form.lowered for form in variant.forms if form.proven]
         if gains.measuring() and not variant.generic:
             return _NOT_READY
-        past = _NOT_READY if variant.generic or not variant.resting else self._ready[self.generic.number]
+        rests = not variant.generic and (variant.resting or variant.failed_floats)
+        past = self._ready[self.generic.number] if rests else _NOT_READY
         if past[2] is not None:
-            if not forms:
-                return _while_resting(variant, past)
-            return None, lambda: None, self._chooser(variant, forms, _while_resting(variant, past))
+            past = _while_resting(variant, past, self._graph)
+            return (None, lambda: None, self._chooser(variant, forms, past)) if forms else past
         if not forms:
             return _NOT_READY
         if len(forms) == 1:
@@ -430,15 +431,22 @@ def compiled_at_once(
 # ---------------------------------------------------------------- helpers
 
 
-def _while_resting(variant: Variant, generic: Ready) -> Ready:
-    """Generic's code in place of a variant that nobody compiles for a while."""
+def _while_resting(variant: Variant, generic: Ready, graph: CapturedGraph) -> Ready:
+    """Generic's code in place of a variant that nobody compiles for a while, or not for some values of floats."""
     check, tick, run = generic
     clock, until = variant.clock, variant.rests_until
     if until == math.inf:
         return generic
+    if variant.failed_floats:
+        return (lambda args: variant.rests_for(_floats(graph, args)) and (check is None or check(args))), tick, run
     if check is None:
         return (lambda args: clock() < until), tick, run
     return (lambda args: clock() < until and check(args)), tick, run
+
+
+def _floats(graph: CapturedGraph, args: Sequence[Any]) -> Floats:
+    """What a failure of a compile for `args` speaks for, of Python floats."""
+    return tuple((str(symbol), repr(value)) for symbol, value in lowering.telling_floats(graph, args).items())
 
 
 def stance() -> str:

@@ -30,9 +30,11 @@ from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.region.gains import Gain
 
 State = Literal["declared", "compiling", "ready", "failed", "inactive"]
+Floats = tuple[tuple[str, str], ...]  # symbol and value of each Python float whose value a compile may rely on
 
 MOST_FORMS = 4  # of one condition; then generic serves what is left
 MOST_GENERIC_FORMS = 64
+MOST_FAILED_FLOATS = 4  # so many values may rest, each by itself; then failures speak for all
 _FIRST_RETRY = 60.0  # seconds after a failure before another try, doubled each time
 
 
@@ -67,7 +69,7 @@ class Variant:
         self.compile_seconds = 0.0
         self.gain = Gain()
         self.exact: int | None = None  # the one value that an opaque condition is compiled for
-        self._retry_at: dict[Sharing, float] = {}
+        self._retry_at: dict[tuple[Sharing, Floats], float] = {}
         self.clock = clock
         self._calls = events.call_counter("generic_calls" if condition is None else "variant_calls", self)
 
@@ -110,27 +112,42 @@ class Variant:
         """Before that time no call compiles a form, however its inputs share memory: there are enough, or one failed.
 
         A failure with inputs that share nothing speaks for all calls, and asking how they share memory would cost more
-        than the rest of the call.
+        than the rest of the call.  One of code for some values of Python floats speaks for these, several for all.
         """
         if len(self.forms) >= (MOST_GENERIC_FORMS if self.generic else MOST_FORMS):
             return math.inf
-        return self._retry_at.get((), -math.inf)
+        values = sorted((at for (_, floats), at in self._retry_at.items() if floats), reverse=True)
+        several = values[MOST_FAILED_FLOATS - 1] if len(values) >= MOST_FAILED_FLOATS else -math.inf
+        return max(several, self._retry_at.get(((), ()), -math.inf))
 
     @property
     def resting(self) -> bool:
         return self.clock() < self.rests_until
 
-    def may_compile(self, sharing: Sharing) -> bool:
+    @property
+    def failed_floats(self) -> bool:
+        """Whether a failure speaks for some values of Python floats, however inputs share memory."""
+        return any(floats and not sharing for sharing, floats in self._retry_at)
+
+    def rests_for(self, floats: Floats) -> bool:
+        """Whether no call with these values of Python floats compiles a form now."""
+        now = self.clock()
+        return now < self._retry_at.get(((), floats), -math.inf) or now < self.rests_until
+
+    def may_compile(self, sharing: Sharing, floats: Floats = ()) -> bool:
         """Whether another form may be compiled now: not too many of them, and not too soon after a failure.
 
-        A failure with inputs that share memory speaks for calls that do so in the same way; others may well compile.
+        A failure with inputs that share memory speaks for calls that do so in the same way, and one of code for some
+        values of Python floats for calls with these; others may well compile.
         """
-        if self.resting:
+        if self.rests_for(floats):
             return False
-        return sharing not in self._retry_at or self.clock() >= self._retry_at[sharing]
+        now, never = self.clock(), -math.inf
+        return all(now >= self._retry_at.get((sharing, given), never) for given in {(), floats})
 
-    def add(self, form: Form, sharing: Sharing = ()) -> None:
-        self._retry_at.pop(sharing, None)
+    def add(self, form: Form, sharing: Sharing = (), floats: Floats = ()) -> None:
+        for given in {(), floats}:
+            self._retry_at.pop((sharing, given), None)
         self.forms = (*self.forms, form)
         self.compile_seconds += form.lowered.seconds
         if not self._retry_at:
@@ -138,19 +155,19 @@ class Variant:
             self.reason = self.details = self.user_stack = None
         events.count("generic_compiled" if self.generic else "variants_compiled")
 
-    def drop(self, form: Form, error: BaseException, sharing: Sharing) -> None:
+    def drop(self, form: Form, error: BaseException, sharing: Sharing, floats: Floats = ()) -> None:
         """A form turned out wrong on its first call."""
         self.forms = tuple(entry for entry in self.forms if entry is not form)
-        self.fail(error, sharing)
+        self.fail(error, sharing, floats)
 
-    def fail(self, error: BaseException, sharing: Sharing) -> None:
+    def fail(self, error: BaseException, sharing: Sharing, floats: Floats = ()) -> None:
         self.failures += 1
         if not self.forms:
             self.exact = None  # another value may well compile
         self.reason = describe(error)
         self.details = "".join(traceback.format_exception(error))
         self.user_stack = _user_stack(self.details)
-        self._retry_at[sharing] = self.clock() + _FIRST_RETRY * 2 ** min(self.failures - 1, 10)
+        self._retry_at[sharing, floats] = self.clock() + _FIRST_RETRY * 2 ** min(self.failures - 1, 10)
         events.count("failures")
 
 

@@ -13,9 +13,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
+from multigraph_backend import _compat
 from multigraph_backend.backend import multigraph
 from multigraph_backend.region import registry
 from multigraph_backend.region.region import Region
+from multigraph_backend.region.variant import MOST_FAILED_FLOATS
 from tests.support.activity import assert_right, compiles, ran, variants
 
 # what ends a compile that hangs may reach it inside a weakref callback, where Python drops it; then it is abandoned
@@ -34,7 +36,7 @@ def compile(compiler: Compiler, function: Callable[..., Any] = f, sizes: Sequenc
 
 
 def for_eight_rows(inputs: Sequence[Any]) -> bool:
-    return any(isinstance(x, torch.Tensor) and statically_known_true(x.shape[0] == 8) for x in inputs)
+    return any(isinstance(x, torch.Tensor) and x.dim() and statically_known_true(x.shape[0] == 8) for x in inputs)
 
 
 def only_the_variant(bad: Compiler) -> Compiler:
@@ -170,9 +172,9 @@ def test_who_asks_for_an_error_gets_it(bad: Compiler) -> None:
         assert_right(compiled, f, torch.randn(5, 3), exact=True)
 
 
-def test_calls_past_a_failure_go_the_way_of_generic_until_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing stands before them but the time: no second look at each input."""
-    broken, missed, now = [True], list[int](), [0.0]
+def noted_misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For which variants calls have to look for code, from now on."""
+    missed = list[int]()
     plainly = Region.missed
 
     def noted(self: Region, target: int, args: tuple[Any, ...]) -> Any:
@@ -180,6 +182,12 @@ def test_calls_past_a_failure_go_the_way_of_generic_until_the_next_try(monkeypat
         return plainly(self, target, args)
 
     monkeypatch.setattr(Region, "missed", noted)
+    return missed
+
+
+def test_calls_past_a_failure_go_the_way_of_generic_until_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stands before them but the time: no second look at each input."""
+    broken, missed, now = [True], noted_misses(monkeypatch), [0.0]
 
     def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return raises(gm, inputs) if broken[0] and for_eight_rows(inputs) else gm.forward
@@ -398,6 +406,83 @@ def test_random_numbers_are_drawn_once_where_code_is_found_wrong(bad: Compiler) 
             got = compiled(x), torch.rand(4)
         torch.manual_seed(0)
         torch.testing.assert_close(got, (noise(x), torch.rand(4)), rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- values of Python floats
+
+
+def clamped(x: torch.Tensor, most: float) -> torch.Tensor:
+    return torch.clamp(x, max=most)  # code for each value of its own
+
+
+def failing_at(*values: float, bad: Compiler) -> Compiler:
+    def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        run = _compat.lookup_compiler("aot_eager")(gm, list(inputs))  # what tells the value from the rest
+        return bad(gm, inputs) if any(f"max = {value}" in gm.code for value in values) else run
+
+    return compiler
+
+
+@pytest.mark.parametrize("bad", [raises, raises_when_run, too_few_outputs], ids=lambda bad: bad.__name__)
+@pytest.mark.parametrize("rows", [5, 8], ids=["generic", "variant"])
+def test_a_failure_for_one_value_of_a_float_says_nothing_of_others(
+    rows: int, bad: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missed = noted_misses(monkeypatch)
+    compiled = compile(failing_at(3.0, bad=bad), clamped)
+
+    def call(rows: int, most: float) -> None:
+        assert_right(compiled, clamped, torch.randn(rows, 3), most, exact=True)
+
+    call(rows, 2.5)
+    with ran(eager=1, failures=1 if rows == 5 or bad is not raises else 2):
+        call(rows, 3.0)
+    with ran(generic=2 * (rows == 5), variants=2 * (rows == 8)):
+        call(rows, 4.0)
+        call(rows, 2.5)
+    with ran(eager=1, failures=int(rows == 8 and bad is not raises)):
+        call(rows, 3.0)
+    with ran(eager=2):  # nobody tries again
+        call(rows, 3.0)
+        call(rows, 3.0)
+    missed.clear()
+    call(rows, 4.0)
+    assert missed == []
+
+
+def test_past_a_failure_for_one_value_calls_go_the_way_of_generic(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if for_eight_rows(inputs):
+            return failing_at(3.0, bad=raises)(gm, inputs)
+        return _compat.lookup_compiler("aot_eager")(gm, list(inputs))
+
+    missed = noted_misses(monkeypatch)
+    compiled = compile(compiler, clamped)
+    for rows, most in ((5, 3.0), (8, 2.5), (8, 3.0)):
+        assert_right(compiled, clamped, torch.randn(rows, 3), most, exact=True)
+    missed.clear()
+    with ran(generic=2, variants=2):
+        for most in (3.0, 2.5, 3.0, 2.5):
+            compiled(torch.randn(8, 3), most)
+    assert missed == []
+    with ran(variants=1):
+        compiled(torch.randn(8, 3), 4.0)
+
+
+def test_where_every_value_fails_few_are_tried() -> None:
+    tried = list[str]()
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        _compat.lookup_compiler("aot_eager")(gm, list(inputs))
+        tried.append(gm.code)
+        raise RuntimeError("no such instruction")
+
+    compiled = compile(compiler, clamped)
+    with ran(eager=20, failures=MOST_FAILED_FLOATS):
+        for most in range(20):
+            assert_right(compiled, clamped, torch.randn(5, 3), most + 0.25, exact=True)
+    assert len(tried) == MOST_FAILED_FLOATS
 
 
 # ---------------------------------------------------------------- callables that are not understood

@@ -9,7 +9,7 @@ from multigraph_backend import events
 from multigraph_backend.capture.declared import Condition
 from multigraph_backend.lower.guards import Guards
 from multigraph_backend.lower.lowering import Lowered
-from multigraph_backend.region.variant import MOST_FORMS, MOST_GENERIC_FORMS, Form, Variant
+from multigraph_backend.region.variant import MOST_FAILED_FLOATS, MOST_FORMS, MOST_GENERIC_FORMS, Form, Variant
 
 ALONE = ()
 SHARED = ((0, 1),)
@@ -77,6 +77,31 @@ def test_a_failure_for_inputs_that_share_memory_says_nothing_of_others() -> None
     variant.add(form(1), ALONE)
     assert (variant.state, variant.reason) == ("ready", "ValueError: no")
     assert not variant.may_compile(SHARED)
+
+
+def test_a_failure_for_values_of_floats_says_nothing_of_others_until_several_failed() -> None:
+    clock = Clock()
+    variant = Variant(0, None, clock)
+
+    def value(number: int) -> tuple[tuple[str, str], ...]:
+        return (("s0", f"{number}.5"),)
+
+    for number in range(MOST_FAILED_FLOATS - 1):
+        assert variant.may_compile(ALONE, value(number))
+        variant.fail(ValueError("no"), ALONE, value(number))
+        assert not variant.may_compile(ALONE, value(number))
+        assert not variant.may_compile(SHARED, value(number))
+        assert variant.failed_floats
+        assert not variant.resting
+    variant.fail(ValueError("no"), SHARED, value(8))
+    assert variant.resting
+    assert not variant.may_compile(ALONE, value(9))
+    clock.now = variant.rests_until
+    assert clock.now == 60.0
+    assert variant.may_compile(ALONE, value(9))
+    assert not variant.may_compile(ALONE, value(1))
+    assert variant.may_compile(ALONE, value(8))
+    assert not variant.may_compile(SHARED, value(8))
 
 
 def test_a_form_that_turned_out_wrong_is_gone() -> None:
