@@ -56,6 +56,10 @@ def test_aot_eager_with_what_breaks_first(profile: str) -> None:
         assert_right(seed, profile, "aot_eager")
 
 
+def test_where_a_condition_has_all_forms_that_it_may_have_generic_serves() -> None:
+    assert_right(41474, "default", "aot_eager")  # five values of a float, each with code of its own
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_inductor(seed: int) -> None:
     assert_right(seed, "default", "inductor")
