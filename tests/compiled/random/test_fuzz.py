@@ -118,6 +118,7 @@ SEEDS = {
     "any_overload_writes": range(5),
     "weights_share_with_nobody": range(5),
     "infinity_has_no_name": range(1, 8),
+    "zeros_are_one": range(7, 12),
     "everything_is_pure": range(5),
     "refused_again": range(3, 8),
     "fakes_count_as_written": range(33, 36),

@@ -6,6 +6,7 @@ Each puts back one mistake that the design rules out. The name of a mutant says 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -177,6 +178,17 @@ def infinity_has_no_name() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def zeros_are_one() -> Iterator[None]:
+    """Code that was made for 0.0 runs for -0.0."""
+
+    def equal(value: float, number: float) -> bool:
+        return math.isnan(value) if math.isnan(number) else value == number
+
+    with mock.patch.object(guards, "_same_float", equal):
+        yield
+
+
+@contextlib.contextmanager
 def everything_is_pure() -> Iterator[None]:
     """Code that raises at its first call is run again, whatever it has called."""
     with mock.patch.object(from_dynamo, "impure", return_value=None):
@@ -215,6 +227,7 @@ MUTANTS: dict[Callable[[], contextlib.AbstractContextManager[None]], str] = {
     any_overload_writes: "overloads",
     weights_share_with_nobody: "windows",
     infinity_has_no_name: "python_values",
+    zeros_are_one: "zeros",
     everything_is_pure: "raising",
     refused_again: "training",
     fakes_count_as_written: "overloads",

@@ -21,7 +21,7 @@ from typing import Literal
 
 from .building import Body, Dim, build_body, evaluate
 from .declarations import SMALL, Condition, Kind, Mark, Predicate, random_predicate, respelled
-from .python_values import DEFAULT, PythonValue, draw, draw_text, use
+from .python_values import DEFAULT, KINDS, PythonValue, draw, draw_text, use
 
 Dynamic = Literal["marks", "true", "automatic", "false"]
 Layout = Literal["contiguous", "transposed", "sliced"]
@@ -67,6 +67,7 @@ class Profile:
     equal_axes: float = 0.0  # calls with one size for all axes
     twins: bool = False  # a second input with the sizes of the first
     python_values: float = 0.3  # programs that take Python values beside tensors
+    floats: tuple[str, ...] = ()  # what Python floats are drawn from, and then nothing else is
     ending: Ending = ""
 
 
@@ -96,6 +97,9 @@ PROFILES["training"] = replace(PROFILES["default"], trainable=1, weights_as_attr
 PROFILES["attributes"] = replace(PROFILES["default"], weights_as_attributes=1)
 PROFILES["two_axes"] = replace(PROFILES["default"], two_axes=1, equal_axes=0.5)
 PROFILES["python_values"] = replace(PROFILES["default"], python_values=1, operations=(1, 3))
+PROFILES["zeros"] = replace(
+    PROFILES["python_values"], trainable=0, floats=("0.0", "0.0", "0.0", "-0.0", "-0.0", "nan", "nan", "2.0")
+)
 PROFILES["twins"] = replace(
     PROFILES["default"], twins=True, ending="twins", trainable=0, unused_input=0, operations=(3, 6)
 )
@@ -142,6 +146,15 @@ class Program:
             return re.search(rf"\b{name}\b(?!\.shape|\.numel|\.dtype)", text) is not None
 
         return frozenset(filter(used, inputs))
+
+    @property
+    def both_zeros(self) -> bool:
+        """Whether a Python value is 0.0 in one call and -0.0 in another."""
+        drawn: dict[str, set[str]] = {}
+        for call in self.calls:
+            for name, text in call.values:
+                drawn.setdefault(name, set()).add(text)
+        return any({"0.0", "-0.0"} <= texts for texts in drawn.values())
 
     def named_sizes(self, call: Call) -> dict[str, int]:
         """Every size of a call that a condition can name."""
@@ -301,7 +314,7 @@ def _with_python_values(profile: Profile, program: Program) -> Program:
     rng = random.Random(f"{program.profile}:{program.seed}:python values")
     if rng.random() >= profile.python_values:
         return program
-    values = draw(rng)
+    values = draw(rng, {"float": 1} if profile.floats else KINDS)
     made = [name for name in program.body.returns if re.fullmatch(r"v\d+", name)]
     outputs = tuple(use(rng, value, rng.choice(made or [program.tensors[0].name])) for value in values)
     kinds = frozenset(f"{value.kind} {value.place}" for value in values)
@@ -312,7 +325,7 @@ def _with_python_values(profile: Profile, program: Program) -> Program:
         if calls and rng.random() < 0.25:
             texts = calls[-1].values
         else:
-            texts = tuple((value.name, draw_text(rng, value.kind)) for value in values)
+            texts = tuple((value.name, draw_text(rng, value.kind, profile.floats)) for value in values)
         calls.append(replace(call, values=texts))
     dynamic: Dynamic = "false" if program.dynamic != "marks" and rng.random() < 0.2 else program.dynamic
     return replace(program, body=body, values=values, calls=tuple(calls), dynamic=dynamic)

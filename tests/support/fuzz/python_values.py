@@ -11,6 +11,7 @@ call, the first one above all, are drawn from the edges, where such rules change
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,8 @@ PLACES: tuple[Place, ...] = (
 )  # fmt: skip
 DEFAULT = 1.0
 
+# how often each is drawn
+KINDS: dict[Kind, int] = {"float": 8, "int": 4, "bool": 1, "none": 2, "str": 1}
 # as Python text; "none" is a float or None.  What stands more than once is drawn more often.
 EDGES: dict[Kind, tuple[str, ...]] = {
     "float": ("0.0", "0.0", "1.0", "1.0", "-0.0", "2.0", "-1.0", "0.5", "1e-30", "-0.75", "inf", "-inf", "nan"),
@@ -136,11 +139,11 @@ class PythonValue:
         }.get(self.place)
 
 
-def draw(rng: random.Random) -> tuple[PythonValue, ...]:
+def draw(rng: random.Random, kinds: Mapping[Kind, int]) -> tuple[PythonValue, ...]:
     """One to three values, at most one of them a default."""
     values: list[PythonValue] = []
     for index in range(rng.choice((1, 1, 2, 3))):
-        kind: Kind = rng.choices(("float", "int", "bool", "none", "str"), (8, 4, 1, 2, 1))[0]
+        kind: Kind = rng.choices(list(kinds), list(kinds.values()))[0]
         places = [place for place in PLACES if place != "default" or all(v.place != "default" for v in values)]
         values.append(PythonValue(f"s{index}", kind, rng.choice(places)))
     return tuple(sorted(values, key=lambda value: value.place == "default"))
@@ -151,6 +154,6 @@ def use(rng: random.Random, value: PythonValue, tensor: str) -> str:
     return rng.choice(FORMS[value.kind]).format(v=tensor, s=value.read)
 
 
-def draw_text(rng: random.Random, kind: Kind) -> str:
-    """A value, as Python text."""
-    return rng.choice(EDGES[kind])
+def draw_text(rng: random.Random, kind: Kind, given: tuple[str, ...] = ()) -> str:
+    """A value, as Python text: of those that are `given`, or of its kind's."""
+    return rng.choice(given or EDGES[kind])
