@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,11 @@ def everything(pack: Pack) -> list[Rule]:
 
 
 def partition(
-    function: Callable[..., Any], rules: Sequence[Rule], dynamic: bool = False, budget: Budget | None = None
+    function: Callable[..., Any],
+    rules: Sequence[Rule],
+    dynamic: bool = False,
+    budget: Budget | None = None,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Partitioned:
     """`function`, whose saved tensors are packed by `rules` once it is called."""
 
@@ -55,7 +59,12 @@ def partition(
 
     result = Partitioned(function)
     result.run = aot_function(
-        function, keep(result.forward), keep(result.backward), partition_fn=parts, dynamic=dynamic
+        function,
+        keep(result.forward),
+        keep(result.backward),
+        partition_fn=parts,
+        dynamic=dynamic,
+        decompositions=None if decompositions is None else dict(decompositions),
     )
     return result
 
