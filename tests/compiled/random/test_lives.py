@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import math
 from collections import Counter
@@ -21,7 +22,7 @@ from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.region import region, registry
 from multigraph_backend.region.region import Region
 from multigraph_backend.region.variant import Form, Variant
-from tests.support.fuzz.lives import Wrong, function, play
+from tests.support.fuzz.lives import Lock, Wrong, function, play
 
 Captured = tuple[CapturedGraph, CompileState]
 
@@ -141,6 +142,31 @@ def wrong_code_stays() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def calls_wait_for_each_other() -> Iterator[None]:
+    """A call from a compile of Dynamo's waits for a thread that compiles the variant, which waits for Dynamo."""
+    acquire = Lock.acquire
+
+    def waiting(self: Lock, blocking: bool = True, timeout: float = -1) -> bool:
+        return acquire(self, True, timeout)
+
+    with mock.patch.object(Lock, "acquire", waiting):
+        yield
+
+
+@contextlib.contextmanager
+def all_compiles_are_the_first_requests() -> Iterator[None]:
+    """Context variables are those of the first compile, for as long as the region lives."""
+    context, first = CompileState.context, list[contextvars.Context]()
+
+    def kept(self: CompileState) -> contextvars.Context:
+        first[:] = first or [context(self)]
+        return first[0]
+
+    with mock.patch.object(CompileState, "context", kept):
+        yield
+
+
 MUTANTS = [
     impossible_sizes,
     the_first_failure_ends_it,
@@ -150,6 +176,8 @@ MUTANTS = [
     nobody_rests,
     new_code_is_proven,
     wrong_code_stays,
+    calls_wait_for_each_other,
+    all_compiles_are_the_first_requests,
 ]
 
 

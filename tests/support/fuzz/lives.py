@@ -15,6 +15,7 @@ worth.  Code checks that the call is one that it was made for.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import math
 import random
@@ -26,6 +27,7 @@ from unittest import mock
 
 import torch
 
+from multigraph_backend import _compat
 from multigraph_backend.capture.graph import CapturedGraph, Mark
 from multigraph_backend.lower import lowering
 from multigraph_backend.lower.first_compile import CompileState
@@ -56,6 +58,7 @@ class Call:
     rows: int
     most: float
     later: float = 0.0  # seconds after the call before
+    busy: bool = False  # Dynamo compiles here, and other threads, which may wait for that, compile all variants
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def draw(seed: int) -> Life:
     calls: list[Call] = []
     while len(calls) < 14:
         later = rng.choice((0.0, 0.0, 0.0, 59.0, 60.0, 61.0, 4000.0))
-        calls.append(Call(rng.choice(SIZES), rng.choice(floats), later))
+        calls.append(Call(rng.choice(SIZES), rng.choice(floats), later, busy=rng.random() < 0.1))
         calls += [dataclasses.replace(calls[-1], later=0.0)] * rng.choice((0, 2, 3))
     return Life(
         tuple(declared),
@@ -202,7 +205,7 @@ class Model:
         for variant in dict.fromkeys((self.target(call.rows), self.generic)):
             value = self.value(call.most)
             if value not in variant.forms:
-                if variant.rests(value, self.now):
+                if variant.rests(value, self.now) or call.busy:
                     continue
                 compiles.append(variant.name)
                 if self.fault(variant.name, call.rows, call.most) and self.life.how == "raises":
@@ -220,7 +223,7 @@ class Model:
 
     def _compile_made_up(self, variant: Modelled, call: Call, compiles: list[str]) -> bool:
         """Compile it before any call is for it; whether that fails."""
-        if variant.opaque or variant.name in self.unreachable:
+        if variant.opaque or variant.name in self.unreachable or call.busy:
             return False
         compiles.append(variant.name)
         if self.fault(variant.name, call.rows, call.most) and self.life.how == "raises":
@@ -235,6 +238,22 @@ class Model:
 
 
 # ---------------------------------------------------------------- multigraph
+
+
+REQUEST: contextvars.ContextVar[int] = contextvars.ContextVar("REQUEST")  # which call it is
+
+
+class Lock:
+    """A variant's, which another thread may have for as long as this one waits."""
+
+    busy = False
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self.busy and blocking:
+            raise Wrong("a call waits for a thread that may wait for it")
+        return not self.busy
+
+    def release(self) -> None: ...
 
 
 class Watched(Region):
@@ -266,8 +285,10 @@ class Played:
             environ={},
         )
         self.region = Watched(self.graph, options, state)
+        self.lock = Lock()
         for variant in (*self.region.variants, self.region.generic):
             variant.clock = lambda: model.now
+            variant.lock = self.lock  # type: ignore[assignment]
         self.names = self._names()
         self.compiles: list[str] = []
         self.ran: list[str] = []
@@ -314,6 +335,9 @@ class Played:
         if rows < 2 or not all(known.holds(values[symbol]) for symbol, known in facts.items()):
             raise Wrong(f"{name} is compiled for {rows} rows")
         most = float(number)
+        seen = state.context().run(REQUEST.get)
+        if seen != self.model.at:
+            raise Wrong(f"a compile for call {self.model.at} sees what is set for call {seen}")
         self.compiles.append(name)
         if self.life.values:
             graph.asked_floats = frozenset(graph.floats)
@@ -375,8 +399,12 @@ def play(seed: int, graph: CapturedGraph, state: CompileState) -> Counter[str]:
             looked = played.region.looked
             args = played.arguments(call)
             expected = played.graph.module(*args)
+            played.lock.busy = call.busy
+            context = contextvars.copy_context()
+            context.run(REQUEST.set, at)
             try:
-                got = played.run(*args)
+                with mock.patch.object(_compat, "owns_compile_lock", return_value=call.busy):
+                    got = context.run(played.run, *args)
                 ran = played.ran[-1] if played.ran else "eager"
             except VariantFailed:
                 got, ran = expected, "raised"
@@ -386,7 +414,7 @@ def play(seed: int, graph: CapturedGraph, state: CompileState) -> Counter[str]:
                 raise Wrong(f"{where}\nother numbers")
             if (ran, played.compiles) != (wanted, compiles):
                 raise Wrong(f"{where}\n{wanted} had to run after {compiles}; {ran} ran after {played.compiles}")
-            repeated = call.later == 0.0 and before[-2:] == [call] * 2
+            repeated = not call.busy and call.later == 0.0 and before[-2:] == [call] * 2
             if repeated and wanted != "eager" and not compiles and looked:
                 raise Wrong(f"{where}\n{wanted} runs, and the call looks for code")
             before = [*before, dataclasses.replace(call, later=0.0)]
