@@ -7,7 +7,7 @@ import gc
 import logging
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -152,6 +152,54 @@ def test_functions_that_are_not_recorded_are_not_kept_without_end() -> None:
     assert bench.tree.size == sum(keyed.nodes for keyed in piece.by_key.values())
     call_right(piece, at, 1, values())  # of the first, which is still there
     assert bench.recorded() <= Limits().unreplayed
+
+
+# ---------------------------------------------------------------- at random
+
+
+def play(seed: int) -> None:
+    """Numbers that never come again, and one that stays for a while, in turns: few of those are recorded, and each that
+    stays is replayed in the end."""
+    chance = random.Random(seed)
+    limits = Limits(unreplayed=chance.choice([1, 2, 4, 8]))
+    bench = Bench(limits)
+    piece = bench.piece(at, 2, 1)
+    numbers = iter(range(1, 1 << 30))
+    call_right(piece, at, 0, values())  # warms up
+    for _ in range(chance.randint(2, 5)):
+        recorded = bench.recorded()
+        for _ in range(chance.choice([0, 1, 2, 40])):
+            call_right(piece, at, next(numbers), values())
+        assert bench.recorded() - recorded <= 2 * limits.unreplayed, "what never comes again is recorded"
+        stays = next(numbers)
+        for _ in range(6):
+            replays = bench.replays()
+            call_right(piece, at, stays, values())
+        assert bench.replays() == replays + 1, "what stays is not replayed"
+
+
+def _all_is_recorded(patch: pytest.MonkeyPatch) -> None:
+    """As it was: 399 recordings for 400 calls."""
+    patch.setattr(Uses, "wanted", lambda uses, place, most: True)
+
+
+def _a_verdict_is_for_ever(patch: pytest.MonkeyPatch) -> None:
+    wanted = Uses.wanted
+    patch.setattr(Uses, "wanted", lambda uses, place, most: wanted(uses, place, most) and uses.needed == 1)
+
+
+def test_numbers_at_random_are_recorded_where_they_come_again() -> None:
+    for seed in range(30):
+        play(seed)
+
+
+@pytest.mark.parametrize("mutant", [_all_is_recorded, _a_verdict_is_for_ever], ids=lambda mutant: mutant.__name__)
+def test_numbers_at_random_show_what_went_wrong_once(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="what never comes again|what stays"):
+        test_numbers_at_random_are_recorded_where_they_come_again()
 
 
 # ---------------------------------------------------------------- limits
