@@ -198,7 +198,7 @@ def test_numbers_at_random_show_what_went_wrong_once(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    with pytest.raises(AssertionError, match="what never comes again|what stays"):
+    with pytest.raises(AssertionError, match=r"what never comes again|what stays"):
         test_numbers_at_random_are_recorded_where_they_come_again()
 
 

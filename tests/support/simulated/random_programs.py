@@ -66,7 +66,7 @@ class Alarm(BaseException):
 @dataclass(frozen=True)
 class Input:
     """kind: "user" (anything), "static" (a parameter, or a buffer if it is mutated), "hidden" (what only compiled code
-    holds), "key", "generator", "none".  layout: "row", "strided", "expanded", "overlapping"."""
+    holds), "key", "float", "generator", "none".  layout: "row", "strided", "expanded", "overlapping"."""
 
     kind: str
     layout: str = "row"
@@ -150,6 +150,7 @@ def body(shape: Shape, constant: torch.Tensor) -> Callable[..., tuple[Any, ...]]
 
     def run(*args: Any) -> tuple[Any, ...]:
         key = next((arg for arg in args if isinstance(arg, int)), 2)
+        scale = next((arg for arg in args if isinstance(arg, float)), 1.0)
         generator = next((arg for arg in args if isinstance(arg, torch.Generator)), None)
         given = [arg for arg in args if isinstance(arg, torch.Tensor)]
         del args
@@ -168,7 +169,7 @@ def body(shape: Shape, constant: torch.Tensor) -> Callable[..., tuple[Any, ...]]
                 made = torch.remainder(a + noise.floor(), MODULUS)
             rows.append(made)
             del a, b, made
-        outputs = tuple(_output(what, at, rows, given, constant, key) for what, at in shape.outputs)
+        outputs = tuple(_output(what, at, rows, given, constant, key, scale) for what, at in shape.outputs)
         return outputs
 
     return run
@@ -181,7 +182,13 @@ def _row(value: torch.Tensor) -> torch.Tensor:
 
 
 def _output(
-    what: str, at: int, rows: list[torch.Tensor], given: list[torch.Tensor], constant: torch.Tensor, key: int
+    what: str,
+    at: int,
+    rows: list[torch.Tensor],
+    given: list[torch.Tensor],
+    constant: torch.Tensor,
+    key: int,
+    scale: float,
 ) -> Any:
     row = given[at] if at < len(given) else rows[at]
     if what == "tail":
@@ -192,6 +199,8 @@ def _output(
         return rows[at].sum()
     if what == "mask":
         return rows[at][1:] > 100
+    if what == "signed":
+        return torch.copysign(rows[at] + 1, torch.full_like(rows[at], scale))
     if what == "empty":
         return rows[at].new_empty((0, 3))
     other: dict[str, Any] = {"constant": constant, "none": None, "number": key + 1, "nothing": rows[at][:0], "is": row}
@@ -341,6 +350,10 @@ class Program:
         self.shapes = [draw_shape(rng, at in backwards) for at in range(pieces)]
         if self.copies:
             self.shapes = [self._showing(shape) for shape in self.shapes]
+        #: Python floats; drawn apart, too
+        self.floats = random.Random(f"{seed}, Python floats")
+        if self.floats.random() < 0.1:
+            self.shapes = [shape if shape.is_backward else self._signed(shape) for shape in self.shapes]
         self.pieces: list[Piece] = []
         self.functions: list[Callable[..., tuple[Any, ...]]] = []
         for shape in self.shapes:
@@ -377,6 +390,13 @@ class Program:
             return shape
         output = (self.other.choice(["is", "tail"]), self.other.choice(held))
         return replace(shape, outputs=(*shape.outputs, output), visible=(*shape.visible, True))
+
+    def _signed(self, shape: Shape) -> Shape:
+        """`shape` with a float that one more output has the sign of."""
+        rows = len(shape.positions(kind="user") + shape.positions(kind="static") + shape.positions(kind="hidden"))
+        output = ("signed", self.floats.randrange(rows))
+        inputs = (*shape.inputs, Input("float"))
+        return replace(shape, inputs=inputs, outputs=(*shape.outputs, output), visible=(*shape.visible, True))
 
     def _make(self, shape: Shape, at: int | None = None) -> None:
         """A piece of `shape`, at `at` in place of another."""
@@ -696,7 +716,7 @@ class Program:
         handed: list[int] = []
         shared: dict[int, bool] = {}  # storages of the plain side -> whether an input over it is changed
         for position, entry in enumerate(shape.inputs):
-            if entry.kind in ("key", "none", "generator"):
+            if entry.kind in ("key", "float", "none", "generator"):
                 recipes.append(("generator",) if entry.kind == "generator" else ("plain", self._plain(entry, key)))
                 continue
             recipe = self._recipe(at, position, entry, size)
@@ -716,8 +736,10 @@ class Program:
             recipes.append(recipe)
         return recipes, handed
 
-    @staticmethod
-    def _plain(entry: Input, key: int) -> Any:
+    def _plain(self, entry: Input, key: int) -> Any:
+        if entry.kind == "float":
+            self.counts["calls with a float"] += 1
+            return float(self.floats.choice(("0.0", "0.0", "-0.0", "1.0", "nan", "-inf")))
         return key if entry.kind == "key" else None
 
     def _handle(self, recipe: tuple[Any, ...]) -> int | None:
