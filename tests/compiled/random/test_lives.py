@@ -32,7 +32,7 @@ def captured() -> Captured:
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=multigraph, dynamic=True, options={"compiler": "eager"})
     compiled(torch.randn(5, 3), 2.5)
-    (found,) = (found for found in registry.living() if found.code.function == "function" and found._graph.floats)
+    (found,) = (found for found in registry.living() if found.user_code.function == "function" and found._graph.floats)
     return found._graph, found._state
 
 

@@ -28,10 +28,10 @@ from unittest import mock
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.capture.graph import CapturedGraph, Mark
+from multigraph_backend.capture.graph import CapturedGraph, MarkedSize
 from multigraph_backend.lower import lowering
 from multigraph_backend.lower.first_compile import CompileState
-from multigraph_backend.lower.guards import AddedCondition
+from multigraph_backend.lower.guards import NONE, Guards
 from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.options import Options
 from multigraph_backend.region.region import Region, VariantFailed
@@ -273,9 +273,9 @@ class Played:
         marks = ()
         if life.opaque is not None:
             left_out = life.opaque
-            marks = (Mark("x[0]", lambda size: size not in left_out),)
+            marks = (MarkedSize("x[0]", lambda size: size not in left_out),)
         self.life, self.model = life, model
-        self.graph = dataclasses.replace(graph, marks=marks, asked_floats=frozenset())
+        self.graph = dataclasses.replace(graph, marked_sizes=marks, asked_floats=frozenset())
         options = Options.build(
             {
                 "specialize": list(life.specialize),
@@ -344,14 +344,14 @@ class Played:
         fault = self.model.fault(name, rows, most)
         if fault and self.life.how == "raises":
             raise RuntimeError("no such instruction")
-        check = AddedCondition("True", None)
+        check = NONE
         if self.life.values or pinned:
 
             def same(args: Sequence[Any]) -> bool:
                 x, number = self._read(args)
                 return (not pinned or x.shape[0] == rows) and repr(float(number)) == repr(most)
 
-            check = AddedCondition("the same", same if self.life.values else lambda args: args[0] == rows)
+            check = Guards("the same", same if self.life.values else lambda args: args[0] == rows)
 
         def run(*args: Any) -> Sequence[Any]:
             given, other = self._read(args)

@@ -11,7 +11,7 @@ import torch
 
 from multigraph_backend.saved_tensors import choosing, packs, partitioner, rules, statistics
 from multigraph_backend.saved_tensors.rules import Cast, Described, Rule, Scaled
-from tests.saved_tensors.random_packs import Wrong, play
+from tests.support.saved_tensors.random_packs import Wrong, play
 
 SLICE = (*range(8), 13, 16, 19)
 
