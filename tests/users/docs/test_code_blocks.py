@@ -231,7 +231,12 @@ def normalized(text: str) -> str:
         text = re.sub(pattern, number, text)
     text = re.sub(r"\([^()\s]*?([^()/\s]+):\d+\)", r"(\1)", text)  # a place in a file: its name alone
     # the head of a line of torch's log: its level and module
-    text = re.sub(r"^([A-Z])\d{4} [\d:.]+ \d+ \S*?(\w+/\w+\.py):\d+\]", r"\1 \2]", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^([A-Z])\d{4} [\d:.]+ \d+ \S*?(multigraph_backend/\S+?\.py|\w+/\w+\.py):\d+\]",
+        r"\1 \2]",
+        text,
+        flags=re.MULTILINE,
+    )
     text = re.sub(r"\b\d+\.\d+ s\b", "0.00 s", text)
     # columns of a report are as wide as the longest condition
     return "\n".join(re.sub(r"(?<=\S)  +", "  ", line.rstrip()) for line in text.strip("\n").splitlines())
