@@ -137,14 +137,14 @@ class Program:
         """The inputs whose elements the program uses: the tensors (and integers) that Dynamo's graph takes for sure."""
         inputs = {*(t.name for t in self.tensors), *self.ints}
         text = "\n".join(r for r in self.body.returns if r not in inputs)  # an input returned as it is goes past it
-        for line in reversed(self.body.lines):
-            made = re.match(r"(\w+) = ", line)
-            if made is None or re.search(rf"\b{made[1]}\b", text):  # what nothing needs goes past it as well
-                text = f"{line}\n{text}"
 
         def used(name: str) -> bool:
             return re.search(rf"\b{name}\b(?!\.shape|\.numel|\.dtype)", text) is not None
 
+        for line in reversed(self.body.lines):
+            made = re.match(r"(\w+) = ", line)
+            if made is None or used(made[1]):  # what nothing needs goes past it as well
+                text = f"{line}\n{text}"
         return frozenset(filter(used, inputs))
 
     @property

@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from tests.support.commit import commit
 from tests.support.fuzz.programs import generate, script
 
 GOOD = ("right", "discarded", "torch")
@@ -102,6 +103,7 @@ class _Run:
                 if record["seed"] in wanted and record["profile"] == args.profile:
                     self.records[record["seed"]] = record
         self.before = len(self.records)
+        self.commit = commit("tests/support/fuzz")  # what is imported, not what lies there in the end
         self.todo = [seed for seed in wanted if seed not in self.records]
 
     def run(self) -> int:
@@ -166,6 +168,7 @@ class _Run:
         return current + 1
 
     def _record(self, record: dict[str, Any]) -> None:
+        record = {"commit": self.commit, **record}
         with self.lock:
             self.records[record["seed"]] = record
             if self.journal is not None:
@@ -188,6 +191,7 @@ class _Run:
         records = [self.records[seed] for seed in sorted(self.records)]
         features = collections.Counter(f for r in records for f in r.get("features", ()))
         return {
+            "commit": ", ".join(dict.fromkeys(r["commit"] for r in records)),
             "torch": torch.__version__,
             "compiler": self.args.compiler,
             "backend": self.args.backend,

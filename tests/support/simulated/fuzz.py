@@ -1,8 +1,8 @@
 """The long run of random programs over recordings on the simulated device.
 
-    python tests/support/simulated/fuzz.py --seeds 1 20000 --json out.json     # from 1 to 19999
-    python tests/support/simulated/fuzz.py --only 1234                         # one program, step by step
-    python tests/support/simulated/fuzz.py --only 1234 --calls 7               # its first calls
+    python tests/support/simulated/fuzz.py --seeds 1 20000 --jobs 8 --json out.json     # from 1 to 19999
+    python tests/support/simulated/fuzz.py --only 1234                                   # one program, step by step
+    python tests/support/simulated/fuzz.py --only 1234 --calls 7                         # its first calls
 
 Exits with 1 where a program is wrong; the JSON says which, and what all of them exercised.
 """
@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import logging
-import os
-import subprocess
+import multiprocessing
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
+from tests.support.commit import commit
 from tests.support.simulated.random_programs import Wrong, run
+
+CHUNK = 50
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 500), metavar=("FIRST", "END"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end earlier, after so long")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--only", type=int, default=None, metavar="SEED")
     parser.add_argument("--calls", type=int, default=None, help="with --only: how many")
@@ -52,42 +58,54 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     first, end = args.seeds
     counts: Counter[str] = Counter()
     wrong: list[dict[str, Any]] = []
-    started, seed, commit = time.monotonic(), first, _commit()  # what was imported, not what lies there in the end
-    run(first)  # imports what it needs
-    gc.collect()
-    gc.freeze()  # programs collect garbage: not what was there before
-    while seed < end and time.monotonic() - started < args.seconds:
-        try:
-            counts += run(seed)
-        except Wrong as error:
-            text = str(error)
-            wrong.append({"seed": seed, "what": text.splitlines()[0], "steps": text.splitlines()[1:]})
-            print(f"seed {seed}: {text.splitlines()[0]}", file=sys.stderr, flush=True)
-        seed += 1
-        if (seed - first) % 1000 == 0:
-            speed = (seed - first) / (time.monotonic() - started)
-            print(f"{seed - first} programs, {speed:.1f}/s, {len(wrong)} wrong", file=sys.stderr, flush=True)
+    of = commit("tests/support/simulated")  # what is imported, not what lies there in the end
+    began, programs, said = time.monotonic(), 0, 0
+    chunks = [range(seed, min(seed + CHUNK, end)) for seed in range(first, end, CHUNK)]
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), _begin) as pool:
+        for done, exercised, found in pool.map(_chunk, chunks, itertools.repeat(time.time() + args.seconds)):
+            programs, counts = programs + done, counts + exercised
+            wrong += found
+            for one in found:
+                print(f"seed {one['seed']}: {one['what']}", file=sys.stderr, flush=True)
+            if programs >= said + 1000:
+                said, speed = programs, programs / (time.monotonic() - began)
+                print(f"{programs} programs, {speed:.1f}/s, {len(wrong)} wrong", file=sys.stderr, flush=True)
     return {
-        "commit": commit,
+        "commit": of,
         "torch": torch.__version__,
-        "seeds": [first, seed],
-        "programs": seed - first,
+        "seeds": [first, end],
+        "programs": programs,
         "number_wrong": len(wrong),
         "wrong": wrong,
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(time.monotonic() - began, 1),
         "exercised": dict(sorted(counts.items())),
     }
 
 
-def _commit() -> str:
-    def git(*command: str) -> str:
-        root = Path(__file__).resolve().parents[3]
-        return subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+def _begin() -> None:
+    """In each process, once."""
+    torch.set_num_threads(1)
+    logging.getLogger("multigraph_backend").setLevel(logging.CRITICAL)
+    run(0)  # imports what it needs
+    gc.collect()
+    gc.freeze()  # programs collect garbage: not what was there before
 
-    if named := os.environ.get("MULTIGRAPH_COMMIT"):  # a copy of the checkout, without its history
-        return named
-    changed = git("status", "--porcelain", "--untracked-files=no", "multigraph_backend", "tests/support/simulated")
-    return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if changed else "")
+
+def _chunk(seeds: Iterable[int], until: float) -> tuple[int, Counter[str], list[dict[str, Any]]]:
+    """-> (how many programs ran, what they exercised, those that are wrong)."""
+    counts: Counter[str] = Counter()
+    wrong: list[dict[str, Any]] = []
+    programs = 0
+    for seed in seeds:
+        if time.time() > until:
+            break
+        programs += 1
+        try:
+            counts += run(seed)
+        except Wrong as error:
+            what, *steps = str(error).splitlines()
+            wrong.append({"seed": seed, "what": what, "steps": steps})
+    return programs, counts, wrong
 
 
 if __name__ == "__main__":
