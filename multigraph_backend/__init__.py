@@ -33,6 +33,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from multigraph_backend import allocator as allocator
     from multigraph_backend.backend import multigraph
     from multigraph_backend.cudagraphs.runtime import limit_recordings
     from multigraph_backend.declare.marks import mark
@@ -105,9 +106,21 @@ __all__ = [
 ]
 
 
+#: modules that users import themselves; an attribute too, loaded when it is asked for
+_MODULES = ("allocator", "doctor")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """What is public, loaded or not, and what every module has; not what happens to be loaded beneath."""
+    of_modules = {name for name in globals() if name.startswith("__") and name.endswith("__")}
+    return sorted({*__all__, *_MODULES, *of_modules})
