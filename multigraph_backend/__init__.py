@@ -7,10 +7,11 @@ sizes that were declared.  Importing this package is light: torch loads the back
 
 The parts, each of which imports only from those below it:
 
-    __main__.py     python -m multigraph_backend: the doctor, and explain() for a script
+    __main__.py     python -m multigraph_backend: the doctor, and explain() for a script, as text or as a page
     doctor/         whether multigraph can work on this machine, and what to do where it cannot
     __init__.py     the public names, each loaded when it is asked for
     report.py       explain(): what became of each graph, of its variants and its recordings, and why
+    page/           the same as a page for a browser, which loads nothing from anywhere
     backend.py      what torch calls with each graph; takes over torch's own dispatch of marks; compiles nothing
     region/         one Dynamo graph and its variants: which code runs a call, and what where there is none
     lower/          one compile from end to end: a captured graph with facts in, code and its guards out

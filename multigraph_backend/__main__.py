@@ -1,7 +1,9 @@
-"""What a shell can ask of multigraph: whether it can work here (`doctor`), and what it did for a script (`explain`).
+"""What a shell can ask of multigraph: whether it can work here (`doctor`), and what it did for a script (`explain`, and
+`report` as a page for a browser).
 
     python -m multigraph_backend doctor
     python -m multigraph_backend explain SCRIPT [args...]
+    python -m multigraph_backend report SCRIPT [args...]
 
 torch is imported by what needs it: by no `--help`, and by `explain` only if the script does.
 """
@@ -26,12 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` without the program's name.  Returns the exit status; wrong usage exits with 2."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if arguments.command == "explain":
+    if arguments.command in ("explain", "report"):
         if not os.path.exists(arguments.script):
             parser.error(f"there is no file {arguments.script!r}")
-        if arguments.json not in (None, "-") and not os.path.isdir(os.path.dirname(os.path.abspath(arguments.json))):
-            parser.error(f"there is no folder for {arguments.json!r}")
-        _Account(arguments.script, arguments.json, arguments.model).run(arguments.args)
+        path = arguments.json if arguments.command == "explain" else arguments.output
+        if path not in (None, "-") and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            parser.error(f"there is no folder for {path!r}")
+        kind = _Account if arguments.command == "explain" else _Page
+        kind(arguments.script, path, arguments.model).run(arguments.args)
         return 0
     from multigraph_backend import doctor
 
@@ -66,9 +70,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit status: the script's; 2 wrong usage. A script that a signal or os._exit ends has no account.",
     )
     explain.add_argument("--json", metavar="PATH", help="write JSON to PATH (-: to stdout) in place of the text")
-    explain.add_argument("--model", metavar="GLOB", help="only graphs of module classes or functions of that name")
-    explain.add_argument("script", metavar="SCRIPT", help="a Python file")
-    explain.add_argument("args", metavar="args", nargs=argparse.REMAINDER, help="arguments of the script")
+    report = commands.add_parser(
+        "report",
+        help="run a script, then write what multigraph did for it as a page for a browser",
+        description="Runs SCRIPT as python does, and writes one page of HTML, which loads nothing from anywhere, when "
+        "the process ends, also by an exception or sys.exit. Graphs are kept in memory until then.",
+        epilog="exit status: the script's; 2 wrong usage. A script that a signal or os._exit ends has no page.",
+    )
+    report.add_argument(
+        "--output", "-o", metavar="PATH", default="multigraph.html", help="the page (multigraph.html; -: to stdout)"
+    )
+    for command in (explain, report):
+        command.add_argument("--model", metavar="GLOB", help="only graphs of module classes or functions of that name")
+        command.add_argument("script", metavar="SCRIPT", help="a Python file")
+        command.add_argument("args", metavar="args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
@@ -92,9 +107,9 @@ class _Account:
     and its traceback are left to Python.  Only the frames of this module are taken out of the traceback.
     """
 
-    def __init__(self, script: str, json_path: str | None, model: str | None) -> None:
+    def __init__(self, script: str, path: str | None, model: str | None) -> None:
         self.script = script
-        self.json_path = os.path.abspath(json_path) if json_path not in (None, "-") else json_path
+        self.path = os.path.abspath(path) if path not in (None, "-") else path
         self.model = model
         self.process = os.getpid()
         self.interrupted = False
@@ -122,12 +137,11 @@ class _Account:
         text = self._text()
         registry.release()  # before the interpreter takes down what they stand on
         try:
-            if self.json_path in (None, "-"):
+            if self.path in (None, "-"):
                 print(text, flush=True)
             else:
-                assert self.json_path is not None
-                with open(self.json_path, "w", encoding="utf-8") as file:
-                    file.write(text + "\n")
+                assert self.path is not None
+                self._write(text, self.path)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: no error at exit
         except OSError as error:
@@ -137,14 +151,18 @@ class _Account:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(self.process, signal.SIGINT)
 
+    def _write(self, text: str, path: str) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
     def _text(self) -> str:
         if not registry.living():
             loaded = "multigraph_backend.region.region" in sys.modules
-            return '{"regions": []}' if self.json_path is not None else "\n".join(self._nothing(loaded))
+            return '{"regions": []}' if self.path is not None else "\n".join(self._nothing(loaded))
         from multigraph_backend.report import explain
 
         account = explain(self.model)
-        if self.json_path is not None:
+        if self.path is not None:
             return account.to_json()
         if not account.regions:
             functions = sorted({entry.function for entry in explain().regions})
@@ -173,6 +191,28 @@ class _Account:
             '  remedy: pass backend="multigraph" to torch.compile and call what it returns; TORCH_LOGS=graph_breaks '
             "shows what Dynamo leaves to Python, and `python -m multigraph_backend doctor` checks the installation"
         )
+
+
+class _Page(_Account):
+    """The same, given as a page.  What became of it is said on stderr, so that stdout is the script's own."""
+
+    def _write(self, text: str, path: str) -> None:
+        super()._write(text, path)
+        print(f"multigraph: what {self.script} compiled and ran is in {path}", file=sys.stderr)
+
+    def _text(self) -> str:
+        title = f"multigraph: what {self.script} compiled and ran"
+        if not registry.living():
+            said = list(self._nothing("multigraph_backend.region.region" in sys.modules))
+            if "torch" not in sys.modules:
+                from multigraph_backend import page
+
+                return page.render({}, title=title, said=said)
+        else:
+            said = [f"There is no graph of a model {self.model!r}."] if self.model is not None else []
+        from multigraph_backend.report import explain
+
+        return explain(self.model).to_html(title=title, said=said)
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]

@@ -1,22 +1,28 @@
 """What happened and why, for people and for programs.
 
 `explain()` reads the live regions; nothing is recorded for it on the way, beyond what dispatch keeps anyway.
+As text it is for reading in a terminal, as data for programs, and `page` makes a page for browsers of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import fnmatch
+import importlib.metadata
 import inspect
 import json
 import os
+import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from multigraph_backend import events, page
 from multigraph_backend.declare import marks
 from multigraph_backend.options import disabled_pieces
 from multigraph_backend.process import rank
@@ -105,6 +111,33 @@ class Explanation:
         """The same as JSON text."""
         return json.dumps(asdict(self))
 
+    def to_html(
+        self, path: str | os.PathLike[str] | None = None, *, title: str = "multigraph", said: Iterable[str] = ()
+    ) -> str:
+        """The same as one page for a browser, which loads nothing from anywhere; also written to `path` if given.
+
+        `title`: of the page; `said`: lines to show where nothing was compiled.  The page has the counts of `stats()`
+        too, of the moment when it is made.  What was at `path` is replaced once the page is whole.
+        """
+        about = {
+            "multigraph": _version("multigraph"),
+            "torch": str(torch.__version__),
+            "Python": platform.python_version(),
+            "": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
+        }
+        text = page.render(self.to_dict(), events.stats(), title, about, said)
+        if path is not None:
+            beside = f"{os.fspath(path)}.{os.getpid()}.new"
+            try:
+                with open(beside, "w", encoding="utf-8") as file:
+                    file.write(text)
+                os.replace(beside, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(beside)
+                raise
+        return text
+
     def __str__(self) -> str:
         lines = [_region_text(entry) for entry in self.regions] or ["multigraph: nothing compiled yet"]
         if self.rank is not None:
@@ -120,6 +153,13 @@ class Explanation:
             for place in self.unmet_marks
         ]
         return "\n".join(lines)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "from a checkout"
 
 
 def explain(model: object = None) -> Explanation:

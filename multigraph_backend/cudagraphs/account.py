@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from multigraph_backend.cudagraphs import memory_map
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut
 from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
@@ -45,7 +46,7 @@ class DeviceReport:
     `moved`: outputs that were held when their memory was needed; `again`: recordings beyond the first of a piece at one
     key after the same one; `evicted`: given up for others; `unprofitable`: given up because they did not pay; `shared`:
     how often several threads came to call; `copies`: whether all outputs are copies now because they do; `tree`: one
-    line a recording, children indented below the one that they follow.
+    line a recording, children indented below the one that they follow; `nodes`: the same as data, with its memory.
     """
 
     device: int
@@ -60,6 +61,7 @@ class DeviceReport:
     copies: bool
     pieces: tuple[PieceReport, ...]
     tree: tuple[str, ...]
+    nodes: tuple[memory_map.RecordingReport, ...] = ()
 
     def __str__(self) -> str:
         megabytes = self.pool_bytes / (1 << 20)
@@ -142,6 +144,7 @@ def of(tree: Tree) -> DeviceReport:
             copies=tree.shared,
             pieces=tuple(_piece(piece, nodes) for piece in sorted(tree.pieces, key=lambda piece: piece.spec.label)),
             tree=tuple(f"{'  ' * (node.depth - 1)}{_label(node)}: {node.calls} replays" for node in nodes),
+            nodes=tuple(memory_map.of(node, _label(node)) for node in nodes),
         )
 
 
