@@ -9,6 +9,7 @@ The parts, each of which imports only from those below it:
 
     __main__.py     python -m multigraph_backend: the doctor, and explain() for a script, as text or as a page
     doctor/         whether multigraph can work on this machine, and what to do where it cannot
+    metrics.py      what Prometheus asks for, read when it asks
     __init__.py     the public names, each loaded when it is asked for
     report.py       explain(): what became of each graph, of its variants and its recordings, and why
     page/           the same as a page for a browser, which loads nothing from anywhere
@@ -108,7 +109,7 @@ __all__ = [
 
 
 #: modules that users import themselves; an attribute too, loaded when it is asked for
-_MODULES = ("allocator", "doctor")
+_MODULES = ("allocator", "doctor", "metrics")
 
 
 def __getattr__(name: str) -> Any:

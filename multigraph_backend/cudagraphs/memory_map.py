@@ -1,4 +1,4 @@
-"""Where the memory of recordings lies: over addresses, and over the steps of a path.
+"""Where the memory of recordings lies: over addresses, and along the paths of the tree.
 
 A recording keeps memory at fixed addresses: buffers of the inputs that it copies, which serve again as soon as it has
 run, and outputs, which are somebody's until a later recording of the path may write over them.  What a capture
@@ -8,7 +8,7 @@ In:  the nodes of a tree.  Out: one `RecordingReport` each, plain data for `expl
 where while the recordings of a path run one after the other, which `page` draws.
 
     path A, B, C:  A hands out h at 0x1000; B reads h, which dies in it; C may write there
-    lifetimes:     h at 0x1000 from step 0 to step 1
+    lifetimes:     h at 0x1000 from the path's recording 0 to 1
 
 Nothing is computed for it at a call, and nothing is asked of the device.
 """
@@ -62,7 +62,7 @@ class RecordingReport:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A block on a path: alive from step `first` to step `last`, both included."""
+    """A block on a path: alive from its recording `first` to its recording `last`, both included."""
 
     block: Block
     first: int
@@ -109,24 +109,24 @@ def paths(recordings: Iterable[RecordingReport]) -> list[tuple[RecordingReport, 
 def lifetimes(path: Sequence[RecordingReport]) -> tuple[Lifetime, ...]:
     """Of each block of the path's recordings, in the order in which they begin.
 
-    An output lives to the end of the path, or until a recording may write over it: to the step before, where it was
-    dead then; through that step, where it dies in it.
+    An output lives to the end of the path, or until a recording may write over it: up to the one before, where it was
+    dead then; through that one, where it dies in it.
     """
-    alive: dict[int, tuple[Block, int]] = {}  # by address: what lies there, since which step
+    alive: dict[int, tuple[Block, int]] = {}  # by address: what lies there, since which recording
     found = []
-    for step, entry in enumerate(path):
+    for at, entry in enumerate(path):
         for address in entry.over:
             if address in alive:
                 block, first = alive.pop(address)
-                found.append(Lifetime(block, first, step - 1))
+                found.append(Lifetime(block, first, at - 1))
         for address in entry.consumes:
             if address in alive:
                 block, first = alive.pop(address)
-                found.append(Lifetime(block, first, step))
+                found.append(Lifetime(block, first, at))
         for block in entry.blocks:
             if block.kind == "input":
-                found.append(Lifetime(block, step, step))
+                found.append(Lifetime(block, at, at))
             else:
-                alive[block.address] = block, step
+                alive[block.address] = block, at
     found += [Lifetime(block, first, len(path) - 1) for block, first in alive.values()]
     return tuple(sorted(found, key=lambda entry: (entry.first, entry.block.address)))

@@ -1,7 +1,7 @@
 """The account of `explain()` as one page of HTML that a browser shows without any network.
 
 `contents` arranges the account for reading (what to look at first, graphs, recordings as a tree), with numbers as
-people read them from `figures`; `drawing` lays out memory over addresses and steps; `template.html` puts all of it on
+people read them from `figures`; `drawing` lays out memory over addresses and time; `template.html` puts all of it on
 the page, with `style.css` and `script.js` inside of it.
 
 In:  the account as plain data (`Explanation.to_dict()`), so that nothing here asks torch or the runtime for anything.

@@ -193,7 +193,7 @@ def _children(
 
 def _path(path: Sequence[RecordingReport]) -> dict[str, Any]:
     picture = drawing.draw(memory_map.lifetimes(path), len(path))
-    return {"steps": path, "picture": picture, "title": " → ".join(entry.label for entry in path)}
+    return {"recordings": path, "picture": picture, "title": " → ".join(entry.label for entry in path)}
 
 
 # ---------------------------------------------------------------- what to look at first

@@ -1,4 +1,4 @@
-"""Memory of the recordings of one path, laid out for a picture: steps to the right, addresses upwards.
+"""Memory of the recordings of one path, laid out for a picture: time to the right, addresses upwards.
 
 In:  lifetimes of blocks (`cudagraphs.memory_map`).  Out: rectangles in the units of a picture, and the addresses along
 its side.  Addresses where no block lies take no room, for the segments of a pool lie far apart; such a gap is a line.
@@ -45,9 +45,9 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Picture:
-    """`column`: the width of a step; `bytes`: of all bands together."""
+    """`columns`: how many, one a recording, each `column` wide; `bytes`: of all bands together."""
 
-    steps: int
+    columns: int
     column: float
     bands: tuple[Band, ...]
     rectangles: tuple[Rectangle, ...]
@@ -59,12 +59,12 @@ class Picture:
         return sum(band.high - band.low for band in self.bands)
 
 
-def draw(lifetimes: Sequence[Lifetime], steps: int) -> Picture:
-    """The picture of a path of `steps` recordings.  Blocks of no bytes are left out."""
+def draw(lifetimes: Sequence[Lifetime], columns: int) -> Picture:
+    """The picture of a path of `columns` recordings.  Blocks of no bytes are left out."""
     shown = [entry for entry in lifetimes if entry.block.bytes > 0]
     bands = _bands((entry.block.address, entry.block.address + entry.block.bytes) for entry in shown)
-    column = WIDTH / max(steps, 1)
-    return Picture(steps, column, bands, tuple(_rectangle(entry, bands, column) for entry in shown))
+    column = WIDTH / max(columns, 1)
+    return Picture(columns, column, bands, tuple(_rectangle(entry, bands, column) for entry in shown))
 
 
 def _bands(ranges: Iterable[tuple[int, int]]) -> tuple[Band, ...]:
@@ -91,7 +91,6 @@ def _rectangle(entry: Lifetime, bands: Sequence[Band], column: float) -> Rectang
     band = next(band for band in bands if band.low <= block.address < band.high)
     top, bottom = band.at(block.address + block.bytes), band.at(block.address)
     height = max(bottom - top, _LEAST)
-    steps = entry.last - entry.first + 1
-    # a buffer of a copied input serves again as soon as its recording has read it: it takes the first part of the step
-    width = column / 3 if block.kind == "input" else column * steps
+    # a buffer of a copied input serves again as soon as its recording has read it: it takes the first part of its time
+    width = column / 3 if block.kind == "input" else column * (entry.last - entry.first + 1)
     return Rectangle(entry.first * column, min(top, HEIGHT - height), width, height, entry)

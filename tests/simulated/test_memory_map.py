@@ -43,8 +43,8 @@ def test_blocks_of_a_path_as_the_tree_knows_them() -> None:
     assert spans[kept_at, "output"] == (0, 1)  # dropped before the third ran
 
 
-def test_what_is_drawn_at_one_step_never_overlaps() -> None:
-    """On every path of a tree that grew under many orders: two blocks alive at one step share no byte."""
+def test_what_is_drawn_at_one_time_never_overlaps() -> None:
+    """On every path of a tree that grew under many orders: two blocks alive at one time share no byte."""
     bench = Bench()
     pieces = [
         bench.piece(lambda x: (x * 2, x.repeat(2)), 1, 2, label="wide"),
@@ -68,7 +68,7 @@ def test_what_is_drawn_at_one_step_never_overlaps() -> None:
     for path in found:
         spans = [entry for entry in memory_map.lifetimes(path) if entry.block.kind != "input"]
         for one, other in itertools.combinations(spans, 2):
-            # in the step in which one dies, the other may begin where it lay
+            # while the recording runs in which one dies, the other may begin where it lay
             if max(one.first, other.first) < min(one.last, other.last) or one.first == other.first:
                 low, high = sorted((one.block, other.block), key=lambda block: block.address)
                 assert low.address + low.bytes <= high.address

@@ -8,7 +8,7 @@ import sys
 
 import multigraph_backend
 
-MODULES = {"allocator", "doctor"}
+MODULES = {"allocator", "doctor", "metrics"}
 
 
 def public(names: list[str]) -> set[str]:
