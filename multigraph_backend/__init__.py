@@ -11,6 +11,7 @@ The parts, each of which imports only from those below it:
     doctor/         whether multigraph can work on this machine, and what to do where it cannot
     metrics.py      what Prometheus asks for, read when it asks
     __init__.py     the public names, each loaded when it is asked for
+    serving/        before the first request: all that was declared called ahead
     report.py       explain(): what became of each graph, of its variants and its recordings, and why
     page/           the same as a page for a browser, which loads nothing from anywhere
     backend.py      what torch calls with each graph; takes over torch's own dispatch of marks; compiles nothing
@@ -23,6 +24,7 @@ The parts, each of which imports only from those below it:
     declare/        what may be declared: predicates over named integers, facts, torch's marks
     distributed/    under torch.distributed: collectives in order, compiles, endings, who waits for whom
     allocator/      the allocator extension (allocator_ext/): found, checked, given to torch
+    sealing.py      whether anything may still be compiled or recorded
     events.py       counters that threads cannot lose, messages that are said once
     process/        what a process has once: its rank, its garbage collector, its threads' frames, interruptions
     spelling.py     what errors say of a word that is not right
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from multigraph_backend.report import Explanation, explain
     from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
     from multigraph_backend.saved_tensors.rules import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
+    from multigraph_backend.sealing import Sealed, seal, unseal
+    from multigraph_backend.serving.rehearsal import WarmUp, warmup
 
 __version__ = "0.1.1"
 
@@ -68,6 +72,8 @@ _HOME = {
     "Rule": "saved_tensors.rules",
     "SavedHook": "saved_tensors.hooks",
     "Scaled": "saved_tensors.rules",
+    "Sealed": "sealing",
+    "WarmUp": "serving.rehearsal",
     "explain": "report",
     "limit_recordings": "cudagraphs.runtime",
     "mark": "declare.marks",
@@ -75,7 +81,10 @@ _HOME = {
     "multigraph": "backend",
     "reset_stats": "events",
     "saved_hook": "saved_tensors.hooks",
+    "seal": "sealing",
     "stats": "events",
+    "unseal": "sealing",
+    "warmup": "serving.rehearsal",
 }
 
 __all__ = [
@@ -97,6 +106,8 @@ __all__ = [
     "Rule",
     "SavedHook",
     "Scaled",
+    "Sealed",
+    "WarmUp",
     "explain",
     "limit_recordings",
     "mark",
@@ -104,7 +115,10 @@ __all__ = [
     "multigraph",
     "reset_stats",
     "saved_hook",
+    "seal",
     "stats",
+    "unseal",
+    "warmup",
 ]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat, events
+from multigraph_backend import _compat, events, sealing
 from multigraph_backend.capture import from_dynamo, user_code
 from multigraph_backend.declare import marks
 from multigraph_backend.lower import at_once
@@ -71,6 +71,7 @@ class Multigraph:
         if disabled & {"saved_tensors", "all"}:
             accepted = accepted.without_packs()
         try:
+            sealing.refused(f"{traced} is traced")  # Dynamo has done so; what is refused is its compile, when it comes
             if "all" in disabled:
                 return _compile_at_once(gm, example_inputs, accepted, traced, "MULTIGRAPH_DISABLE=all")
             if "variants" in disabled:
@@ -115,6 +116,8 @@ def _compile_at_once(
     """As any other backend does: one generic compile, in Dynamo's trace and under its guards."""
     started = time.perf_counter()
     try:
+        if (late := sealing.refused(f"{traced} is compiled")) is not None:
+            raise CannotLower(late)
         if stock_hooks() is not None:  # torch puts them into the graphs itself: once is enough
             options = options.without_packs()
         with account.collecting() as saved:

@@ -31,7 +31,7 @@ Event = Literal[
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
     "refused_collectives", "waited_for_ranks", "late_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries",
-    "retained_backwards", "copied_backwards",
+    "retained_backwards", "copied_backwards", "after_seal",
 ]  # fmt: skip
 
 _CALLS: tuple[CallKind, ...] = ("generic_calls", "variant_calls")

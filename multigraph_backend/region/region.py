@@ -21,7 +21,7 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import _compat, events
+from multigraph_backend import _compat, events, sealing
 from multigraph_backend.capture import declared, size_names
 from multigraph_backend.capture.aliasing import Sharing, sharing
 from multigraph_backend.capture.graph import CapturedGraph, NamedSize
@@ -92,6 +92,11 @@ class Region:
         for note in self.notes:
             events.warn_once(f"{self.user_code}: {note}", "%s: %s", self.user_code, note)
 
+    @property
+    def captured(self) -> CapturedGraph | None:
+        """The graph as Dynamo traced it; None where it was compiled at once."""
+        return self.__dict__.get("_graph")
+
     def dispatcher(self) -> Callable[..., Any]:
         """The function that runs a call: same arguments as the graph, same outputs."""
         profiler = dispatch.NoProfiler if _compat.missing("instruments") else _compat.profiler
@@ -149,6 +154,8 @@ class Region:
         form = variant.fitting(args)
         if form is not None or variant.resting or stance() in _NO_COMPILE_STANCES:
             return form
+        if sealing.refused(f"{self.user_code}: {variant.text} is compiled") is not None:
+            return None
         if not variant.may_compile(*self._case(args)):
             return None
         limit = self.options.compile_timeout

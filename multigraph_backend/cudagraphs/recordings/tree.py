@@ -43,7 +43,7 @@ from typing import Any, Protocol
 
 import torch
 
-from multigraph_backend import _compat, events
+from multigraph_backend import _compat, events, sealing
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import planning, recording, replay
@@ -288,6 +288,8 @@ class Tree(Nodes):
             )
         if not keyed.piece.spec.required and not keyed.piece.uses.wanted((parent.number, keyed.key), limits.unreplayed):
             raise NotRecorded(NOT_REPLAYED)
+        if (late := sealing.refused(f"{keyed.piece.spec.label} is recorded")) is not None:
+            raise NotRecorded(late)
         plan = planning.plan(self, parent, keyed, inputs, first)
         if self.turns.aside:
             raise NotRecorded(BESIDE)
