@@ -150,6 +150,13 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("compute_overlapping_tensors", "torch._C._dynamo.guards", "compute_overlapping_tensors"),
         _S("InstructionTranslator", "torch._dynamo.symbolic_convert", "InstructionTranslator",
            feature="names", shape=("current_tx",)),
+        _S("install_guard", "torch._dynamo.guards", "install_guard", feature="instances", shape=("guards",)),
+        _S("GuardBuilder", "torch._dynamo.guards", "GuardBuilder", feature="instances",
+           shape=("EQUALS_MATCH", "NOT_PRESENT_IN_GENERIC_DICT")),
+        _S("LocalSource", "torch._dynamo.source", "LocalSource", feature="instances",
+           shape=("local_name", "is_input", "is_derefed_cell_contents", "make_guard")),
+        _S("AttrSource", "torch._dynamo.source", "AttrSource", feature="instances",
+           shape=("base", "member", "make_guard")),
         _S("FakeTensorMode", "torch._subclasses.fake_tensor", "FakeTensorMode", shape=("shape_env", "from_tensor"),
            carried=("shape_env", "allow_non_fake_inputs"), made=lambda cls: cls()),
         _S("from_tensor", "torch._subclasses.fake_tensor", "FakeTensorMode.from_tensor",
@@ -337,6 +344,7 @@ _AGAIN = "torch refuses calls with retain_graph where it donates buffers"
 #: what is off in plain words where this torch lacks a symbol of the feature; what is said elsewhere is not here
 OFF = {
     "names": "sizes go by Dynamo's names, and options by no name of a model",
+    "instances": "instances of one class share options and reports, whatever their names",
     "stances": "torch's stances do not hold",
     "instruments": "torch's own instruments hear nothing",
     "modes": "the mode is ignored",
@@ -577,6 +585,23 @@ def root_frame() -> tuple[Any, Mapping[str, Any]] | None:
     except Exception:  # not inside a trace: torch raises an AttributeError of its own thread-local
         return None
     return translator.f_code, translator.f_locals
+
+
+def guard_attribute(local: str, within: tuple[str, ...], attribute: str, value: str | None, free: bool = False) -> None:
+    """Let the code of the trace in progress run only where an object has this attribute, or none in its `__dict__`.
+
+    The object is a local of the traced frame, or reached from it by the attributes `within`; `free`: the local is a
+    variable of an enclosing function.
+    """
+    source = __getattr__("LocalSource")(local, is_input=True, is_derefed_cell_contents=free)
+    for name in within:
+        source = __getattr__("AttrSource")(source, name)
+    builder = __getattr__("GuardBuilder")
+    if value is None:
+        guard = source.make_guard(functools.partial(builder.NOT_PRESENT_IN_GENERIC_DICT, attr=attribute))
+    else:
+        guard = __getattr__("AttrSource")(source, attribute).make_guard(builder.EQUALS_MATCH)
+    __getattr__("install_guard")(guard)
 
 
 def traced_from_user_code() -> bool:

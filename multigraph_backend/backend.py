@@ -26,7 +26,7 @@ from multigraph_backend.lower import at_once
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import CannotLower
-from multigraph_backend.options import Options, disabled_pieces
+from multigraph_backend.options import VARIABLE, Options, disabled_pieces
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import region, registry
 from multigraph_backend.saved_tensors import account
@@ -56,12 +56,13 @@ class Multigraph:
     ) -> Callable[..., Any]:
         """Take one Dynamo graph.
 
-        `mode` and `options` as in torch.compile (see `Options`); `name` labels the regions in reports.  Raises
-        `OptionsError` for what is not accepted.
+        `mode`, `options` and `name` as in torch.compile (see `Options.build`).  Raises `OptionsError` for what is not
+        accepted.
         """
         marks.meet(example_inputs)
         traced = user_code.current()
-        accepted = Options.build(options, mode, traced.models)
+        accepted = _accepted(options, mode, name, traced)
+        traced = dataclasses.replace(traced, name=accepted.name)
         by_inductor = accepted.compiler == "inductor"
         for feature, line in _compat.switched_off(by_inductor):
             events.warn_once("recordings" if feature.startswith("cudagraphs") else f"off: {feature}", "%s", line)
@@ -95,7 +96,7 @@ class Multigraph:
                 state = dataclasses.replace(state, hooks=None)  # they run in eager
             if state.hooks is not None:  # ours to place; torch would look at their copies when it asks its cache
                 from_dynamo.forget_hooks(graph)
-            return region.Region(graph, accepted, state, name).dispatcher()
+            return region.Region(graph, accepted, state).dispatcher()
         finally:
             _take_over_marks(example_inputs)
 
@@ -108,6 +109,20 @@ class Multigraph:
 
     def __repr__(self) -> str:
         return "<torch.compile backend multigraph>"
+
+
+def _accepted(
+    options: Mapping[str, object] | None, mode: str | None, name: str | None, traced: user_code.UserCode
+) -> Options:
+    """What the user asked for; where the module's own name has a part in it, modules of other names get other code."""
+    owner = traced.owner
+    accepted = Options.build(
+        options, mode, traced.models, name=name, attribute=None if owner is None else owner.attribute
+    )
+    in_code = name is not None or (options is not None and options.get("name") is not None)
+    if owner is not None and not in_code and (owner.attribute is not None or os.environ.get(VARIABLE, "").strip()):
+        owner.keep_apart()
+    return accepted
 
 
 def _compile_at_once(

@@ -16,7 +16,7 @@ each compile.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
+import inspect
 import json
 import math
 import os
@@ -24,22 +24,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
+from multigraph_backend import environment
 from multigraph_backend.cudagraphs import limits
 from multigraph_backend.declare.predicates import Predicate, predicate_from_json
+from multigraph_backend.environment import NAME_ATTRIBUTE, VARIABLE, Entries, OptionsError
 from multigraph_backend.spelling import did_you_mean, shown
 
 if TYPE_CHECKING:
     from multigraph_backend.saved_tensors.budget import Budget
     from multigraph_backend.saved_tensors.rules import Rule
 
-VARIABLE = "MULTIGRAPH_OPTIONS"
+__all__ = ["DISABLE_VARIABLE", "PIECES", "VARIABLE", "Options", "OptionsError", "disabled_pieces"]
+
 DISABLE_VARIABLE = "MULTIGRAPH_DISABLE"
 _OR_ERROR = "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR"
 PIECES = ("variants", "cudagraphs", "saved_tensors", "all")
-
-
-class OptionsError(ValueError):
-    """An option is unknown, or its value is not accepted."""
 
 
 def disabled_pieces(environ: Mapping[str, str]) -> frozenset[str]:
@@ -86,6 +85,9 @@ class Options:
     saved_tensors: rules for what is saved for backward, the first that matches decides; none: nothing is packed
     saved_tensors_budget: how much may be saved for backward; then the rules say what may be done, and it how much of
         it; None: all that the rules say
+    name: what this model is called among others of its class: in reports and messages, and as a key of the environment
+    mode: for a compiler other than Inductor that has a parameter of that name, and None otherwise
+    notes: what was asked for and cannot be had, for reports
     """
 
     specialize: tuple[Predicate, ...] = ()
@@ -104,6 +106,9 @@ class Options:
     inductor: tuple[tuple[str, object], ...] = ()
     saved_tensors: tuple[Rule, ...] = ()
     saved_tensors_budget: Budget | None = None
+    name: str | None = None
+    mode: str | None = None
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __hash__(self) -> int:
         # Callables and the values of patches take no part: they may be unhashable.
@@ -140,44 +145,60 @@ class Options:
         mode: str | None = None,
         model_names: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        name: str | None = None,
+        attribute: object = None,
     ) -> Options:
         """Merge and check what was asked for.
 
         options: as given to `torch.compile`; a key replaces the same key of the environment
         mode: as given to `torch.compile`; replaces the key "mode", which both sources may hold too
         model_names: what the environment may call this model, such as its class and "forward"
-        environ: the environment, `os.environ` if None
+        environ: the environment; if None, that of the process, where keys that match no model are noted
+        name: as given to `torch.compile`, from torch 2.15 on; the same as the key "name"
+        attribute: the module's `multigraph_name`, which names it where nothing in code does
 
-        ``MULTIGRAPH_OPTIONS`` is a JSON object of names or globs to options. Of its entries "*" is applied
-        first, then other globs in their order, then exact names; each replaces single keys of those before.
+        ``MULTIGRAPH_OPTIONS`` is a JSON object of names or globs to options, or the path of a file that holds it; which
+        of its entries apply, and in which order, is said at `Entries.applying`.
 
         Raises OptionsError.
         """
-        given = _from_environment(os.environ if environ is None else environ, model_names)
-        given.update(_from_code(options, mode))
+        in_code = _from_code(options, mode, name)
+        called = _called(in_code.pop("name", None), model_names, attribute)
+        given = _from_environment(environ, model_names, called)
+        if "name" in given:
+            why = "options are looked up here by the name; it is given in code, or by the module's multigraph_name"
+            given["name"].refuse("none", why)
+        given.update(in_code)
         for key, value in given.items():
             if key not in _READERS:
-                where = f"{did_you_mean(key, _READERS)}{value.origin}"
-                raise OptionsError(f"unknown option {key!r}{where}; valid options: {', '.join(_READERS)}")
+                raise OptionsError(f"unknown option {key!r}{_unknown(value)}; valid options: {', '.join(_READERS)}")
+        mode_given = given.pop("mode", None)
         read = {key: _READERS[key](value) for key, value in given.items()}
         knobs: dict[str, object] = {}
-        compiler = read.get("compiler", "inductor")
+        compiler = cast("str | Callable[..., Any]", read.get("compiler", "inductor"))
         if compiler != "inductor" and read.get("cudagraphs") == "require":
             given["cudagraphs"].refuse("none", f"only Inductor's code is recorded, and the compiler is {compiler!r}")
-        for key in ("mode", "inductor", "saved_tensors", "saved_tensors_budget"):
+        for key in ("inductor", "saved_tensors", "saved_tensors_budget"):
             if compiler != "inductor" and read.get(key):
                 given[key].refuse("none", f"only Inductor has it, and the compiler is {compiler!r}")
-        if read.get("mode") is not None:
-            knobs.update(_modes()[cast(str, read["mode"])])
+        wanted = None if mode_given is None else _read_mode(mode_given, compiler)
+        if wanted is not None and compiler == "inductor":
+            knobs.update(_modes()[wanted])
         knobs.update(cast(Mapping[str, object], read.get("inductor", {})))
-        _take_over_cudagraphs(knobs, read, os.environ if environ is None else environ)
+        _take_over_cudagraphs(knobs, read, wanted, os.environ if environ is None else environ)
         read["cut"] = cast(tuple[str, ...], read.get("cut", ())) + cast(tuple[str, ...], read.pop("splitting_ops", ()))
         read["inductor"] = tuple(sorted(knobs.items(), key=lambda item: item[0]))
-        read.pop("mode", None)  # it is among the knobs
-        return Options(**cast(dict[str, Any], read))
+        if wanted is not None and compiler != "inductor":
+            if _takes_mode(compiler):
+                read["mode"] = wanted
+            else:
+                read["notes"] = (_mode_without_effect(wanted, compiler),)
+        return Options(**cast(dict[str, Any], read), name=called)
 
 
-def _take_over_cudagraphs(knobs: dict[str, object], read: dict[str, object], environ: Mapping[str, str]) -> None:
+def _take_over_cudagraphs(
+    knobs: dict[str, object], read: dict[str, object], mode: str | None, environ: Mapping[str, str]
+) -> None:
     """What Inductor's own knobs, modes and environment say of recordings, as the option; it decides where it is given.
 
     `mode="reduce-overhead"` asks for what is done anyway; a mode without recordings, or `triton.cudagraphs` off, for
@@ -187,7 +208,6 @@ def _take_over_cudagraphs(knobs: dict[str, object], read: dict[str, object], env
     if chosen is False or read.get("compiler", "inductor") != "inductor":
         return
     if chosen is None:
-        mode = cast("str | None", read.get("mode"))
         if knobs.get("triton.cudagraphs") is False or (mode or "").endswith("no-cudagraphs"):
             read["cudagraphs"] = False
             return
@@ -199,11 +219,21 @@ def _take_over_cudagraphs(knobs: dict[str, object], read: dict[str, object], env
 
 @dataclass(frozen=True)
 class _Given:
-    """The value given for an option, and where: nothing for code, else its place in the environment."""
+    """The value given for an option, and where: in code, or at the `path` of keys into the environment's entries."""
 
     option: str
     value: object
-    origin: str = ""
+    source: Entries | None = None
+    path: environment.Keys = ()
+
+    @property
+    def origin(self) -> str:
+        """Where it was given, for the end of a message; nothing for code."""
+        return "" if self.source is None else f" ({self.source.place(self.path)})"
+
+    def inner(self, key: Any, value: object) -> _Given:
+        """A part of the value, by its key or index."""
+        return _Given(f"{self.option}[{key!r}]", value, self.source, (*self.path, key))
 
     def refuse(self, expected: str, detail: str = "") -> NoReturn:
         """Raise OptionsError: the option's name, what it accepts, what was given, where, and perhaps more."""
@@ -211,60 +241,124 @@ class _Given:
         raise OptionsError(f"option {self.option!r}: expected {expected}, {got}")
 
 
-def _from_code(options: object, mode: object) -> dict[str, _Given]:
+def _from_code(options: object, mode: object, name: object) -> dict[str, _Given]:
     if options is not None and not isinstance(options, Mapping):
         raise OptionsError(f"options must be a mapping of names to values, got {shown(options)}")
-    given = _named(options or {}, "")
+    given = _named(options or {})
     if mode is not None:
         if "mode" in given and given["mode"].value != mode:
             given["mode"].refuse(f"{mode!r}, as the argument mode says")
         given["mode"] = _Given("mode", mode)
+    if name is not None:
+        if "name" in given and given["name"].value not in (None, name):
+            given["name"].refuse(f"{name!r}, as the argument name says")
+        given["name"] = _Given("name", name)
     return given
 
 
-def _from_environment(environ: Mapping[str, str], model_names: Sequence[str]) -> dict[str, _Given]:
-    text = environ.get(VARIABLE, "")
-    if not text.strip():
+def _called(given: _Given | None, models: Sequence[str], attribute: object) -> str | None:
+    """The name of the model: what was given in code, else what its module carries; None where it has none."""
+    if given is not None and given.value is not None:
+        return _read_name(given)
+    if attribute is None:
+        return None
+    if isinstance(attribute, str) and _is_name(attribute):
+        return attribute
+    owner = models[0] if models else "the module"
+    raise OptionsError(f"{NAME_ATTRIBUTE} of {owner}: expected {_A_NAME}, got {shown(attribute)}")
+
+
+_A_NAME = "a name: text in one line that is not empty"
+
+
+def _is_name(text: str) -> bool:
+    return bool(text.strip()) and text.isprintable()
+
+
+def _read_name(given: _Given) -> str:
+    if not isinstance(given.value, str) or not _is_name(given.value):
+        given.refuse(_A_NAME)
+    return given.value
+
+
+def _from_environment(environ: Mapping[str, str] | None, models: Sequence[str], name: str | None) -> dict[str, _Given]:
+    found = environment.entries(os.environ if environ is None else environ)
+    if found is None:
         return {}
-    try:
-        entries = json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise OptionsError(f"{VARIABLE} is not valid JSON: {error.msg} at {place}") from error
-    if not isinstance(entries, dict):
-        raise OptionsError(f"{VARIABLE} must be an object of model names to options, got {shown(entries)}")
-    for name, entry in entries.items():
-        if name in _READERS and name not in model_names:
-            example = json.dumps({"*": {name: entry}})
+    for key, entry in found.options.items():
+        if key in _READERS and key not in (*models, name):
+            example = json.dumps({"*": {key: entry}})
+            where = VARIABLE if found.file is None else f"{found.file}, {found.line((key,))}: the file"
             raise OptionsError(
-                f"{VARIABLE} is an object of model names to options, and {name!r} is an option: for every model write "
+                f"{where} is an object of model names to options, and {key!r} is an option: for every model write "
                 f"{example if len(example) <= 200 else example[:197] + '...'}"
             )
         if not isinstance(entry, dict):
-            raise OptionsError(f"{VARIABLE}[{name!r}] must be an object of options, got {shown(entry)}")
-    exact = [name for name in entries if name in model_names]
-    others = [name for name in entries if name not in exact and name != "*"]
-    globs = [name for name in others if any(fnmatch.fnmatchcase(model, name) for model in model_names)]
+            environment.refuse_entry(found, key, f"must be an object of options, got {shown(entry)}")
+    if environ is None:
+        environment.note(found, models, name, os.environ)
     given: dict[str, _Given] = {}
-    for name in [*(["*"] if "*" in entries else []), *globs, *exact]:
-        given.update(_named(entries[name], f" (in {VARIABLE}[{name!r}])"))
+    for key in found.applying(models, name):
+        given.update(_named(found.options[key], found, (key,)))
     return given
 
 
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entries: dict[str, object] = {}
-    for key, value in pairs:
-        if key in entries:
-            raise OptionsError(f"{VARIABLE} says {key!r} twice in one object")
-        entries[key] = value
-    return entries
+_OF_TORCH_COMPILE = ("fullgraph", "dynamic", "backend", "disable", "recompile_limit", "isolate_recompiles")
+_OF_RULES = ("match", "pack")
+_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
-def _named(options: Mapping[Any, object], origin: str) -> dict[str, _Given]:
+def _unknown(given: _Given) -> str:
+    """What to write for what is no option: where it belongs, else the nearest option; and where it was given."""
+    key, value = given.option, given.value
+    knob = key.replace("-", "_")
+    if key in _OF_TORCH_COMPILE:
+        where = "an argument" if given.source is None else "given in code, as an argument"
+        said = f' (it is {where} of torch.compile, beside backend="multigraph")'
+    elif key in limits.LEAST:
+        said = f" (it is a limit: write {_written(given, {'limits': {key: value}})})"
+    elif key in _OF_RULES:
+        said = ' (it is part of a rule: write {"saved_tensors": [{"match": ..., "pack": ...}]})'
+    elif key.endswith(("]", ")")) or key in ("min", "max", "multiple_of"):
+        size = {key: value} if key.endswith(("]", ")")) else {"x[0]": {key: value}}
+        said = f" (it is of a condition: write {_written(given, {'specialize': [size]})})"
+    elif key == NAME_ATTRIBUTE:
+        said = f" (it is an attribute of a module; here write {_written(given, {'name': value})})"
+    elif key in (VARIABLE, DISABLE_VARIABLE):
+        said = " (it is a variable of the environment)"
+    elif key in _MODES:
+        said = f" (it is a mode: write {_written(given, {'mode': key})})"
+    elif _is_knob(knob):
+        said = f" (it is Inductor's: write {_written(given, {'inductor': {knob: value}})})"
+    elif isinstance(value, Mapping) and given.source is not None:
+        said = " (is it the name of a model? These stand one level above)"
+    else:
+        said = did_you_mean(key, _READERS)
+    return f"{said}{given.origin}"
+
+
+def _is_knob(name: str) -> bool:
+    from multigraph_backend import _compat
+
+    try:
+        return name in _compat.inductor_config_names()
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def _written(given: _Given, value: object) -> str:
+    """How to write `value` where `given` was: in Python, or in JSON."""
+    text = repr(value) if given.source is None else json.dumps(value)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _named(
+    options: Mapping[Any, object], source: Entries | None = None, path: environment.Keys = ()
+) -> dict[str, _Given]:
     for key in options:
         if not isinstance(key, str):
-            raise OptionsError(f"the name of an option must be a str, got {shown(key)}{origin}")
-    return {key: _Given(key, value, origin) for key, value in options.items()}
+            raise OptionsError(f"the name of an option must be a str, got {shown(key)}")
+    return {key: _Given(key, value, source, (*path, key)) for key, value in options.items()}
 
 
 def _read_specialize(given: _Given) -> tuple[Predicate, ...]:
@@ -274,13 +368,13 @@ def _read_specialize(given: _Given) -> tuple[Predicate, ...]:
         given.refuse("a list of conditions")
     predicates: list[Predicate] = []
     for index, entry in enumerate(given.value):
-        here = _Given(f"{given.option}[{index}]", entry, given.origin)
+        here = given.inner(index, entry)
         if not isinstance(entry, Mapping | Predicate):
             here.refuse("an object of size names to values, or a predicate")
         try:
             predicate = entry if isinstance(entry, Predicate) else predicate_from_json(entry)
         except (TypeError, ValueError) as error:
-            raise OptionsError(f"option {here.option!r}: {error}{given.origin}") from error
+            raise OptionsError(f"option {here.option!r}: {error}{here.origin}") from error
         if not predicate.satisfiable:
             here.refuse("a condition that some sizes satisfy", f"nothing satisfies {predicate}")
         if all(facts.unconstrained for facts in predicate.facts().values()):
@@ -300,13 +394,13 @@ def _read_saved_tensors(given: _Given) -> tuple[Rule, ...]:
         given.refuse("a list of rules", "wrap it in a list" if isinstance(given.value, Mapping | Rule) else "")
     rules = []
     for index, entry in enumerate(given.value):
-        here = _Given(f"{given.option}[{index}]", entry, given.origin)
+        here = given.inner(index, entry)
         if not isinstance(entry, Mapping | Rule):
             here.refuse('a Rule, or an object with "match" and "pack"')
         try:
             rules.append(entry if isinstance(entry, Rule) else rule_from_json(entry))
         except (TypeError, ValueError) as error:
-            raise OptionsError(f"option {here.option!r}: {error}{given.origin}") from error
+            raise OptionsError(f"option {here.option!r}: {error}{here.origin}") from error
     return tuple(rules)
 
 
@@ -346,9 +440,7 @@ def _read_operators(given: _Given) -> tuple[str, ...]:
     for index, entry in enumerate(given.value):
         text = str(entry)
         if not isinstance(entry, str) or not text.strip():
-            _Given(f"{given.option}[{index}]", entry, given.origin).refuse(
-                "the name of an operator, such as 'aten::mm'"
-            )
+            given.inner(index, entry).refuse("the name of an operator, such as 'aten::mm'")
         names.append(text if "::" in text else text.replace(".", "::", 1))
     return tuple(names)
 
@@ -377,7 +469,7 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
             raise OptionsError(
                 f"option {given.option!r}: unknown limit {key!r}{hint}{given.origin}; limits: {', '.join(limits.LEAST)}"
             )
-        here = _Given(f"{given.option}[{key!r}]", value, given.origin)
+        here = given.inner(key, value)
         number = isinstance(value, int) and not isinstance(value, bool)
         if key in ("patience", "idle"):
             if not (number or isinstance(value, float)) or not 0 <= cast(float, value) < math.inf:
@@ -421,9 +513,12 @@ def _read_compiler(given: _Given) -> str | Callable[..., Any]:
     return given.value
 
 
-def _read_mode(given: _Given) -> str | None:
+def _read_mode(given: _Given, compiler: str | Callable[..., Any]) -> str | None:
+    """The mode that was asked for; a compiler that is given it may know others than torch."""
     if given.value is None or given.value == "default":
         return None
+    if compiler != "inductor" and isinstance(given.value, str) and given.value and _takes_mode(compiler):
+        return given.value
     try:
         modes = _modes()
     except RuntimeError:  # this torch has no list of them, and the backend has said so
@@ -432,6 +527,35 @@ def _read_mode(given: _Given) -> str | None:
         hint = did_you_mean(given.value, modes) if isinstance(given.value, str) else ""
         given.refuse(f"one of {', '.join(map(repr, modes))}{hint}")
     return given.value
+
+
+def _takes_mode(compiler: str | Callable[..., Any]) -> bool:
+    """Whether a compiler other than Inductor has a use for a mode, as far as its signature says."""
+    if isinstance(compiler, str):
+        from multigraph_backend import _compat
+
+        try:
+            function = _compat.lookup_compiler(compiler)
+        except Exception:  # it cannot be loaded: said where it is to compile
+            return False
+    else:
+        function = compiler
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    if (named := parameters.get("mode")) is not None:
+        return named.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # torch's own backends take anything and use nothing of it
+    anything = any(entry.kind is inspect.Parameter.VAR_KEYWORD for entry in parameters.values())
+    return anything and not isinstance(compiler, str)
+
+
+def _mode_without_effect(mode: str, compiler: str | Callable[..., Any]) -> str:
+    said = f"mode {mode!r} has no effect, for the compiler is {compiler!r}, "
+    if mode == "reduce-overhead":
+        return f"{said}and only Inductor's code is recorded in CUDA graphs"
+    return f"{said}and only Inductor tunes its code"
 
 
 def _read_inductor(given: _Given) -> dict[str, object]:
@@ -449,7 +573,7 @@ def _read_inductor(given: _Given) -> dict[str, object]:
         return {}
     patches: dict[str, object] = {}
     for key, value in given.value.items():
-        here = _Given(f"{given.option}[{key!r}]", value, given.origin)
+        here = given.inner(key, value)
         name = key.replace("-", "_") if isinstance(key, str) else ""
         if name not in known:
             where = f"{did_you_mean(name, known)}{given.origin}"
@@ -494,5 +618,6 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "inductor": _read_inductor,
     "saved_tensors": _read_saved_tensors,
     "saved_tensors_budget": _read_budget,
-    "mode": _read_mode,
+    "mode": lambda given: given.value,  # read with the compiler
+    "name": _read_name,
 }

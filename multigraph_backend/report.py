@@ -16,13 +16,13 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multigraph_backend import events, page
+from multigraph_backend import environment, events, page
 from multigraph_backend.declare import marks
 from multigraph_backend.options import disabled_pieces
 from multigraph_backend.process import rank
@@ -89,6 +89,7 @@ class Explanation:
 
     `stance`: torch's stance at that moment (`torch.compiler.set_stance`); `disabled`: pieces that `MULTIGRAPH_DISABLE`
     turns off; `unmet_marks`: places ("file:line") of `mark` calls whose tensors no trace has had;
+    `unmatched_options`: keys of `MULTIGRAPH_OPTIONS` that no model has had as a name so far;
     `recordings`: CUDA graphs of each device, of all models; `graphs`: compiled graphs on GPUs, with what their
     recordings leave out; `rank`, `world_size`: of this process among others, None where it is alone.
     """
@@ -97,6 +98,7 @@ class Explanation:
     stance: str = "default"
     disabled: tuple[str, ...] = ()
     unmet_marks: tuple[str, ...] = ()
+    unmatched_options: tuple[environment.Unmatched, ...] = ()
     recordings: tuple[DeviceReport, ...] = ()
     graphs: tuple[GraphReport, ...] = ()
     rank: int | None = None
@@ -152,6 +154,8 @@ class Explanation:
             f"marked at {place}: no trace has had that tensor (a clone or a slice of it, perhaps, or no call yet)"
             for place in self.unmet_marks
         ]
+        if self.unmatched_options:
+            lines.append(environment.said_of(self.unmatched_options))
         return "\n".join(lines)
 
 
@@ -165,20 +169,24 @@ def _version(distribution: str) -> str:
 def explain(model: object = None) -> Explanation:
     """The account of every region that is alive, or of those of one model.
 
-    `model`: a module or function, compiled or not, or a name or glob of a module class or function.  A module stands
-    for its class and those of its submodules (Dynamo traces a submodule on its own after a graph break).
+    `model`: a module or function, compiled or not, or a name or glob of a module class, a function, or one model (the
+    option `name`, a module's `multigraph_name`).  A module stands for its class and those of its submodules (Dynamo
+    traces a submodule on its own after a graph break), and not for those with another `multigraph_name`.
     """
     alive = [entry for entry in registry.living() if isinstance(entry, regions.Region)]
     entries = sorted(alive, key=lambda entry: (entry.user_code.file, entry.user_code.line, entry.serial))
     if model is not None:
         wanted = _names_of(model)
-        entries = [entry for entry in entries if any(fnmatch.filter(entry.user_code.models, name) for name in wanted)]
+        entries = [entry for entry in entries if any(fnmatch.filter(entry.user_code.names, name) for name in wanted)]
+        others = _named_otherwise(model)
+        entries = [entry for entry in entries if not others(entry)]
     where = rank.current()
     return Explanation(
         tuple(_report(entry, entries) for entry in entries),
         stance=regions.stance(),
         disabled=tuple(sorted(disabled_pieces(os.environ))),
         unmet_marks=marks.unmet(),
+        unmatched_options=environment.unmatched(os.environ),
         recordings=_recordings(),
         graphs=_graphs(),
         rank=None if where is None else where.rank,
@@ -217,6 +225,20 @@ def _names_of(model: object) -> set[str]:
     if name is None:
         raise TypeError(f"explain() takes a module, a function or a name, not {model!r}")
     return {name}
+
+
+def _named_otherwise(model: object) -> Callable[[regions.Region], bool]:
+    """Which regions are of a module of one of its classes that has another `multigraph_name`, or none."""
+    model = getattr(model, "__self__", model)
+    names: dict[str, set[object]] = {}
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        names.setdefault(type(module).__name__, set()).add(getattr(module, environment.NAME_ATTRIBUTE, None))
+
+    def otherwise(region: regions.Region) -> bool:
+        owner, models = region.user_code.owner, region.user_code.models
+        return owner is not None and owner.attribute not in names.get(models[0], {owner.attribute})
+
+    return otherwise
 
 
 def _report(region: regions.Region, all_regions: Sequence[regions.Region]) -> RegionReport:

@@ -9,10 +9,23 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """`` (did you mean 'x'?)`` with the nearest of `known`, or nothing if none is near `word`."""
-    nearest = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    found = nearest(word, known, cutoff)
+    return f" (did you mean {found!r}?)" if found is not None else ""
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The one of `known` that is most like `word`, whatever the case of letters, and with or without underscores."""
+    plain: dict[str, str] = {}
+    for name in known:
+        plain.setdefault(_plain(name), name)
+    found = difflib.get_close_matches(_plain(word), list(plain), n=1, cutoff=cutoff)
+    return plain[found[0]] if found else None
+
+
+def _plain(word: str) -> str:
+    return word.casefold().replace("-", "").replace("_", "")
 
 
 def shown(value: object) -> str:

@@ -18,12 +18,36 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.environment import NAME_ATTRIBUTE
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module's `multigraph_name`, and how Dynamo's guards reach the module: from a local, by attributes of it.
+
+    `free`: the local is a variable of an enclosing function.
+    """
+
+    attribute: object
+    own: bool  # whether it is the module's, and not its class's
+    local: str
+    within: tuple[str, ...] = ()
+    free: bool = False
+
+    def keep_apart(self) -> None:
+        """Guard the code of the trace in progress, so that no module of another name runs it."""
+        if _compat.missing("instances"):
+            return
+        value = self.attribute if self.own and isinstance(self.attribute, str) else None
+        _compat.guard_attribute(self.local, self.within, NAME_ATTRIBUTE, value, self.free)
 
 
 @dataclass(frozen=True)
 class UserCode:
-    """`models`: names by which options may be keyed (class of the module, function).  `integers`: integer arguments.
+    """`models`: names by which options may be keyed (class of the module, function, both as reports show them).
 
+    `integers`: integer arguments.  `owner`: the module whose function it is, in the traced frame.  `name`: what the
+    model is called among others of its class, where the user has given it a name.
     `parameters` are the user's names of the entries of the wrapper's `varargs`; `varkeyword` is its `**` argument.
     """
 
@@ -31,6 +55,8 @@ class UserCode:
     file: str = "<unknown>"
     line: int = 0
     models: tuple[str, ...] = ()
+    name: str | None = None
+    owner: Owner | None = None
     varargs: str | None = None
     varkeyword: str | None = None
     parameters: tuple[str, ...] = ()
@@ -39,11 +65,23 @@ class UserCode:
     partial: bool = False
 
     def __str__(self) -> str:
-        return f"{self.function} ({self.file}:{self.line})"
+        place = f"{self.function} ({self.file}:{self.line})"
+        return place if self.name is None else f"{place}, {self.name}"
+
+    @property
+    def title(self) -> str:
+        """The function, with the model's name if it has one."""
+        return self.function if self.name is None else f"{self.function}, {self.name}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All by which the user may ask for it."""
+        return self.models if self.name is None else (*self.models, self.name)
 
     def same_function(self, other: UserCode) -> bool:
-        """Whether both are of one function."""
-        return (self.function, self.file, self.line) == (other.function, other.file, other.line)
+        """Whether both are of one function, and of models of one name."""
+        mine, theirs = ((code.function, code.file, code.line, code.name) for code in (self, other))
+        return mine == theirs
 
     def known_as(self, name: str) -> str:
         """The user's name of an input: `args[0]`, `kwargs['mask']` by the signature of what is wrapped."""
@@ -79,13 +117,27 @@ def current() -> UserCode:
         function=f"{module}.{shown.co_name}" if module else shown.co_name,
         file=shown.co_filename,
         line=shown.co_firstlineno,
-        models=(module, shown.co_name) if module else (shown.co_name,),
+        models=(module, shown.co_name, f"{module}.{shown.co_name}") if module else (shown.co_name,),
+        owner=_owner(owner, code, local_values) if isinstance(owner, torch.nn.Module) else None,
         varargs=_special(code, inspect.CO_VARARGS),
         varkeyword=_special(code, inspect.CO_VARKEYWORDS),
         parameters=_parameters_after(wrapped, code),
         integers={name: value for name, value in local_values.items() if type(value) is int},
         partial="torch_dynamo_resume_in" in code.co_name or _compat.traced_from_user_code(),
     )
+
+
+def _owner(module: torch.nn.Module, code: CodeType, local_values: Mapping[str, Any]) -> Owner | None:
+    """None where no local of the frame leads to the module, so that no guard can ask for its name."""
+    own = vars(module).get(NAME_ATTRIBUTE)
+    attribute = own if own is not None else getattr(type(module), NAME_ATTRIBUTE, None)
+    for local in (*code.co_varnames[:1], *code.co_freevars):
+        value, free = local_values.get(local), local in code.co_freevars
+        if value is module:
+            return Owner(attribute, own is not None, local, free=free)
+        if isinstance(value, MethodType) and value.__self__ is module:
+            return Owner(attribute, own is not None, local, ("__self__",), free)
+    return None
 
 
 def _special(code: CodeType, flag: int) -> str | None:

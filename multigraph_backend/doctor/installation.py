@@ -115,6 +115,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "endings": ("warning", "recordings with collectives are not destroyed when a process group is aborted"),
     "distributed": ("warning", "no collective is recorded in CUDA graphs"),
     "names": ("warning", "sizes have no names, so options that name them do not apply"),
+    "instances": ("warning", "instances of one class share options and reports, whatever their multigraph_name"),
     "cudagraphs": (
         "warning",
         "nothing is recorded in CUDA graphs, tensors that are saved for backward are not packed, and torch refuses"

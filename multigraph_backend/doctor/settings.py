@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multigraph_backend.doctor.findings import Finding, Level
+from multigraph_backend.environment import entries as environment_entries
 from multigraph_backend.options import DISABLE_VARIABLE, VARIABLE, Options, OptionsError, disabled_pieces
 
 # ---------------------------------------------------------------- caches
@@ -187,14 +187,20 @@ def _declared_options(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not environ.get(VARIABLE, "").strip():
         yield Finding("environment", "ok", f"{VARIABLE} is not set")
         return
-    remedy = f"mend {VARIABLE}; as it is, each torch.compile with multigraph that it applies to raises this error"
     problems: list[str] = []
+    names: list[str] = []
     shown: list[str] = []
+    notes: list[str] = []
+    what = VARIABLE
     try:
+        found = environment_entries(environ)
+        assert found is not None
+        names = list(found.options)
+        what = VARIABLE if found.file is None else f"{VARIABLE} ({_shown(Path(found.file))})"
         Options.build(environ=environ)
-        names = list(json.loads(environ[VARIABLE]))
     except OptionsError as error:
-        problems, names = [str(error)], _names_in(environ[VARIABLE])
+        problems.append(str(error))
+    remedy = f"mend {what}; as it is, each torch.compile with multigraph that it applies to raises this error"
     for name in names:
         try:
             built = Options.build(model_names=(name,), environ=environ)
@@ -202,16 +208,11 @@ def _declared_options(environ: Mapping[str, str]) -> Iterator[Finding]:
             problems.append(str(error))
             continue
         shown.append(f"{name!r} ({len(built.specialize)} variants)")
+        notes += [f"{what}, {name!r}: {note}" for note in built.notes]
     for problem in dict.fromkeys(problems):
         yield Finding("environment", "error", problem, remedy)
+    for note in notes:
+        yield Finding("environment", "warning", note, "take that option away, or the compiler")
     if not problems:
-        said = f"{VARIABLE} is right: {', '.join(shown) or 'no entries'}"
+        said = f"{what} is right: {', '.join(shown) or 'no entries'}"
         yield Finding("environment", "ok", said, facts={"names": names})
-
-
-def _names_in(text: str) -> list[str]:
-    try:
-        entries = json.loads(text)
-    except ValueError:
-        return []
-    return list(entries) if isinstance(entries, dict) else []

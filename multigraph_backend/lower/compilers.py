@@ -52,7 +52,8 @@ def compile_module(
         from multigraph_backend.lower.inductor import compile_graph  # loads Inductor
 
         return compile_graph(module, inputs, options, label, how, ignore_shape_env, when_needed)
-    run: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs)
+    mode = {} if options.mode is None else {"mode": options.mode}
+    run: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs, **mode)
     if options.compiler in donation.EAGER_COMPILERS and not _compat.without("TracingContext"):
         donation.nothing_donated(getattr(_compat.TracingContext.try_get(), "fw_metadata", None))
     return run

@@ -66,10 +66,10 @@ class WrongOutputs(RuntimeError):
 class Region:
     """See the module's text.  `dispatcher()` makes what Dynamo calls."""
 
-    def __init__(self, graph: CapturedGraph, options: Options, state: CompileState, name: str | None = None) -> None:
+    def __init__(self, graph: CapturedGraph, options: Options, state: CompileState) -> None:
         self.serial = next(_serials)
         self.options = options
-        self.name = name
+        self.name = options.name
         self.user_code: UserCode = graph.user_code
         self.sizes = {size: str(entry.expr) for size, entry in graph.sizes.items()}
         self.argument_names = _argument_names(graph)
@@ -78,7 +78,7 @@ class Region:
         if options.on_failure == "raise" and not graph.user_code.partial:
             _refuse_unknown_names(graph, options)
         conditions, notes = declared.resolve(graph, options.specialize)
-        self.notes = list(dict.fromkeys([*graph.notes, *notes]))
+        self.notes = list(dict.fromkeys([*graph.notes, *options.notes, *notes]))
         self.variants = [Variant(number, condition) for number, condition in enumerate(conditions)]
         self.generic = Variant(len(conditions), None)
         self.plan, self._checks = _plan(graph, self.variants, self.generic.number)
@@ -104,7 +104,7 @@ class Region:
 
     def _profiled(self, target: int, args: tuple[Any, ...]) -> Any:
         """A call while torch's profiler runs: the same, under the variant's name."""
-        with torch.profiler.record_function(f"multigraph: {self.user_code.function}: {self._variant(target).text}"):
+        with torch.profiler.record_function(f"multigraph: {self.user_code.title}: {self._variant(target).text}"):
             check, tick, run = self._ready[target]
             if run is not None and (check is None or check(args)):
                 tick()
@@ -419,9 +419,9 @@ def compiled_at_once(
     """The dispatcher of a graph that cannot be compiled late: one generic form, covered by Dynamo's own guards."""
     region = Region.__new__(Region)
     region.serial = next(_serials)
-    region.options, region.name, region.user_code, region.sizes = options, None, user_code, {}
+    region.options, region.name, region.user_code, region.sizes = options, options.name, user_code, {}
     region.argument_names = {}
-    region.notes = [f"compiled at once, without variants: {reason}"]
+    region.notes = [f"compiled at once, without variants: {reason}", *options.notes]
     region.variants, region.generic = [], Variant(0, None)
     region.generic.add(Form(Lowered(run, guards.NONE, seconds, saved=saved), proven=True))
     region.plan, region._checks = dispatch.plan((), (), 0), {}
@@ -432,6 +432,8 @@ def compiled_at_once(
     # what torch lacks it lacks for every graph
     key = reason.partition(";")[0] if reason.startswith("this torch differs") else f"{user_code}: {reason}"
     events.warn_once(key, "%s: %s", user_code, region.notes[0])
+    for note in options.notes:
+        events.warn_once(f"{user_code}: {note}", "%s: %s", user_code, note)
     return region.dispatcher()
 
 

@@ -295,7 +295,7 @@ def test_caches_that_do_not_work(tmp_path: Path) -> None:
         ("[1]", "error: MULTIGRAPH_OPTIONS must be an object of model names to options"),
         ('{"Llama*": {"spezialize": []}}', "error: unknown option 'spezialize' (did you mean 'specialize'?) (in MULTI"),
         ('{"*": {}, "m": {"compiler": "indutor"}}', "error: option 'compiler': expected the name of a backend, or a c"),
-        ('{"*": {"compiler": "eager"}, "m": {"mode": "max-autotune"}}', "error: option 'mode': expected none, got 'ma"),
+        ("/no/such/file.json", "error: MULTIGRAPH_OPTIONS names the file /no/such/file.json, which is not there"),
     ],
 )
 def test_options_of_the_environment(options: str, expected: str) -> None:
@@ -304,6 +304,23 @@ def test_options_of_the_environment(options: str, expected: str) -> None:
     assert bool(text) == bool(expected)
     assert len(text.splitlines()) <= 1
     assert not text or "-> mend MULTIGRAPH_OPTIONS" in text
+
+
+def test_an_option_that_has_no_effect_is_a_warning() -> None:
+    options = '{"*": {"compiler": "eager"}, "m": {"mode": "max-autotune"}}'
+    assert told(environment({"MULTIGRAPH_OPTIONS": options})) == (
+        "warning: MULTIGRAPH_OPTIONS, 'm': mode 'max-autotune' has no effect, for the compiler is 'eager', and only "
+        "Inductor tunes its code -> take that option away, or the compiler"
+    )
+
+
+def test_options_in_a_file_are_judged_with_their_lines(tmp_path: Path) -> None:
+    file = tmp_path / "models.json"
+    file.write_text('{"*": {"compile": "eager"},\n "Llama*": {"spezialize": []}}')
+    text = told(environment({"MULTIGRAPH_OPTIONS": f"@{file}"}))
+    assert text.startswith("error: unknown option 'spezialize' (did you mean 'specialize'?)")
+    assert f"(in {file}, line 2, column 13, for 'Llama*')" in text
+    assert f"-> mend MULTIGRAPH_OPTIONS ({file}); as it is" in text
 
 
 def test_options_that_are_right_are_listed() -> None:

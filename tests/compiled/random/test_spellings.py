@@ -55,8 +55,8 @@ def any_option() -> Iterator[None]:
     """What is no option is dropped."""
     named = options._named
 
-    def known(given: Any, origin: str) -> dict[str, Any]:
-        return named({name: value for name, value in given.items() if name in options._READERS}, origin)
+    def known(given: Any, *where: Any) -> dict[str, Any]:
+        return named({name: value for name, value in given.items() if name in options._READERS}, *where)
 
     with mock.patch.object(options, "_named", known):
         yield
@@ -67,10 +67,10 @@ def options_are_models() -> Iterator[None]:
     """An option in the environment without the name of a model is taken for one of a model of that name."""
     read = options._from_environment
 
-    def of_models(environ: Any, model_names: Any) -> Any:
+    def of_models(environ: Any, *names: Any) -> Any:
         entries = json.loads(environ.get(options.VARIABLE, "{}"))
         kept = {name: entry for name, entry in entries.items() if name not in options._READERS}
-        return read({options.VARIABLE: json.dumps(kept)}, model_names)
+        return read({options.VARIABLE: json.dumps(kept)}, *names)
 
     with mock.patch.object(options, "_from_environment", of_models):
         yield
