@@ -18,6 +18,7 @@ The parts, each of which imports only from those below it:
     region/         one Dynamo graph and its variants: which code runs a call, and what where there is none
     lower/          one compile from end to end: a captured graph with facts in, code and its guards out
     options.py      what the user says, in code and in MULTIGRAPH_OPTIONS, as one frozen Options
+    remedies.py     what to write for an option or a value that is not accepted
     saved_tensors/  what is saved for backward, packed in the forward graph and unpacked in the backward graph
     cudagraphs/     compiled code in CUDA graphs: its parts, what runs them, and the devices they run on
     capture/        a backend call as a captured graph: what is compiled again and again

@@ -170,7 +170,9 @@ def _parsed(text: str, file: str | None) -> Entries:
         first, second = (_line_and_column(text, at) for at in (starts[keys], again))
         raise OptionsError(f"{file}, {second}: {keys[-1]!r} is in this object already, {first}; leave one of them")
     if not isinstance(values, dict):
-        raise OptionsError(f"{what} must be an object of model names to options, got {shown(values)}")
+        quoted = isinstance(values, str) and values.lstrip().startswith("{")
+        hint = "; take the quotes away that stand around it" if quoted else ""
+        raise OptionsError(f"{what} must be an object of model names to options, got {shown(values)}{hint}")
     return Entries(values, file, text, starts)
 
 

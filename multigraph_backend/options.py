@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from multigraph_backend import environment
+from multigraph_backend import environment, remedies
 from multigraph_backend.cudagraphs import limits
 from multigraph_backend.declare.predicates import Predicate, predicate_from_json
 from multigraph_backend.environment import NAME_ATTRIBUTE, VARIABLE, Entries, OptionsError
@@ -231,6 +231,11 @@ class _Given:
         """Where it was given, for the end of a message; nothing for code."""
         return "" if self.source is None else f" ({self.source.place(self.path)})"
 
+    @property
+    def json(self) -> bool:
+        """Whether it was written as JSON."""
+        return self.source is not None
+
     def inner(self, key: Any, value: object) -> _Given:
         """A part of the value, by its key or index."""
         return _Given(f"{self.option}[{key!r}]", value, self.source, (*self.path, key))
@@ -294,7 +299,8 @@ def _from_environment(environ: Mapping[str, str] | None, models: Sequence[str], 
                 f"{example if len(example) <= 200 else example[:197] + '...'}"
             )
         if not isinstance(entry, dict):
-            environment.refuse_entry(found, key, f"must be an object of options, got {shown(entry)}")
+            hint = remedies.no_options(key, entry, list(_READERS))
+            environment.refuse_entry(found, key, f"must be an object of options, got {shown(entry)}{hint}")
     if environ is None:
         environment.note(found, models, name, os.environ)
     given: dict[str, _Given] = {}
@@ -303,53 +309,8 @@ def _from_environment(environ: Mapping[str, str] | None, models: Sequence[str], 
     return given
 
 
-_OF_TORCH_COMPILE = ("fullgraph", "dynamic", "backend", "disable", "recompile_limit", "isolate_recompiles")
-_OF_RULES = ("match", "pack")
-_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-
 def _unknown(given: _Given) -> str:
-    """What to write for what is no option: where it belongs, else the nearest option; and where it was given."""
-    key, value = given.option, given.value
-    knob = key.replace("-", "_")
-    if key in _OF_TORCH_COMPILE:
-        where = "an argument" if given.source is None else "given in code, as an argument"
-        said = f' (it is {where} of torch.compile, beside backend="multigraph")'
-    elif key in limits.LEAST:
-        said = f" (it is a limit: write {_written(given, {'limits': {key: value}})})"
-    elif key in _OF_RULES:
-        said = ' (it is part of a rule: write {"saved_tensors": [{"match": ..., "pack": ...}]})'
-    elif key.endswith(("]", ")")) or key in ("min", "max", "multiple_of"):
-        size = {key: value} if key.endswith(("]", ")")) else {"x[0]": {key: value}}
-        said = f" (it is of a condition: write {_written(given, {'specialize': [size]})})"
-    elif key == NAME_ATTRIBUTE:
-        said = f" (it is an attribute of a module; here write {_written(given, {'name': value})})"
-    elif key in (VARIABLE, DISABLE_VARIABLE):
-        said = " (it is a variable of the environment)"
-    elif key in _MODES:
-        said = f" (it is a mode: write {_written(given, {'mode': key})})"
-    elif _is_knob(knob):
-        said = f" (it is Inductor's: write {_written(given, {'inductor': {knob: value}})})"
-    elif isinstance(value, Mapping) and given.source is not None:
-        said = " (is it the name of a model? These stand one level above)"
-    else:
-        said = did_you_mean(key, _READERS)
-    return f"{said}{given.origin}"
-
-
-def _is_knob(name: str) -> bool:
-    from multigraph_backend import _compat
-
-    try:
-        return name in _compat.inductor_config_names()
-    except (RuntimeError, AttributeError):
-        return False
-
-
-def _written(given: _Given, value: object) -> str:
-    """How to write `value` where `given` was: in Python, or in JSON."""
-    text = repr(value) if given.source is None else json.dumps(value)
-    return text if len(text) <= 200 else text[:197] + "..."
+    return remedies.unknown_option(given.option, given.value, list(_READERS), given.json) + given.origin
 
 
 def _named(
@@ -365,12 +326,12 @@ def _read_specialize(given: _Given) -> tuple[Predicate, ...]:
     if isinstance(given.value, Mapping | Predicate):
         given.refuse("a list of conditions", "wrap it in a list")
     if not isinstance(given.value, list | tuple):
-        given.refuse("a list of conditions")
+        given.refuse("a list of conditions", remedies.condition(given.value, given.json))
     predicates: list[Predicate] = []
     for index, entry in enumerate(given.value):
         here = given.inner(index, entry)
         if not isinstance(entry, Mapping | Predicate):
-            here.refuse("an object of size names to values, or a predicate")
+            here.refuse("an object of size names to values, or a predicate", remedies.condition(entry, here.json))
         try:
             predicate = entry if isinstance(entry, Predicate) else predicate_from_json(entry)
         except (TypeError, ValueError) as error:
@@ -412,7 +373,8 @@ def _read_budget(given: _Given) -> Budget | None:
     try:
         return Budget.of(cast(float, given.value))
     except (TypeError, ValueError) as error:
-        given.refuse("bytes (an integer), or a fraction (a float from 0.0 to 1.0)", str(error))
+        remedy = remedies.fraction(given.value) or remedies.number(given.value) or str(error)
+        given.refuse("bytes (an integer), or a fraction (a float from 0.0 to 1.0)", remedy)
 
 
 def _read_choice(*choices: str) -> Callable[[_Given], str]:
@@ -429,7 +391,7 @@ def _read_cudagraphs(given: _Given) -> object:
     if given.value is False or (isinstance(given.value, str) and given.value in ("auto", "require")):
         return given.value
     hint = did_you_mean(given.value, ("auto", "require")) if isinstance(given.value, str) else ""
-    given.refuse(f"'auto', 'require' or False{hint}")
+    given.refuse(f"'auto', 'require' or False{hint}", remedies.cudagraphs(given.value, given.json))
 
 
 def _read_operators(given: _Given) -> tuple[str, ...]:
@@ -441,19 +403,21 @@ def _read_operators(given: _Given) -> tuple[str, ...]:
         text = str(entry)
         if not isinstance(entry, str) or not text.strip():
             given.inner(index, entry).refuse("the name of an operator, such as 'aten::mm'")
+        if remedy := remedies.operator(text):
+            given.inner(index, entry).refuse("the name of an operator, such as 'aten::mm'", remedy)
         names.append(text if "::" in text else text.replace(".", "::", 1))
     return tuple(names)
 
 
 def _read_flag(given: _Given) -> bool:
     if not isinstance(given.value, bool):
-        given.refuse("True or False")
+        given.refuse("True or False", remedies.flag(given.value, given.json))
     return given.value
 
 
 def _read_count(given: _Given) -> int:
     if isinstance(given.value, bool) or not isinstance(given.value, int) or given.value < 1:
-        given.refuse("a number from 1 on")
+        given.refuse("a number from 1 on", remedies.number(given.value))
     return given.value
 
 
@@ -466,6 +430,8 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
     for key, value in given.value.items():
         if key not in limits.LEAST:
             hint = did_you_mean(key, limits.LEAST) if isinstance(key, str) else ""
+            if key in _READERS:
+                hint = f" (it is an option: write it beside {given.option!r})"
             raise OptionsError(
                 f"option {given.option!r}: unknown limit {key!r}{hint}{given.origin}; limits: {', '.join(limits.LEAST)}"
             )
@@ -473,12 +439,13 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
         number = isinstance(value, int) and not isinstance(value, bool)
         if key in ("patience", "idle"):
             if not (number or isinstance(value, float)) or not 0 <= cast(float, value) < math.inf:
-                here.refuse("a number of seconds from 0 on")
+                here.refuse("a number of seconds from 0 on", remedies.number(value))
             read[key] = float(cast(float, value))
         elif key == "pool_bytes" and value is None:
             read[key] = None
         elif not number or cast(int, value) < limits.LEAST[key]:
-            here.refuse(f"a number from {limits.LEAST[key]} on" + (" or None" if key == "pool_bytes" else ""))
+            accepted = f"a number from {limits.LEAST[key]} on" + (" or None" if key == "pool_bytes" else "")
+            here.refuse(accepted, remedies.number(value))
         else:
             read[key] = cast(int, value)
     return tuple(sorted(read.items()))
@@ -489,7 +456,7 @@ def _read_timeout(given: _Given) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        given.refuse("a number of seconds greater than 0, or None for no limit")
+        given.refuse("a number of seconds greater than 0, or None for no limit", remedies.number(value))
     return float(value)
 
 
@@ -562,7 +529,8 @@ def _read_inductor(given: _Given) -> dict[str, object]:
     if given.value is None:
         return {}
     if not isinstance(given.value, Mapping):
-        given.refuse("a mapping of names in torch._inductor.config to values")
+        remedy = remedies.knobs(given.value, given.json)
+        given.refuse("a mapping of names in torch._inductor.config to values", remedy)
     if not given.value:
         return {}
     from multigraph_backend import _compat
@@ -576,7 +544,8 @@ def _read_inductor(given: _Given) -> dict[str, object]:
         here = given.inner(key, value)
         name = key.replace("-", "_") if isinstance(key, str) else ""
         if name not in known:
-            where = f"{did_you_mean(name, known)}{given.origin}"
+            hint = remedies.knob(name, value, given.json) or did_you_mean(name, known)
+            where = f"{hint}{given.origin}"
             raise OptionsError(f"option {here.option!r}: torch._inductor.config has no such name{where}")
         if name in patches:
             raise OptionsError(f"option {here.option!r}: {name!r} is given twice{given.origin}")
@@ -590,7 +559,8 @@ def _of_type(given: _Given, kind: type | None) -> object:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is not None and kind is not type(None) and not isinstance(value, kind):
-        given.refuse(f"a value of type {kind.__name__}")
+        remedy = remedies.flag(value, given.json) if kind is bool else remedies.number(value) if kind is int else ""
+        given.refuse(f"a value of type {kind.__name__}", remedy)
     return value.copy() if isinstance(value, list | dict | set) else value
 
 

@@ -20,7 +20,6 @@ reason why it never applies here.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -93,10 +92,15 @@ def _from_predicate(graph: CapturedGraph, predicate: Predicate, notes: list[str]
 def unknown_name(graph: CapturedGraph, name: str) -> str:
     """The text for a name that this graph does not have."""
     meant = size_names.meant(name, graph.sizes)
-    near = [meant] if isinstance(meant, str) else difflib.get_close_matches(name, graph.sizes, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    if isinstance(meant, list):
-        hint = f"; {name} is a tensor, name one of its sizes: {', '.join(map(repr, meant))}"
+    hint = ""
+    if isinstance(meant, str):
+        hint = f"; did you mean {meant!r}?"
+    elif meant is not None:
+        listed = ", ".join(map(repr, meant))
+        exact = meant[0].startswith(f"{size_names.normalized(name)}[")
+        hint = f"; {name} is a tensor, name one of its sizes: {listed}" if exact else f"; did you mean one of {listed}?"
+    elif name in ("min", "max", "multiple_of"):
+        hint = f'; {name} belongs to a size: {{"x[0]": {{"{name}": 8}}}}'
     known = ", ".join(graph.sizes) or "none"
     return f"{name!r} is no size or integer input of {graph.user_code.function} (it has: {known}){hint}"
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class _OfOne(Predicate):
         value = getattr(self, field)
         what = f"{type(self).__name__} of {self.name!r}: {field}"
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{what} must be an int, got {shown(value)}")
+            raise TypeError(f"{what} must be an int, got {shown(value)}{_spelled(value)}")
         if least is not None and value < least:
             raise ValueError(f"{what} must be at least {least}, got {value}")
         object.__setattr__(self, field, int(value))
@@ -151,7 +152,8 @@ class In(_OfOne):
         listed = list(values)
         for value in listed:
             if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"In of {name!r}: values must be ints, got {shown(value)} among them")
+                hint = _spelled(value)
+                raise TypeError(f"In of {name!r}: values must be ints, got {shown(value)} among them{hint}")
         ordered = sorted(listed) if isinstance(values, set | frozenset) else listed
         object.__setattr__(self, "values", tuple(dict.fromkeys(map(int, ordered))))
 
@@ -251,7 +253,7 @@ def predicate_from_json(obj: object) -> Predicate:
         if isinstance(value, Mapping):
             for key in value:
                 if key not in _KEYS:
-                    hint = did_you_mean(str(key), _KEYS)
+                    hint = _key_meant(name, str(key), value[key]) or did_you_mean(str(key), _KEYS)
                     raise ValueError(f"{name!r}: unknown key {key!r}{hint}; allowed: {', '.join(_KEYS)}")
             if value.get("min") is not None or value.get("max") is not None or "multiple_of" not in value:
                 parts.append(Range(name, value.get("min"), value.get("max")))
@@ -267,6 +269,26 @@ def predicate_from_json(obj: object) -> Predicate:
     return parts[0] if len(parts) == 1 else And(*parts)
 
 
+_OTHER_KEYS = {
+    "multiple_of": ("mod", "modulo", "divisible_by", "div", "%", "step", "multiples_of"),
+    "min": ("ge", "gte", ">=", "from", "lower", "start"),
+    "max": ("le", "lte", "<=", "to", "upper", "end", "stop"),
+}
+
+
+def _key_meant(name: str, key: str, value: object) -> str:
+    """What to write for a key of a size's object that others have."""
+    meant = next((known for known, words in _OTHER_KEYS.items() if key.casefold() in words), None)
+    if meant is not None:
+        return f" (did you mean {meant!r}?)"
+    equal = ("in", "values", "one_of", "any_of") if isinstance(value, list) else ("eq", "==", "=", "value", "is")
+    if key.casefold() in equal:
+        return f' (write {{"{name}": {value}}})'
+    if re.fullmatch(r"-?\d+", key):
+        return f' (a size is named with its dimension: write {{"{name}[{key}]": {value}}})'
+    return ""
+
+
 def _spelled(value: object) -> str:
     """How to write what `value` seems to mean."""
     if isinstance(value, range) and len(value):
@@ -278,6 +300,12 @@ def _spelled(value: object) -> str:
         return f"; write {each}{whole}"
     if isinstance(value, set | frozenset) and value and all(type(entry) is int for entry in value):
         return f"; write {sorted(value)!r}"
+    if callable(value):
+        return "; a callable is for mark(x, 0, specialize_on=[...])"
+    if isinstance(value, str) and (ends := re.fullmatch(r"\s*(\d+)\s*(?:-|\.\.+|:)\s*(\d+)\s*", value)):
+        return f'; write {{"min": {int(ends[1])}, "max": {int(ends[2])}}}'
+    if isinstance(value, str) and re.fullmatch(r"\s*\d+(\s*[, ]\s*\d+)+\s*", value):
+        return f"; write {[int(word) for word in re.findall(r'[0-9]+', value)]}"
     if isinstance(value, str | float):
         try:
             return f"; write {int(value)}" if int(value) == float(value) else ""

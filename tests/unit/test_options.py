@@ -184,15 +184,15 @@ option 'compile_timeout': expected a number of seconds greater than 0, or None f
 option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got True (bool)
 option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got nan (float)
 option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got inf (float)
-option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got '600' (str)
+option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got '600' (str); write 600
 option 'compiler': expected the name of a backend, or a callable of a graph module and its example inputs, got '' (str)
 option 'compiler': expected the name of a backend, or a callable of a graph module and its example inputs, got None (NoneType)
-option 'specialize': expected a list of conditions, got 'auto' (str)
-option 'specialize': expected a list of conditions, got None (NoneType)
+option 'specialize': expected a list of conditions, got 'auto' (str); such as {"x[0]": 8}, {"x[0]": [4, 8]}, {"x[0]": {"min": 1, "max": 512}}, {"x[0]": {"multiple_of": 16}}
+option 'specialize': expected a list of conditions, got None (NoneType); such as {"x[0]": 8}, {"x[0]": [4, 8]}, {"x[0]": {"min": 1, "max": 512}}, {"x[0]": {"multiple_of": 16}}
 option 'specialize': expected a list of conditions, got {'x[0]': 1} (dict); wrap it in a list
 option 'specialize': expected a list of conditions, got Eq(name='x[0]', value=1) (Eq); wrap it in a list
-option 'specialize[1]': expected an object of size names to values, or a predicate, got 8 (int)
-option 'specialize[0]': expected an object of size names to values, or a predicate, got 'x[0]' (str)
+option 'specialize[1]': expected an object of size names to values, or a predicate, got 8 (int); such as {"x[0]": 8}, {"x[0]": [4, 8]}, {"x[0]": {"min": 1, "max": 512}}, {"x[0]": {"multiple_of": 16}}
+option 'specialize[0]': expected an object of size names to values, or a predicate, got 'x[0]' (str); such as {"x[0]": 8}, {"x[0]": [4, 8]}, {"x[0]": {"min": 1, "max": 512}}, {"x[0]": {"multiple_of": 16}}
 option 'specialize[0]': 'x[0]': unknown key 'multipleof' (did you mean 'multiple_of'?); allowed: min, max, multiple_of
 option 'specialize[1]': 'x[0]': expected an int, a list of ints or an object, got 1.0 (float); write 1
 option 'specialize[0]': expected a condition that some sizes satisfy, got {'x[0]': []} (dict); nothing satisfies x[0] in ()
@@ -260,7 +260,7 @@ def test_what_recordings_may_cost() -> None:
     assert options.recording == ("auto", (), (), "cut", True, 9, True, ())
     assert "'record' or 'cut'" in error({"collectives": "split"})
     assert hash(options) != hash(build({}))
-    assert error({"record_small": 1}) == "option 'record_small': expected True or False, got 1 (int)"
+    assert error({"record_small": 1}) == "option 'record_small': expected True or False, got 1 (int); write True"
     for value in (0, -1, True, 2.0):
         assert error({"max_recordings": value}).startswith("option 'max_recordings': expected a number from 1 on, got ")
 
@@ -276,7 +276,7 @@ def test_wrong_values_for_recordings() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-option 'cudagraphs': expected 'auto', 'require' or False, got True (bool)
+option 'cudagraphs': expected 'auto', 'require' or False, got True (bool); write 'auto', which is the default
 option 'cudagraphs': expected 'auto', 'require' or False (did you mean 'require'?), got 'required' (str)
 option 'cudagraphs': expected none, got 'require' (str); only Inductor's code is recorded, and the compiler is 'eager'
 option 'cut': expected a list of names of operators, got 'aten::mm' (str); wrap it in a list
@@ -305,7 +305,7 @@ def test_wrong_inductor_values() -> None:
 option "inductor['max_autotun']": torch._inductor.config has no such name (did you mean 'max_autotune'?)
 option "inductor['zzz']": torch._inductor.config has no such name
 option 'inductor[3]': torch._inductor.config has no such name
-option "inductor['max_autotune']": expected a value of type bool, got 1 (int)
+option "inductor['max_autotune']": expected a value of type bool, got 1 (int); write True
 option "inductor['max_fusion_size']": expected a value of type int, got 1.0 (float)
 option "inductor['realize_scale']": expected a value of type float, got True (bool)
 option "inductor['max-autotune']": 'max_autotune' is given twice

@@ -245,6 +245,8 @@ def _name_as_python_has_it(rng: random.Random, draft: Draft) -> None:
             (f"{tensor}.size({dim - 2})", f"did you mean {size!r}?"),
             (f"{tensor}[{dim - 2}]", f"did you mean {size!r}?"),
             (f"{tensor} [ {dim - 2} ]", f"did you mean {size!r}?"),
+            (f"self.{tensor.upper()}[{dim}]", f"did you mean {size!r}?"),
+            (f"len({tensor})", f"did you mean '{tensor}[0]'?"),
             (tensor, f"{tensor} is a tensor, name one of its sizes: '{tensor}[0]', '{tensor}[1]'"),
             (f"{tensor}[2]", "is no size or integer input"),
             ("batch", "is no size or integer input"),

@@ -325,12 +325,12 @@ def test_json_errors() -> None:
         "\n".join(texts),
         """\
 ValueError: 'x[0]': unknown key 'multipleof' (did you mean 'multiple_of'?); allowed: min, max, multiple_of
-ValueError: 'x[0]': unknown key 'step'; allowed: min, max, multiple_of
+ValueError: 'x[0]': unknown key 'step' (did you mean 'multiple_of'?); allowed: min, max, multiple_of
 TypeError: 'x[0]': expected an int, a list of ints or an object, got True (bool)
 TypeError: 'x[0]': expected an int, a list of ints or an object, got 1.5 (float)
 TypeError: 'x[0]': expected an int, a list of ints or an object, got '8' (str); write 8
 TypeError: In of 'x[0]': values must be ints, got False (bool) among them
-TypeError: Range of 'x[0]': min must be an int, got 1.0 (float)
+TypeError: Range of 'x[0]': min must be an int, got 1.0 (float); write 1
 ValueError: MultipleOf of 'x[0]': factor must be at least 1, got 0
 TypeError: MultipleOf of 'x[0]': factor must be an int, got None (NoneType)
 ValueError: Range of 'x[0]': min 5 is greater than max 4
@@ -362,13 +362,13 @@ def test_wrong_arguments() -> None:
         "\n".join(texts),
         """\
 TypeError: Eq of 'x': value must be an int, got True (bool)
-TypeError: Eq of 'x': value must be an int, got 1.0 (float)
+TypeError: Eq of 'x': value must be an int, got 1.0 (float); write 1
 TypeError: Eq: the name must be a str, got 3 (int)
 ValueError: Eq: the name must not be empty
 TypeError: In of 'x': values must be a list of ints, got '24' (str)
 TypeError: In of 'x': values must be a list of ints, got 24 (int)
-TypeError: In of 'x': values must be ints, got '4' (str) among them
-TypeError: Range of 'x': min must be an int, got '1' (str)
+TypeError: In of 'x': values must be ints, got '4' (str) among them; write 4
+TypeError: Range of 'x': min must be an int, got '1' (str); write 1
 ValueError: Range of 'x': min 3 is greater than max 2
 ValueError: MultipleOf of 'x': factor must be at least 1, got 0
 TypeError: And takes predicates, got 'y == 2' (str)""",

@@ -30,12 +30,66 @@ KNOWN = ("x[0]", "x[1]", "x[2]", "batch['ids'][0]", "batch['ids'][1]", "n")
         ("x.size()[0]", "x[0]"),
         ('batch["ids"].shape[1]', "batch['ids'][1]"),
         ("x", ["x[0]", "x[1]", "x[2]"]),
-        ("x.shape", None),
+        ("x.shape", ["x[0]", "x[1]", "x[2]"]),
         ("y[-1]", None),
     ],
 )
 def test_a_name_as_python_has_it_stands_for_a_size(declared: str, meant: str | list[str] | None) -> None:
     assert size_names.meant(declared, KNOWN) == meant
+
+
+DEEP = (
+    "input.data['input_ids'][0]",
+    "input.data['input_ids'][1]",
+    "input.data['attention_mask'][0]",
+    "input.data['attention_mask'][1]",
+    "past[0][0]",
+    "past[0][1]",
+    "scale_factor[0]",
+    "n",
+)
+
+
+@pytest.mark.parametrize(
+    ("declared", "meant"),
+    [
+        ("input['input_ids'][0]", "input.data['input_ids'][0]"),
+        ("input.input_ids[0]", "input.data['input_ids'][0]"),
+        ("input['input_ids'].size(-1)", "input.data['input_ids'][1]"),
+        ("input_ids[1]", "input.data['input_ids'][1]"),
+        ("input_ids.shape[0]", "input.data['input_ids'][0]"),
+        ("Input.data['inputIds'][0]", "input.data['input_ids'][0]"),
+        ("inputs['input_ids'][0]", "input.data['input_ids'][0]"),
+        ("input['atention_mask'][0]", "input.data['attention_mask'][0]"),
+        ("attention_mask", ["input.data['attention_mask'][0]", "input.data['attention_mask'][1]"]),
+        ("L['past'][0][1]", "past[0][1]"),
+        ("past.0[1]", "past[0][1]"),
+        ("past_0[1]", "past[0][1]"),
+        ("len(past[0])", "past[0][0]"),
+        ("scaleFactor[0]", "scale_factor[0]"),
+        ("SCALE-FACTOR[0]", "scale_factor[0]"),
+        ("scale_factor.shape", ["scale_factor[0]"]),
+        ("N", "n"),
+        ("self.n", "n"),
+        ("kwargs['n']", "n"),
+        ("n.item()", "n"),
+        ("scale[0]", "scale_factor[0]"),
+        ("scale_factor_of_all[0]", "scale_factor[0]"),
+        ("input[0]", None),  # two have these words
+        ("input['labels'][0]", None),
+        ("batch_size", None),
+        ("args[3]", None),
+        ("0", ["past[0][0]", "past[0][1]"]),
+        ("", None),
+    ],
+)
+def test_a_name_that_has_the_words_of_one_stands_for_it(declared: str, meant: str | list[str] | None) -> None:
+    assert size_names.meant(declared, DEEP) == meant
+
+
+def test_where_there_is_one_tensor_a_size_is_of_that() -> None:
+    assert size_names.meant("y[-1]", ["x[0]", "x[1]", "n"]) == "x[1]"
+    assert size_names.meant("y[-1]", ["n"]) is None
 
 
 def f(x: torch.Tensor) -> torch.Tensor:
@@ -48,6 +102,9 @@ def f(x: torch.Tensor) -> torch.Tensor:
         ({"x[-1]": 8}, "did you mean 'x[1]'?"),
         ({"x.shape[0]": 8}, "did you mean 'x[0]'?"),
         ({"x": 8}, "x is a tensor, name one of its sizes: 'x[0]', 'x[1]'"),
+        ({"X[0]": 8}, "did you mean 'x[0]'?"),
+        ({"self.x": 8}, "did you mean one of 'x[0]', 'x[1]'?"),
+        ({"min": 2}, 'min belongs to a size: {"x[0]": {"min": 8}}'),
         ({"x[0]": -8}, "x[0] is a size, which is never negative"),
         ({"x[0]": {"max": -1}}, "x[0] is a size, which is never negative"),
     ],
