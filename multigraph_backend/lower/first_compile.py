@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.process import sources
 from multigraph_backend.saved_tensors.hooks import SavedHook, stock_hooks
 
 _CONFIGS = ("inductor_config", "dynamo_config", "functorch_config", "compiler_config")
@@ -79,7 +80,8 @@ class CompileState:
         """Run the body in this state, in the calling thread, which must run inside a copy of `context()`.
 
         What has to be changed for the whole process is entered on `process_wide`, which the caller of the compile
-        closes: it can do so even if this thread hangs.  `cache_tag` distinguishes cache keys of variants.  `bundled`:
+        closes: it can do so even if this thread hangs.  `cache_tag` distinguishes cache keys of variants, as the
+        package's own files do.  `bundled`:
         AOTAutograd's cache keeps what the compiler returned, not where Inductor's own cache has it.
         """
         functorch: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
@@ -87,7 +89,7 @@ class CompileState:
             functorch["enable_autograd_cache"] = False
         if bundled:
             functorch["bundled_autograd_cache"] = True
-        tag = {"cache_key_tag": f"{_compat.compiler_config.cache_key_tag}|multigraph:{cache_tag}"}
+        tag = {"cache_key_tag": f"{_compat.compiler_config.cache_key_tag}|multigraph {sources.key()}:{cache_tag}"}
         with contextlib.ExitStack() as own:
             patches = own if _compat.config_is_per_context() else process_wide
             for name, values in self.configs:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import multigraph_backend
 from multigraph_backend import _compat
+from multigraph_backend.process import sources
 
 
 def compiled(model: object) -> object:
@@ -159,6 +160,20 @@ def test_code_is_found_again_in_torchs_caches() -> None:
         counters.clear()
         compiled(lambda x: torch.sin(x @ weight).sum())(torch.randn(5, 8)).backward()
     assert counters["autograd_cache_hit"] == 1, dict(counters)
+
+
+def test_what_another_multigraph_has_cached_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been wrong: an update would go on with the numbers of before."""
+    counters = _compat.counters["aot_autograd"]
+    found = []
+    for other in ("one", "another", "one"):
+        monkeypatch.setattr(sources, "key", lambda other=other: other)
+        torch._dynamo.reset()
+        counters.clear()
+        x = torch.randn(5, 8, requires_grad=True)
+        compiled(lambda x: torch.cos(x * 3).sum())(x).backward()
+        found.append((counters["autograd_cache_hit"], counters["autograd_cache_miss"]))
+    assert found == [(0, 1), (0, 1), (1, 0)]
 
 
 def test_changes_that_come_last_are_right_also_where_code_is_cached_whole() -> None:
