@@ -188,7 +188,7 @@ def _recording_families() -> tuple[Family, Family]:
 
 def _build() -> Family:
     torch = sys.modules.get("torch")
-    version = "" if torch is None else str(torch.__version__)
+    version = "" if torch is None else str(torch.version.__version__)
     return Family(
         "multigraph_build_info", "Versions", "gauge", ("version", "torch"), {(__version__, version): 1}
     )  # fmt: skip

@@ -123,7 +123,7 @@ class Explanation:
         """
         about = {
             "multigraph": _version("multigraph"),
-            "torch": str(torch.__version__),
+            "torch": str(torch.version.__version__),
             "Python": platform.python_version(),
             "": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
         }

@@ -13,6 +13,7 @@ row that it came in, and is told; nothing else.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import inspect
 import itertools
@@ -154,11 +155,7 @@ def _called(
 
 
 def _go_backward(outputs: Any) -> None:
-    ends = [
-        value
-        for value in torch.utils._pytree.tree_leaves(outputs)
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+    ends = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
     if not ends:
         return
     leaves = _leaves(ends)
@@ -170,6 +167,21 @@ def _go_backward(outputs: Any) -> None:
     finally:
         for leaf, grad in had:
             leaf.grad = grad
+
+
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """All tensors in lists, tuples, dicts and dataclasses of them."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from _tensors(value)
+    elif isinstance(outputs, list | tuple):
+        for value in outputs:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(outputs):
+        for entry in dataclasses.fields(outputs):
+            yield from _tensors(getattr(outputs, entry.name))
 
 
 def _leaves(ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
