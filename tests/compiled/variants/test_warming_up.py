@@ -134,10 +134,10 @@ def test_what_an_earlier_condition_answers_is_not_missing() -> None:
 
 
 def test_a_condition_that_cannot_be_met_is_missing_and_says_why() -> None:
-    account = warmup(compiled(Model().eval(), [{"idz[0]": 4}]), call(4, 10))
+    account = warmup(compiled(Model().eval(), [{"idss[0]": 4}]), call(4, 10))
     assert not account.ready
     ((what, why),) = account.missing.items()
-    assert "idz[0] == 4" in what
+    assert "idss[0] == 4" in what
     assert "did you mean 'ids[0]'" in why
 
 
