@@ -6,6 +6,18 @@ import sys
 
 import pytest
 
+#: files that take minutes: begun first, so that no process is left alone with one in the end
+LONG = (
+    "users/benchmarks/test_benchmarks.py",
+    "compiled/variants/test_missing_symbols.py",
+    "built/allocator/test_overlap_property.py",
+    "compiled/random/test_fuzz.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
+
 
 @pytest.fixture(autouse=True)
 def _fresh_start() -> None:

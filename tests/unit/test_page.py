@@ -18,7 +18,7 @@ from multigraph_backend.cudagraphs.memory_map import Block, Lifetime
 from multigraph_backend.page import contents, drawing, figures
 from multigraph_backend.report import Explanation
 from tests.support import accounts
-from tests.support.html import Element, parse
+from tests.support.pages import Element, parse
 
 FOLDER = Path(page.__file__).parent
 #: every attribute that the page may have; none of them loads anything or runs anything

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from multigraph_backend.__main__ import main
-from tests.support.html import Element, parse
+from tests.support.pages import Element, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
