@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import uuid
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -166,7 +167,8 @@ def test_what_another_multigraph_has_cached_is_not_taken(monkeypatch: pytest.Mon
     """It may have been wrong: an update would go on with the numbers of before."""
     counters = _compat.counters["aot_autograd"]
     found = []
-    for other in ("one", "another", "one"):
+    one, another = uuid.uuid4().hex, uuid.uuid4().hex  # torch's caches outlive this process
+    for other in (one, another, one):
         monkeypatch.setattr(sources, "key", lambda other=other: other)
         torch._dynamo.reset()
         counters.clear()
