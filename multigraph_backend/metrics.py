@@ -53,6 +53,7 @@ _HELP = {
     "moved_outputs": "Outputs that were held when their memory was needed",
     "packed_tensors": "Tensors saved for backward that compiled code packs",
     "kept_tensors": "Tensors saved for backward that compiled code keeps as they are",
+    "after_seal": "Compiles and recordings that came after seal()",
 }
 _STATES = ("declared", "compiling", "ready", "failed", "inactive")
 

@@ -80,9 +80,9 @@ class CompileState:
         """Run the body in this state, in the calling thread, which must run inside a copy of `context()`.
 
         What has to be changed for the whole process is entered on `process_wide`, which the caller of the compile
-        closes: it can do so even if this thread hangs.  `cache_tag` distinguishes cache keys of variants, as the
-        package's own files do.  `bundled`:
-        AOTAutograd's cache keeps what the compiler returned, not where Inductor's own cache has it.
+        closes: it can do so even if this thread hangs.  `cache_tag` distinguishes cache keys of variants, beside the
+        package's own files.  `bundled`: AOTAutograd's cache keeps what the compiler returned, not where Inductor's own
+        cache has it.
         """
         functorch: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
         if not autograd_cache:

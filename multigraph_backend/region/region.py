@@ -154,9 +154,9 @@ class Region:
         form = variant.fitting(args)
         if form is not None or variant.resting or stance() in _NO_COMPILE_STANCES:
             return form
-        if sealing.refused(f"{self.user_code}: {variant.text} is compiled") is not None:
-            return None
         if not variant.may_compile(*self._case(args)):
+            return None
+        if sealing.refused(f"{self.user_code}: {variant.text} is compiled") is not None:
             return None
         limit = self.options.compile_timeout
         if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread

@@ -113,8 +113,7 @@ def warmup(
         waiting: list[tuple[ExampleCall, dict[str, int]]] = []
         for example in examples:
             before = _calls()
-            row = _called(compiled, example, {}, backward, CALLS)
-            rows.append(row)
+            rows.append(_called(compiled, example, {}, backward))
             reached = [region for region in _living() if _calls_of(region) != before.get(region.serial, ())]
             regions += [region for region in reached if region not in regions]
             waiting += [(example, sizes) for sizes in _sizes_to_call(reached, example, covered)]
@@ -123,7 +122,7 @@ def warmup(
             for example, sizes in waiting:
                 say(sizes, None)
                 try:
-                    row = _called(compiled, example, sizes, backward, CALLS)
+                    row = _called(compiled, example, sizes, backward)
                 except Exception as error:
                     if from_outside(error):
                         raise
@@ -138,11 +137,11 @@ def warmup(
 
 
 def _called(
-    compiled: Callable[..., Any], example: ExampleCall, sizes: dict[str, int], backward: bool | None, times: int
+    compiled: Callable[..., Any], example: ExampleCall, sizes: dict[str, int], backward: bool | None
 ) -> Rehearsed:
     began, before, had = time.monotonic(), _calls(), _pool_bytes()
     given: list[Call] = []
-    for _ in range(times):
+    for _ in range(CALLS):
         # the last call's inputs are there still, so these lie elsewhere, as those of requests will: they are copied
         given = [*given[-1:], example.resized(sizes)]
         args, kwargs = given[-1]

@@ -288,11 +288,11 @@ class Tree(Nodes):
             )
         if not keyed.piece.spec.required and not keyed.piece.uses.wanted((parent.number, keyed.key), limits.unreplayed):
             raise NotRecorded(NOT_REPLAYED)
-        if (late := sealing.refused(f"{keyed.piece.spec.label} is recorded")) is not None:
-            raise NotRecorded(late)
         plan = planning.plan(self, parent, keyed, inputs, first)
         if self.turns.aside:
             raise NotRecorded(BESIDE)
+        if (late := sealing.refused(f"{keyed.piece.spec.label} is recorded")) is not None:
+            raise NotRecorded(late)
         self.room.make(limits)
         if limits.pool_bytes is not None:
             self.room.find(keyed, inputs, plan, limits.pool_bytes)
