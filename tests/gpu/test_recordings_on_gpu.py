@@ -88,6 +88,29 @@ def test_inference_is_recorded_once_for_each_size_and_replayed() -> None:
     assert unrecorded() == {}
 
 
+def test_the_first_call_takes_the_memory_that_its_recording_takes_later() -> None:
+    rows = 1 << 22  # 16 MiB for each column of an intermediate
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        y = x.expand(rows, 16).cumsum(1)  # no fusion across a scan
+        return y.cumsum(0)[-1] + y.sum(0)
+
+    run = compiled(wide)
+    x = torch.randn(16, device=CUDA)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    run(x)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    after_one = torch.cuda.memory_reserved() - before
+    for _ in range(4):
+        run(x)
+    assert after_one > rows * 16 * 4
+    assert tree_counts("warm-ups in the pool") >= 1
+    assert torch.cuda.memory_reserved() - before <= after_one + (32 << 20)
+    torch.testing.assert_close(run(x), wide(x), rtol=1e-2, atol=1.0)
+
+
 def test_the_last_output_is_held_while_the_next_is_made() -> None:
     run = compiled(lambda x: (x * 2).sin() + 1)
     outputs, inputs = [], [torch.randn(32, 32, device=CUDA) for _ in range(10)]

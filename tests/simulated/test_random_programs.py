@@ -24,6 +24,7 @@ from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
 from multigraph_backend.cudagraphs.recordings.room import Room
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.tree import Tree
+from multigraph_backend.cudagraphs.recordings.warm_up import WarmUp
 from multigraph_backend.process import garbage
 from tests.support.simulated.random_programs import Wrong, run
 
@@ -56,7 +57,9 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "evicted": 50,
         "failed recordings": 20,
         "recordings with managed inputs": 5,
-        "recordings with inputs that die in them": 5,
+        "recordings with inputs that die in them": 2,
+        "warm-ups in the pool": 100,
+        "moved from warm-ups": 20,
         "recordings that hand out copies": 20,
         "shared": 20,
         "not shared any more": 5,
@@ -163,6 +166,13 @@ def _storages_are_trusted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(replay, "_elsewhere", lambda device, made, names: [])
 
 
+def _warm_ups_are_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
+    def watch(warm: WarmUp, blocks: object) -> None:
+        warm.watched = ()
+
+    patch.setattr(WarmUp, "_watch", watch)
+
+
 def _copies_are_not_made(patch: pytest.MonkeyPatch) -> None:
     _pieces_are_taken_for(patch, copies=False)
 
@@ -265,6 +275,7 @@ MUTANTS = [
     _outputs_are_moved_under_work_on_other_streams,
     _moved_outputs_are_not_waited_for,
     _storages_are_trusted,
+    _warm_ups_are_taken_for_dead,
     _copies_are_not_made,
     _changed_inputs_are_copied,
     _expanded_dimensions_are_forgotten,

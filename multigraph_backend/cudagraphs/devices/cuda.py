@@ -166,7 +166,21 @@ class CudaDevice:
         for address, nbytes in poison.others(self._pool.segments(), kept):
             self.maker(Layout((nbytes,), (1,), 0, torch.uint8))(self.storage_at(address, nbytes)).fill_(poison.BYTE)
 
-    # ---------------------------------------------------------------- recording
+    # ---------------------------------------------------------------- running and recording
+
+    def run_in_pool(self, function: Callable[[], Any]) -> Any:
+        # on the stream of captures: the allocator keeps what is free apart by stream, and they are to find it
+        current = torch.cuda.current_stream(self.index)
+        with torch.cuda.device(self.index), _own_workspaces():
+            self._capture_stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._capture_stream), self._pool.allocating():
+                    return function()
+            finally:
+                current.wait_stream(self._capture_stream)
+
+    def unowned(self) -> frozenset[int]:
+        return self._pool.blocks() - self._pool.adopted
 
     def capture(
         self,
@@ -354,13 +368,19 @@ def _captures(streams: Iterable[int]) -> bool:
 def _undisturbed(index: int) -> Iterator[None]:
     """Around a capture: no garbage collection (it may free what must not be freed then), and cuBLAS workspaces inside
     the recording and nowhere else."""
-    with garbage.paused(), torch.cuda.device(index):
-        torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
+    with garbage.paused(), torch.cuda.device(index), _own_workspaces():
+        yield
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Workspaces of cuBLAS that are made inside go at the end, and it finds none of before."""
+    torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
+    _compat.clear_cublas_workspaces()
+    try:
+        yield
+    finally:
         _compat.clear_cublas_workspaces()
-        try:
-            yield
-        finally:
-            _compat.clear_cublas_workspaces()
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -186,7 +186,18 @@ class Device(Protocol):
     def leave(self, generation: int) -> None:
         """Give an old pool's memory back: nothing recorded in it is left, and nothing in it is alive."""
 
-    # ---------------------------------------------------------------- recording
+    # ---------------------------------------------------------------- running and recording
+
+    def run_in_pool(self, function: Callable[[], Any]) -> Any:
+        """Run `function` with all that it allocates on the calling thread coming from the pool, which `restore` has put
+        into the state to begin in.  Nothing of that is owned: its storages free it by dying, as ever.  Until all of it
+        is free, which `unowned` tells, nothing may be captured, restored or replayed here.
+
+        Raises what `function` raises.
+        """
+
+    def unowned(self) -> frozenset[int]:
+        """Addresses of blocks that are allocated in the pool and not owned by the runtime; not a quick question."""
 
     def capture(
         self,

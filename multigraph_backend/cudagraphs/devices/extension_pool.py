@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,8 +117,20 @@ class ExtensionPool:
         self.adopted -= freed
         return freed
 
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        self._library.call("mg_torch_begin_pool_on_thread", self.index, *self.id)
+        try:
+            yield
+        finally:
+            self._call("mg_end_pool")
+            self._call("mg_release_pool")
+
+    def blocks(self) -> frozenset[int]:
+        return frozenset(address for address, _ in self._runs("mg_pool_blocks"))
+
     def holds_only(self, addresses: Collection[int]) -> bool:
-        return {address for address, _ in self._runs("mg_pool_blocks")} == set(addresses)
+        return self.blocks() == set(addresses)
 
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
         live_out = {storage._cdata: storage for storage in storages}

@@ -50,6 +50,12 @@ class MemoryPool(Protocol):
     def holds_only(self, addresses: Collection[int]) -> bool:
         """Whether these blocks are allocated and no others are."""
 
+    def allocating(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, what the calling thread allocates on the device comes from here, and its storages free it."""
+
+    def blocks(self) -> frozenset[int]:
+        """Addresses of all blocks that are allocated."""
+
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
         """Own the blocks of `storages`, and those of owners that live; the state of now."""
 
@@ -158,6 +164,17 @@ class TorchPool:
     def holds_only(self, addresses: Collection[int]) -> bool:
         return bool(_compat.pool_holds_only(self.index, self.id, set(addresses)))
 
+    def allocating(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.use_mem_pool(self._pool, self.index)
+
+    def blocks(self) -> frozenset[int]:
+        return frozenset(
+            block["address"]
+            for segment in self._segments()
+            for block in segment["blocks"]
+            if block["state"] != "inactive"  # those that wait for a stream are taken too
+        )
+
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
         live_out = list(storages)
         self._take_over([storage._cdata for storage in live_out])
@@ -187,11 +204,13 @@ class TorchPool:
             _compat.release_pool(self.index, self.id)
 
     def segments(self) -> list[tuple[int, int]]:
+        return [(segment["address"], segment["total_size"]) for segment in self._segments()]
+
+    def _segments(self) -> list[Any]:
         # of everything: asked for one pool by its id, torch 2.11 drops references that it does not hold, and the
         # numbers of that id are freed while they are in use
         found = _compat.raw_snapshot(None)["segments"]
-        own = [segment for segment in found if tuple(segment["segment_pool_id"]) == self.id]
-        return [(segment["address"], segment["total_size"]) for segment in own]
+        return [segment for segment in found if tuple(segment["segment_pool_id"]) == self.id]
 
     def leave(self) -> None:
         for address in self.adopted:

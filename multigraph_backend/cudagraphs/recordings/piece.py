@@ -67,9 +67,12 @@ class Piece(PieceState):
                     return chosen.run(chosen, inputs)
         return self._out_of_turn(inputs, mine)
 
-    def _as_it_is(self, inputs: list[Any]) -> Sequence[Any]:
+    def _as_it_is(self, inputs: list[Any], in_turn: bool) -> Sequence[Any]:
         """Run its code unrecorded."""
-        outputs: Sequence[Any] = self.tree.as_it_is(self._copying if self.spec.copies else self.function, inputs)
+        if self.spec.copies:
+            outputs: Sequence[Any] = self.tree.as_it_is(self._copying, inputs)
+        else:
+            outputs = self.tree.as_it_is(self.function, inputs, self if in_turn else None)
         return outputs
 
     def _copying(self, inputs: list[Any]) -> Sequence[Any]:
@@ -81,9 +84,9 @@ class Piece(PieceState):
         tree, call = self.tree, Call(self.tree.turns)
         try:
             if call.begin(self.awaited, tree.patience(self.spec.required, self.limits)):
-                return self._as_it_is(inputs) if chosen else self(inputs)
+                return self._as_it_is(inputs, True) if chosen else self(inputs)
             if not chosen:
                 tree.count_aside(self, inputs)
-            return self._as_it_is(inputs)
+            return self._as_it_is(inputs, False)
         finally:
             call.end()

@@ -27,6 +27,7 @@ class KeyedPiece:
     `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
     inputs that came at too many addresses.  `reasons`: skip reasons, why calls ran unrecorded, counted; `refused`: the
     skip reason of all calls to come; `unprofitable`: it is that a recording costs more than it saves.
+    `warms_up`: its next call is to run in the pool, as it is.
     `nodes`: recordings of it that may be found; `needs`: bytes that one was seen to need of an empty pool.
     `recorded_at`: how often it was recorded at each depth of a step; `_lay_at`: where its static inputs lay then.
     """
@@ -37,6 +38,7 @@ class KeyedPiece:
         self.failures = self.nodes = self.needs = 0
         self.refused: str | None = None
         self.unprofitable = False
+        self.warms_up = False
         self.addresses: dict[int, int] = {}
         self.copied: set[int] = set()
         self.reasons: Counter[str] = Counter()

@@ -26,11 +26,12 @@ NO_ROOM = "the limit of the pool's bytes leaves no room for it (limit_recordings
 
 
 class Room:
-    """`used`: whether anything may be in the pool in use.  `unlocked`: entered while code of the user is captured."""
+    """`used`: whether recordings may be in the pool in use; `warmed`: whether a step has warmed up there.
+    `unlocked`: entered while code of the user is captured."""
 
     def __init__(self, nodes: Nodes, unlocked: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._nodes, self._device, self._unlocked = nodes, nodes.device, unlocked
-        self.used = False
+        self.used = self.warmed = False
         self._recorded_in: dict[int, weakref.WeakSet[Node]] = {}  # by generation
         self._pool_bytes: dict[int, int] = {}  # by generation, where a limit asked for it
         self._seen = nodes.device.generation  # pools up to here are in _old, or were left
@@ -39,6 +40,11 @@ class Room:
     def recorded(self, node: Node) -> None:
         """Take note of the pool that a new node lives in."""
         self._recorded_in.setdefault(node.generation, weakref.WeakSet()).add(node)
+
+    def warms_up(self, warm: Node) -> None:
+        """Take note of the pool that a step warms up in."""
+        self.warmed = True
+        self.recorded(warm)
 
     def make(self, limits: Limits) -> None:
         """Give up the least recently used recordings until there is room for one more."""
@@ -116,7 +122,7 @@ class Room:
         there, where it may answer calls although that was given up."""
         if not self._nodes.size and self.used:
             self._device.new_pool()
-            self.used = False
+            self.used = self.warmed = False
         self._old |= set(range(self._seen, self._device.generation))
         self._old &= set(self._device.generations())  # one that could not be left may have been since
         self._seen = self._device.generation

@@ -56,6 +56,7 @@ from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAl
 from multigraph_backend.cudagraphs.recordings.room import Room
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
+from multigraph_backend.cudagraphs.recordings.warm_up import MOST_CALLS, WarmSlot, WarmUp
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
 
@@ -193,8 +194,8 @@ class Tree(Nodes):
             call.end()
         return node
 
-    def as_it_is(self, code: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
-        """Run code unrecorded, without the lock.
+    def as_it_is(self, code: Callable[[list[Any]], Any], inputs: list[Any], warming: PieceState | None = None) -> Any:
+        """Run code unrecorded, without the lock; `warming`: the piece that it is of, where it may warm up in the pool.
 
         Another thread may record and replay meanwhile.  What `code` reads of the pool stays alive until it has
         launched all that reads it; and the next call on another stream waits for that.
@@ -214,6 +215,12 @@ class Tree(Nodes):
                         if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in handles
                     ]
                 self._running, began = self._running + 1, True
+                keyed = None if warming is None else warming.keyed_for(inputs)
+                warm = None if keyed is None else self._warm_up(keyed)
+                if keyed is not None and warm is not None:
+                    outputs = self._warmed_up(warm, keyed, code, inputs)
+                    if outputs is not None:
+                        return outputs
             return code(inputs)
         finally:
             if began:
@@ -223,6 +230,76 @@ class Tree(Nodes):
                         self._streams.add(stream)
                         self.stream = _NO_STREAM
             del held
+
+    def _warm_up(self, keyed: KeyedPiece) -> WarmUp | None:
+        """Where this call, which is the first of its kind or follows such a one, warms up; None: in ordinary memory."""
+        wanted, keyed.warms_up = keyed.warms_up, False
+        if not wanted or self.shared or self.turns.aside or keyed.piece.limits.pool_bytes is not None:
+            return None
+        if self.path:
+            last = self.path[-1]
+            return last if isinstance(last, WarmUp) and last.generation == self.device.generation else None
+        try:
+            self.device.restore(self.device.empty_state(), (), ())
+        except DeviceFailed as error:
+            log.debug("no room to warm up in: %s", error)
+            return None
+        warm = WarmUp(self)
+        self.room.warms_up(warm)
+        self.path.append(warm)
+        return warm
+
+    def _warmed_up(
+        self, warm: WarmUp, keyed: KeyedPiece, code: Callable[[list[Any]], Any], inputs: list[Any]
+    ) -> Sequence[Any] | None:
+        """Outputs of the code, run in the pool; None: it did not begin to run, for the driver failed."""
+        warm.calls_of[keyed] += 1
+        outputs: Sequence[Any] = ()
+        began = False
+
+        def run() -> Any:
+            nonlocal began
+            began = True
+            self.counts["warm-ups in the pool"] += 1
+            try:
+                self.lock.release()
+                return code(inputs)
+            finally:
+                self.lock.acquire()
+
+        try:
+            outputs = self.device.run_in_pool(run)
+        except (DeviceFailed, RuntimeError) as error:
+            if began or from_outside(error):
+                raise
+            log.debug("nothing warms up in the pool: %s", error)
+            return None
+        finally:  # where it failed, the error holds frames, and they hold tensors
+            with _compat.without_torch_function():  # of outputs whose classes answer what is asked about them
+                warm.took(outputs, keyed.piece.spec.visible)
+        return outputs
+
+    def _end_warm_up(self, warm: WarmUp, keyed: KeyedPiece) -> None:
+        """Before a call of `keyed` behind `warm`: end it, if nothing of it is alive, or if the step begins again and
+        what is alive can be moved out."""
+        warm.look()
+        if not warm.alive():
+            self._shorten()
+            return
+        if not keyed.called or (self.shared and threading.get_ident() != self.callers.first):
+            return
+        # what autograd has saved is soon read by a backward, or belongs to one that never comes
+        if warm.calls_of[keyed] >= MOST_CALLS or all(slot.visible for slot in warm.slots if slot.alive(self.use_count)):
+            self._restart()
+
+    def _abandon_pool(self) -> None:
+        """Leave the pool to blocks in it that nobody knows: recordings there would write over them."""
+        self.unlink_all()
+        self.device.new_pool()
+        self.counts["abandoned pools"] += 1
+        log.info(
+            "something that is no output of compiled code has stayed in the memory of recordings, which begin anew"
+        )
 
     def copied_out(self, piece: PieceState, outputs: Sequence[Any]) -> Sequence[Any]:
         """Outputs of unrecorded code with copies in place of what lies in the pool and a user may hold."""
@@ -269,8 +346,11 @@ class Tree(Nodes):
             raise NotRecorded(keyed.refused)
         if self.collectives.ending is not None and keyed.piece.spec.groups:
             raise NotRecorded(self.collectives.ending)
+        if self.path and isinstance(last := self.path[-1], WarmUp):
+            self._end_warm_up(last, keyed)
         first, keyed.called = not keyed.called, True
-        if first and keyed.piece.warms_up:
+        if (first and keyed.piece.warms_up) or (self.path and isinstance(self.path[-1], WarmUp)):
+            keyed.warms_up = True
             planning.look(self.device, keyed, inputs)
             raise NotRecorded(FIRST_CALL)
         if self.path and self._new_step(keyed, inputs):
@@ -359,14 +439,24 @@ class Tree(Nodes):
         finally:
             if held:  # another stream may be ordered behind the work that made them, but not behind these copies
                 self.device.finish()
+        strangers = any(isinstance(node, WarmUp) and node.strangers for node in self.path)
         self.path.clear()
+        if strangers:
+            self._abandon_pool()
         for node in {id(node): node for node, _ in alive}.values():
-            replay.build(node)
+            if node.recording is not None:
+                replay.build(node)
 
     def _move(self, node: Node, slot: Slot) -> None:
         """Give what is alive over `slot` other memory, if the user has not done so."""
-        assert node.keyed is not None
         lies = slot.lies(self.device)
+        if isinstance(slot, WarmSlot):
+            if lies and (storage := slot.held()) is not None:
+                moved = self.device.move_out(storage)
+                assert moved, "memory of a warm-up could not be moved out"
+                self.counts["moved from warm-ups"] += 1
+            return
+        assert node.keyed is not None
         if lies:
             moved = self.device.move_out(slot.storage)
             assert moved, "memory of a recording could not be moved out"
@@ -525,6 +615,7 @@ class Tree(Nodes):
         for piece in gone:  # nobody calls it any more
             piece.end()
         self._shorten()
+        self.room.used = self.room.used or (self.room.warmed and not self.path)
         self.room.leave_pools()
 
     def forget(self) -> None:
@@ -544,6 +635,7 @@ class Tree(Nodes):
         self.callers.forget()
         self._not_before = 0.0
         self._shorten()
+        self.room.used = self.room.used or (self.room.warmed and not self.path)
         self.room.leave_pools()
         self.forgets = False
 

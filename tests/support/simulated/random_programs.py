@@ -680,7 +680,7 @@ class Program:
                 other = threading.Thread(target=self._meanwhile, args=(what,))
                 other.start()
                 other.join()
-        if call in IN_CAPTURES and gc.isenabled():
+        if call in IN_CAPTURES and gc.isenabled() and self.device.captures:
             raise Wrong("garbage may be collected inside of a capture")
         self._driver(call, detail)
 

@@ -43,6 +43,7 @@ from multigraph_backend.cudagraphs.devices.poison import others
 from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState
 from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED, Recorder
 from multigraph_backend.cudagraphs.devices.simulated.memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
+from multigraph_backend.cudagraphs.devices.simulated.running import Runner
 from multigraph_backend.process import garbage
 from multigraph_backend.process.interruptions import from_outside, without_frames
 
@@ -51,10 +52,11 @@ _FIRST_POOL = 1 << 48
 _POOL_DISTANCE = 1 << 40
 
 #: the calls that `fail_at` knows
-CALLS = ("capture_begin", "allocate", "launch", "capture_end", "replay", "copy", "restore", "storage_at", "move_out",
-         "fresh_storage", "new_pool", "leave", "wait_for", "finish")  # fmt: skip
+CALLS = ("capture_begin", "run_in_pool", "allocate", "launch", "capture_end", "replay", "copy", "restore", "storage_at",
+         "move_out", "fresh_storage", "new_pool", "leave", "wait_for", "finish")  # fmt: skip
 #: those of them that the driver refuses while the stream of captures captures
-_REFUSED = frozenset({"capture_begin", "replay", "copy", "restore", "move_out", "fresh_storage", "new_pool", "finish"})
+_REFUSED = frozenset({"capture_begin", "run_in_pool", "replay", "copy", "restore", "move_out", "fresh_storage",
+                      "new_pool", "finish"})  # fmt: skip
 #: and of these what other threads than the one that captures may do on streams of their own
 _ELSEWHERE = frozenset({"copy", "fresh_storage"})
 #: those of them that allocate
@@ -92,6 +94,8 @@ class SimulatedRecording:
             raise AssertionError(f"recording {self.number} uses memory outside of the pool that has died")
         if self._pool.left:
             raise AssertionError(f"recording {self.number} lives in a pool that was left")
+        if self._pool is device._pool and device.unowned():
+            raise AssertionError(f"recording {self.number} may write over blocks that nobody owns")
         device._catch_up(device.stream())
         self._pool.timeline.work(device.stream(), "replay")
         device._memory.gather()
@@ -147,6 +151,11 @@ class SimulatedDevice:
         self.log.clear()
 
     # ---------------------------------------------------------------- for tests
+
+    @property
+    def captures(self) -> bool:
+        """Whether the stream of captures captures."""
+        return self._stream_captures
 
     def fail_at(self, call: str, after: int = 0, error: BaseException | None = None) -> None:
         """Let driver call `call` (one of `CALLS`) fail once, after it has worked `after` times; with `error`, if given,
@@ -252,6 +261,8 @@ class SimulatedDevice:
         self._memory.gather()
         self._memory.scatter()
         del self._memory.mapped[storage._cdata]
+        if mapped.frees:
+            mapped.pool.free(mapped.offset)
         return True
 
     def fresh_storage(self, nbytes: int) -> torch.UntypedStorage:
@@ -273,6 +284,8 @@ class SimulatedDevice:
         pool = self._pool
         if not isinstance(state, _State) or state.pool is not pool:
             raise AssertionError("restore to a state of another pool")
+        if self.unowned():
+            raise AssertionError("restore while blocks that nobody owns are allocated in the pool")
         wanted = {address - pool.base for address in blocks}
         kept = {offset: nbytes for offset, nbytes in state.arena.blocks if offset in wanted}
         owning = [self._memory.mapped[storage._cdata] for storage in owners]
@@ -321,11 +334,35 @@ class SimulatedDevice:
         self._driver("leave", generation)
         pool = self._pools.pop(generation)
         self._memory.gather()
-        pool.poison([(0, pool.arena.capacity)], ())
+        alive = [
+            (mapped.offset, mapped.nbytes)
+            for mapped in self._memory.mapped.values()
+            if mapped.frees and mapped.pool is pool
+        ]
+        pool.poison([(0, pool.arena.capacity)], alive)
         pool.left = True
         self._memory.scatter()
 
-    # ---------------------------------------------------------------- recording
+    # ---------------------------------------------------------------- running and recording
+
+    def run_in_pool(self, function: Callable[[], Any]) -> Any:
+        self._driver("run_in_pool")
+        self._catch_up(self.stream())
+        self._pool.timeline.work(self.stream(), "run_in_pool")
+        try:
+            with Runner(self._pool, self._memory):
+                return function()
+        finally:
+            self._memory.gather()
+            self._memory.scatter()
+
+    def unowned(self) -> frozenset[int]:
+        self._memory.gather()
+        return frozenset(
+            mapped.pool.base + mapped.offset
+            for mapped in self._memory.mapped.values()
+            if mapped.frees and mapped.pool is self._pool
+        )
 
     def capture(
         self,

@@ -41,6 +41,11 @@ class Pool:
         self.timeline = Timeline()
         self.left = False
 
+    def free(self, offset: int) -> None:
+        """Give a block back that nobody owned; what it held is garbage now."""
+        nbytes = self.arena.free(offset)
+        self.memory[offset : offset + nbytes] = bytes([POISON]) * nbytes
+
     def poison(self, ranges: Iterable[tuple[int, int]], kept: Iterable[tuple[int, int]]) -> None:
         """Write over `ranges`, but not over `kept`."""
         contents = [(offset, self.memory[offset : offset + nbytes]) for offset, nbytes in kept]
@@ -64,7 +69,8 @@ class Mapped:
     seen: bytes
     pool: Pool
     offset: int
-    origin: str | None  # the operation that allocated it in a capture; None for `storage_at`
+    origin: str | None  # the operation that allocated it; None for `storage_at`
+    frees: bool = False  # whether its death, or a move, frees its block of the pool: nobody else owns that
 
     @property
     def nbytes(self) -> int:
@@ -182,6 +188,8 @@ class Memory:
             mapped.write_back()
             if died or mapped.resized():
                 del self.mapped[handle]
+                if mapped.frees:
+                    mapped.pool.free(mapped.offset)
 
     def scatter(self) -> None:
         for mapped in self.mapped.values():
