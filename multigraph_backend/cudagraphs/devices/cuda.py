@@ -215,6 +215,7 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
+        self._have_blas_handle()
         with _undisturbed(self.index), contextlib.ExitStack() as stack:
             current, uses = torch.cuda.current_stream(self.index), self._pool.uses()
             self._capture_stream.wait_stream(current)
@@ -257,6 +258,18 @@ class CudaDevice:
         state = self._pool.adopt(live_out.values())
         blocks = {address: storage.nbytes() for address, storage in live_out.items()}
         return Captured(cast(Graph, graph), result, blocks, freed, state)
+
+    def _have_blas_handle(self) -> None:
+        """Have torch make this thread's handle of cuBLAS, which it could not while capturing.
+
+        With it comes a workspace of tens of MiB, so it is made in the pool, where the recording finds that memory.
+        """
+        having: set[int] = _handles.__dict__.setdefault("devices", set())
+        if self.index not in having:
+            stream = self._capture_stream
+            with torch.cuda.device(self.index), torch.cuda.stream(stream), self._pool.allocating():
+                torch.cuda.current_blas_handle()
+            having.add(self.index)
 
     def _let_go(self, problem: BaseException, broken: bool) -> None:
         """After a failed capture: free what it allocated, or go on in another pool where this one is spoilt."""
@@ -330,6 +343,8 @@ def _quietly(function: Callable[[], None]) -> None:
         function()
 
 
+_handles = threading.local()  # `devices`: those of which this thread has a handle of cuBLAS
+
 _RELAXED = 2  # the driver's CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -375,7 +390,6 @@ def _undisturbed(index: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _own_workspaces() -> Iterator[None]:
     """Workspaces of cuBLAS that are made inside go at the end, and it finds none of before."""
-    torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
     _compat.clear_cublas_workspaces()
     try:
         yield
