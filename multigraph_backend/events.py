@@ -28,6 +28,7 @@ CallKind = Literal["generic_calls", "variant_calls"]
 Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
+    "recordings_that_gave_way",
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
     "refused_collectives", "waited_for_ranks", "late_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries",

@@ -44,9 +44,10 @@ class DeviceReport:
     """The recordings of one device.
 
     `moved`: outputs that were held when their memory was needed; `again`: recordings beyond the first of a piece at one
-    key after the same one; `evicted`: given up for others; `unprofitable`: given up because they did not pay; `shared`:
-    how often several threads came to call; `copies`: whether all outputs are copies now because they do; `tree`: one
-    line a recording, children indented below the one that they follow; `nodes`: the same as data, with its memory.
+    key after the same one; `evicted`: given up for others; `gave_way`: given up for larger ones, in whose memory they
+    are made again; `unprofitable`: given up because they did not pay; `shared`: how often several threads came to call;
+    `copies`: whether all outputs are copies now because they do; `tree`: one line a recording, children indented below
+    the one that they follow; `nodes`: the same as data, with its memory.
     """
 
     device: int
@@ -56,6 +57,7 @@ class DeviceReport:
     again: int
     failed: int
     evicted: int
+    gave_way: int
     unprofitable: int
     shared: int
     copies: bool
@@ -71,6 +73,7 @@ class DeviceReport:
             "recorded again": self.again,
             "failed": self.failed,
             "given up for others": self.evicted,
+            "gave way to larger ones": self.gave_way,
             "given up because they did not pay": self.unprofitable,
         }
         if any(rare.values()):
@@ -139,6 +142,7 @@ def of(tree: Tree) -> DeviceReport:
             again=tree.counts["recorded again"],
             failed=tree.counts["failed"],
             evicted=tree.counts["evicted"],
+            gave_way=tree.counts["gave way"],
             unprofitable=tree.counts["not worth it"],
             shared=tree.counts["shared"],
             copies=tree.shared,

@@ -138,8 +138,15 @@ class CudaDevice:
             self.leave(later)
 
     def leave(self, generation: int) -> None:
-        self._left[generation].leave()  # which may fail, and is tried again then
-        del self._left[generation]
+        if not self.capturing():
+            # where the pool's memory is unmapped, and not freed, torch waits for the stream that it was allocated on
+            self._capture_stream.wait_stream(torch.cuda.current_stream(self.index))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.device(self.index))
+            with contextlib.suppress(OSError):  # memory goes back to the driver
+                stack.enter_context(_beside_captures())
+            self._left[generation].leave()  # which may fail, and is tried again then
+            del self._left[generation]
 
     def empty_state(self) -> PoolState:
         return self._pool.empty

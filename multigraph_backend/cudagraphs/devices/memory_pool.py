@@ -216,3 +216,7 @@ class TorchPool:
         for address in self.adopted:
             _compat.free_block(address)
         self.adopted.clear()
+        # in this order: when the pool's object goes, torch gives back what no graph keeps any more; what a graph still
+        # keeps then stays reserved until the cache is emptied or memory is short
+        self._anchor.reset()
+        self.__dict__.pop("_pool", None)

@@ -33,6 +33,7 @@ runs; see `turns`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -54,6 +55,7 @@ from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded
 from multigraph_backend.cudagraphs.recordings.room import Room
+from multigraph_backend.cudagraphs.recordings.sharing import Sharing
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
 from multigraph_backend.cudagraphs.recordings.warm_up import MOST_CALLS, WarmSlot, WarmUp
@@ -109,6 +111,7 @@ class Tree(Nodes):
         self._dropped: deque[PieceState] = deque()
         self._not_before = 0.0  # when the device is next waited for
         self.room = Room(self, self.unlocked)
+        self.sharing = Sharing(self, self.room)
         self.turns = Turns(self.lock)
         self.collectives = Collectives(self, self.turns, lambda: self._last_stream)
         self.stream = self._last_stream = device.stream()
@@ -267,8 +270,10 @@ class Tree(Nodes):
             finally:
                 self.lock.acquire()
 
+        had = self.device.reserved_bytes()
         try:
             outputs = self.device.run_in_pool(run)
+            self.sharing.warmed_up(next(iter(warm.calls_of)), self.device.reserved_bytes() - had)
         except (DeviceFailed, RuntimeError) as error:
             if began or from_outside(error):
                 raise
@@ -352,10 +357,12 @@ class Tree(Nodes):
         if (first and keyed.piece.warms_up) or (self.path and isinstance(self.path[-1], WarmUp)):
             keyed.warms_up = True
             planning.look(self.device, keyed, inputs)
+            self._make_way(keyed, inputs)
             raise NotRecorded(FIRST_CALL)
         if self.path and self._new_step(keyed, inputs):
             self._restart()
         parent = self.path[-1] if self.path else self.root
+        anew = self.sharing.settled(keyed) and self._make_way(keyed, inputs)
         found = self._child(parent, keyed, inputs)
         if found is not None:
             return found
@@ -373,10 +380,25 @@ class Tree(Nodes):
             raise NotRecorded(BESIDE)
         if (late := sealing.refused(f"{keyed.piece.spec.label} is recorded")) is not None:
             raise NotRecorded(late)
+        anew = self._make_way(keyed, inputs) or anew
         self.room.make(limits)
         if limits.pool_bytes is not None:
             self.room.find(keyed, inputs, plan, limits.pool_bytes)
-        return self._record(parent, keyed, inputs, plan, first)
+        return self._record(parent, keyed, inputs, plan, first, anew)
+
+    def _make_way(self, keyed: KeyedPiece, inputs: list[object]) -> bool:
+        """Let all recordings give way to the one of this call, where that saves memory, nothing in the pool is alive
+        and nobody else has to do with it: other threads, or other ranks, which record collectives as often as this.
+        Whether they did."""
+        if self.path:
+            return False
+        self.sharing.look(keyed, inputs)
+        if self.shared or self._running or self.turns.aside or keyed.piece.spec.groups:
+            return False
+        if not self.sharing.asks(keyed) or self.collectives.held():
+            return False
+        self.sharing.give_way(keyed)
+        return True
 
     def _child(self, parent: Node, keyed: KeyedPiece, inputs: list[object]) -> Node | None:
         """The child of `parent` that answers this call, perhaps after its code was built again."""
@@ -483,8 +505,9 @@ class Tree(Nodes):
     # ---------------------------------------------------------------- recording
 
     def _record(
-        self, parent: Node, keyed: KeyedPiece, inputs: list[object], plan: recording.InputPlan, first: bool
+        self, parent: Node, keyed: KeyedPiece, inputs: list[object], plan: recording.InputPlan, first: bool, anew: bool
     ) -> Node:
+        """`first`: this is its first call; `anew`: all others have given way to it."""
         use_count, generation = self.device.use_count, self.device.generation
         alive = frozenset(
             slot.address
@@ -507,9 +530,9 @@ class Tree(Nodes):
         ]
         again = bool(parent.children.get(keyed))
         limit = keyed.piece.limits.pool_bytes
-        had = self.device.reserved_bytes() if limit is not None else 0
+        had = self.device.reserved_bytes()
         try:
-            made = self._captured(keyed.piece, inputs, plan, state, alive)
+            made = self._captured(keyed.piece, inputs, plan, state, alive, anew)
         except NotRecorded as why:
             self.counts["failed"] += 1
             events.count("failed_recordings")
@@ -551,6 +574,7 @@ class Tree(Nodes):
                 self.unlink(other)
         self.room.used = True
         self.link(node)
+        self.sharing.recorded(node, self.path[0] if self.path else node, self.device.reserved_bytes() - had)
         node.final = keyed.piece.uses.recorded(node)
         self.counts["recordings"] += 1
         events.count("recordings")
@@ -565,11 +589,17 @@ class Tree(Nodes):
         plan: recording.InputPlan,
         state: PoolState,
         alive: frozenset[int],
+        anew: bool,
     ) -> recording.Recording:
         """The recording; captured again where it has to pay for large copies and the pool grew, for then its code was
-        timed with finding memory, but not where it issues collectives: all ranks capture these as often."""
+        timed with finding memory, but not where it issues collectives: all ranks capture these as often.
 
-        def capture() -> recording.Recording:
+        `anew`: it is the first in its pool, which is to be no larger than one that a warm-up has made.  So it is
+        captured without its copied inputs first: their buffers find room beside what else it needs, but segments of
+        their own have no room for that.
+        """
+
+        def capture(plan: recording.InputPlan = plan) -> recording.Recording:
             self._catch_up()
             return recording.record(
                 self.device,
@@ -581,6 +611,8 @@ class Tree(Nodes):
                 self.unlocked,
             )
 
+        if anew and plan.copied:
+            capture(dataclasses.replace(plan, copied=())).graph.reset()
         copied = sum(value.nbytes for index in plan.copied if isinstance(value := inputs[index], torch.Tensor))
         if not piece.spec.must_pay or piece.spec.groups or not copied or copied < piece.limits.copied_bytes:
             return capture()

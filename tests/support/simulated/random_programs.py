@@ -32,6 +32,7 @@ import torch
 import torch._dynamo  # the first kernel without memory would import it, in the midst of a program
 
 from multigraph_backend.cudagraphs.devices.device import DeviceFailed
+from multigraph_backend.cudagraphs.devices.simulated.arena import Segments
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.devices.simulated.memory import bytes_of
 from multigraph_backend.cudagraphs.limits import Limits
@@ -331,11 +332,18 @@ class Program:
             idle=rng.choice([0.0, 1e6]),
             patience=0.0,
         )
-        self.device = SimulatedDevice(pool_bytes=rng.choice([1 << 11, 1 << 13, 1 << 13]))
+        #: recordings that give way to larger ones, drawn apart: the programs of a seed stay what they were
+        self.giving = giving = random.Random(f"{seed}, giving way")
+        gives_way = giving.random() < 0.4
+        capacity = rng.choice([1 << 11, 1 << 13, 1 << 13])
+        segments = Segments(64, 128, 512, 256, 128) if gives_way and capacity > 1 << 11 else None
+        self.device = SimulatedDevice(capacity, segments=segments)
         self.device.failures_spoil_the_pool = rng.random() < 0.3
         self.paying = rng.random() < 0.2  # and then no recording that copies pays
         self.device.copies_us = 1e9
         self.tree = Tree(self.device, self.limits, StepMarks(lambda: self.marks), poisons=rng.random() < 0.3)
+        if gives_way:
+            self.tree.sharing.least = 0
         #: for what came later; the programs of a seed stay what they were
         self.other = other = random.Random(f"{seed}, what came later")
         self.copies = other.random() < 0.2

@@ -4,6 +4,7 @@
 captures, and replays it; `running` runs code at once, with its memory in the pool.
 """
 
+from multigraph_backend.cudagraphs.devices.simulated.arena import Segments
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
 
-__all__ = ["CALLS", "SimulatedDevice"]
+__all__ = ["CALLS", "Segments", "SimulatedDevice"]

@@ -9,6 +9,7 @@ and nothing else; taken and freed ranges are filled with `POISON`.  A tensor of 
 tensor that shows a range of the buffer (`memory.py`): memory that is overwritten while a tensor still uses it
 shows as garbage in that tensor.  A replay fails where a GPU would read what is gone: memory outside of the pool that
 has died, a pool that was left.  Work on a stream that has not waited for the last work on the pool is an error too.
+With `Segments` blocks lie as in torch's pools, else where best fit puts them.
 
 A capture runs nothing: what it sees and refuses is said in `capture.py`.
 
@@ -40,7 +41,7 @@ from multigraph_backend.cudagraphs.devices.device import (
     is_plain,
 )
 from multigraph_backend.cudagraphs.devices.poison import others
-from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState
+from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState, Segments
 from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED, Recorder
 from multigraph_backend.cudagraphs.devices.simulated.memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
 from multigraph_backend.cudagraphs.devices.simulated.running import Runner
@@ -113,7 +114,7 @@ class SimulatedDevice:
     calls.
     """
 
-    def __init__(self, pool_bytes: int = 1 << 20, granularity: int = 64) -> None:
+    def __init__(self, pool_bytes: int = 1 << 20, granularity: int = 64, segments: Segments | None = None) -> None:
         self.index = 0
         self.generation = -1  # `new_pool` makes it 0
         self.same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool] = self._same_addresses
@@ -131,7 +132,9 @@ class SimulatedDevice:
         #: set it to have the device finish nothing any more, as `record_event` tells
         self.stuck = False
         self._capacity = pool_bytes
-        self._granularity = granularity
+        self._granularity, self._segments = granularity, segments
+        #: the most that all pools together have ever had
+        self.most_reserved = 0
         self._numbers = itertools.count()
         #: by generation
         self._pools: dict[int, Pool] = {}
@@ -308,17 +311,21 @@ class SimulatedDevice:
         self._memory.scatter()
 
     def pool_bytes(self) -> int:
-        return self._pool.arena.high_water
+        return self._pool.arena.bytes
 
     def reserved_bytes(self) -> int:
-        return self.pool_bytes()
+        return sum(pool.arena.bytes for pool in self._pools.values())
+
+    def _grew(self) -> None:
+        self.most_reserved = max(self.most_reserved, self.reserved_bytes())
 
     def new_pool(self) -> None:
         self._driver("new_pool")
         self.generation = max(self._pools, default=-1) + 1
         self._owners = []
         base = _FIRST_POOL + self.generation * _POOL_DISTANCE
-        self._pool = self._pools[self.generation] = Pool(base, self._capacity, self._granularity)
+        self._pool = self._pools[self.generation] = Pool(base, self._capacity, self._granularity, self._segments)
+        self._pool.arena.grew = self._grew
 
     def generations(self) -> Collection[int]:
         return tuple(self._pools)

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.devices.device import Layout
-from multigraph_backend.cudagraphs.devices.simulated.arena import Arena, Timeline
+from multigraph_backend.cudagraphs.devices.simulated.arena import Arena, Segments, Timeline
 
 #: what memory holds that nothing was written to: NaN in every floating-point type
 POISON = 0xFF
@@ -33,9 +33,9 @@ POISON = 0xFF
 class Pool:
     """The memory that recordings share."""
 
-    def __init__(self, base: int, capacity: int, granularity: int) -> None:
+    def __init__(self, base: int, capacity: int, granularity: int, segments: Segments | None = None) -> None:
         self.base = base
-        self.arena = Arena(capacity, granularity)
+        self.arena = Arena(capacity, granularity, segments)
         self.memory = bytearray([POISON]) * capacity
         self.storage = torch.frombuffer(self.memory, dtype=torch.uint8).untyped_storage()
         self.timeline = Timeline()
