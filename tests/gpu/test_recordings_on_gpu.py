@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -645,6 +646,41 @@ def test_what_does_not_fit_the_limit_of_bytes_runs_unrecorded_and_the_rest_stays
         assert tree.device.pool_bytes() <= 256 << 20
     finally:
         multigraph_backend.limit_recordings()
+
+
+@pytest.mark.parametrize("order", ["ascending", "at random"])
+def test_sizes_in_any_order_take_what_the_largest_takes_alone(order: str) -> None:
+    sizes = range(1024, 8193, 1024)
+    shuffled = list(sizes) if order == "ascending" else random.Random(0).sample(sizes, len(sizes))
+    largest, _ = _pool_of_sizes([max(sizes)])
+    gave_way = tree_counts("gave way")
+    taken, recordings = _pool_of_sizes(shuffled)
+    assert tree_counts("gave way") > gave_way
+    assert recordings == len(sizes)
+    assert taken <= 1.02 * largest + (8 << 20)  # segments for small blocks, and what is not of the pool
+
+
+def _pool_of_sizes(sizes: list[int]) -> tuple[int, int]:
+    """The most that was reserved while an MLP was called with so many rows, and how many recordings there are."""
+    fresh()
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).to(CUDA)
+    run = torch.compile(model, backend=multigraph, dynamic=True, options={"record_small": True})
+    # all alive, so that none lies where another lay; the recordings of all sizes copy their inputs then
+    inputs = {rows: [torch.randn(rows, 1024, device=CUDA) for _ in range(3)] for rows in sizes}
+    with torch.no_grad():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        for rows in sizes:
+            for x in inputs[rows]:
+                run(x)
+        torch.cuda.synchronize()
+        taken = torch.cuda.max_memory_reserved() - before
+        for rows in reversed(sizes):  # those that gave way are recorded again
+            close(run(inputs[rows][1]), model(inputs[rows][1]))
+            close(run(inputs[rows][2]), model(inputs[rows][2]))
+    return taken, runtime.tree(0).size
 
 
 def test_a_number_that_grows_at_each_call_is_recorded_no_more() -> None:

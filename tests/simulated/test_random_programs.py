@@ -21,7 +21,9 @@ from multigraph_backend.cudagraphs.recordings import planning, recording, replay
 from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
+from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.room import Room
+from multigraph_backend.cudagraphs.recordings.sharing import Sharing
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.recordings.warm_up import WarmUp
@@ -59,6 +61,7 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "recordings with managed inputs": 5,
         "recordings with inputs that die in them": 2,
         "warm-ups in the pool": 100,
+        "gave way": 20,
         "moved from warm-ups": 20,
         "recordings that hand out copies": 20,
         "shared": 20,
@@ -258,6 +261,32 @@ def _pools_are_left_with_recordings_in_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Room, "leave_pools", leaves)
 
 
+def _recordings_give_way_whose_outputs_are_alive(patch: pytest.MonkeyPatch) -> None:
+    make_way, give_way = Tree._make_way, Sharing.give_way
+
+    def blind(tree: Tree, keyed: KeyedPiece, inputs: list[object]) -> bool:
+        path, tree.path = tree.path, []
+        try:
+            return make_way(tree, keyed, inputs)
+        finally:
+            tree.path = path
+
+    def leaves_it_all(sharing: Sharing, keyed: KeyedPiece) -> None:
+        sharing._room._recorded_in.clear()
+        give_way(sharing, keyed)
+
+    patch.setattr(Tree, "_make_way", blind)
+    patch.setattr(Sharing, "give_way", leaves_it_all)
+
+
+def _what_gave_way_is_found(patch: pytest.MonkeyPatch) -> None:
+    def give_way(sharing: Sharing, keyed: KeyedPiece) -> None:
+        sharing._nodes.device.new_pool()
+        sharing._nodes.device.leave(sharing._nodes.device.generation - 1)
+
+    patch.setattr(Sharing, "give_way", give_way)
+
+
 def _what_is_given_up_is_not_given_up_below(patch: pytest.MonkeyPatch) -> None:
     below = Node.below
     patch.setattr(Node, "below", lambda node: iter([node]) if node.parent else below(node))
@@ -286,6 +315,8 @@ MUTANTS = [
     _each_has_a_switch_of_its_own,
     _the_lock_is_held_while_code_runs,
     _pools_are_left_with_recordings_in_them,
+    _recordings_give_way_whose_outputs_are_alive,
+    _what_gave_way_is_found,
     _what_is_given_up_is_not_given_up_below,
 ]
 

@@ -17,6 +17,7 @@ from tests.support.simulated.pieces import Bench, call_right, values
 
 SIZES = range(3, 34, 2)
 WORDS = 112  # of a row, so that blocks of the larger sizes lie in segments of their own
+LEAST = 16 << 10  # bytes of a pool in which nothing gives way
 
 
 def layers(n: int, x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -37,7 +38,7 @@ class Sized:
     def __init__(self, limits: Limits | None = None) -> None:
         self.bench = Bench(limits, pool_bytes=1 << 22, segments=Segments())
         self.tree, self.device = self.bench.tree, self.bench.device
-        self.tree.sharing.least = sharing.LEAST >> 10
+        self.tree.sharing.least = LEAST
         self.piece = self.bench.piece(layers, 2, 1)
 
     def call(self, n: int, piece: Piece | None = None) -> torch.Tensor:
@@ -194,7 +195,7 @@ def test_a_step_of_several_pieces_gives_way_where_it_begins() -> None:
 
     def steps(sizes: Sequence[int]) -> tuple[int, Bench]:
         bench = Bench(pool_bytes=1 << 22, segments=Segments())
-        bench.tree.sharing.least = sharing.LEAST >> 10
+        bench.tree.sharing.least = LEAST
         ahead = bench.piece(forward, 2, 2, visible=[True, False])
         back = bench.piece(backward, 2, 1, is_backward=True, static=[1])
         for n in sizes:

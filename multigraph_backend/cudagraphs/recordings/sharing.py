@@ -40,8 +40,10 @@ from multigraph_backend.cudagraphs.recordings.room import Room
 
 log = logging.getLogger(__name__)
 
-LEAST = 16 << 20  # bytes of a pool, or of what a fragmented one may gain, below which nothing gives way
-SHARE = 0.05  # of a fragmented pool, the same
+#: bytes of a pool, or of what a fragmented one may gain, below which nothing gives way; the workspaces of cuBLAS, which
+#: are what they are for all sizes, take half of it
+LEAST = 64 << 20
+SHARE = 0.05  # of a fragmented pool: what may be gained below which nothing gives way
 AGAIN = 2  # recordings made again, at most, for each that was made for the first time
 REPLAYS = 16  # replays of what made a pool fragmented, for each recording in it, before all give way to it
 
@@ -103,9 +105,8 @@ class Sharing:
     def give_way(self, keyed: KeyedPiece) -> None:
         """Give up all recordings, for one of `keyed` to be the first in a new pool.  Nothing in the pool is alive."""
         count = self._nodes.size
-        for node in self._nodes.root.below():
-            if node.keyed is not None:
-                node.keyed.gave_way += 1
+        for given_up in [node.keyed for node in self._nodes.root.below() if node.keyed is not None]:
+            given_up.gave_way += 1  # and no name holds a node, which would keep the pool
         self._nodes.unlink_all()
         self._room.used = True
         self._room.leave_pools()  # before the new one grows

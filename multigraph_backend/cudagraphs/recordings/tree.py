@@ -357,7 +357,8 @@ class Tree(Nodes):
         if (first and keyed.piece.warms_up) or (self.path and isinstance(self.path[-1], WarmUp)):
             keyed.warms_up = True
             planning.look(self.device, keyed, inputs)
-            self._make_way(keyed, inputs)
+            if keyed.piece.limits.pool_bytes is None:  # else it warms up elsewhere
+                self._make_way(keyed, inputs)
             raise NotRecorded(FIRST_CALL)
         if self.path and self._new_step(keyed, inputs):
             self._restart()
@@ -380,10 +381,10 @@ class Tree(Nodes):
             raise NotRecorded(BESIDE)
         if (late := sealing.refused(f"{keyed.piece.spec.label} is recorded")) is not None:
             raise NotRecorded(late)
-        anew = self._make_way(keyed, inputs) or anew
         self.room.make(limits)
         if limits.pool_bytes is not None:
             self.room.find(keyed, inputs, plan, limits.pool_bytes)
+        anew = self._make_way(keyed, inputs) or anew
         return self._record(parent, keyed, inputs, plan, first, anew)
 
     def _make_way(self, keyed: KeyedPiece, inputs: list[object]) -> bool:

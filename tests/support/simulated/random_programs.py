@@ -334,7 +334,10 @@ class Program:
         )
         #: recordings that give way to larger ones, drawn apart: the programs of a seed stay what they were
         self.giving = giving = random.Random(f"{seed}, giving way")
-        gives_way = giving.random() < 0.4
+        gives_way = giving.random() < 0.3
+        many = gives_way and giving.random() < 0.8  # recordings of several sizes, most of them dead at the next call
+        if many:
+            self.limits = replace(self.limits, per_device=1024, pool_bytes=None, unreplayed=32)
         capacity = rng.choice([1 << 11, 1 << 13, 1 << 13])
         segments = Segments(64, 128, 512, 256, 128) if gives_way and capacity > 1 << 11 else None
         self.device = SimulatedDevice(capacity, segments=segments)
@@ -343,7 +346,7 @@ class Program:
         self.device.copies_us = 1e9
         self.tree = Tree(self.device, self.limits, StepMarks(lambda: self.marks), poisons=rng.random() < 0.3)
         if gives_way:
-            self.tree.sharing.least = 0
+            self.tree.sharing.least = 0  # bytes: of any pool
         #: for what came later; the programs of a seed stay what they were
         self.other = other = random.Random(f"{seed}, what came later")
         self.copies = other.random() < 0.2
@@ -362,6 +365,12 @@ class Program:
         self.floats = random.Random(f"{seed}, Python floats")
         if self.floats.random() < 0.1:
             self.shapes = [shape if shape.is_backward else self._signed(shape) for shape in self.shapes]
+        self.many = many
+        if many:
+            self.shapes = [
+                shape if shape.positions(kind="key") else replace(shape, inputs=(*shape.inputs, Input("key")))
+                for shape in self.shapes
+            ]
         self.pieces: list[Piece] = []
         self.functions: list[Callable[..., tuple[Any, ...]]] = []
         for shape in self.shapes:
@@ -374,6 +383,8 @@ class Program:
         self.trouble = rng.choice([0.0, 0.0, 0.15, 0.4])
         self.regular = rng.random() < 0.5  # the same pieces in the same order, with the same kinds of inputs
         self.keeping = rng.choice([0.2, 0.6, 0.9])
+        if many:
+            self.callers, self.keeping = giving.choice([1, 1, 1, 2]), giving.choice([0.0, 0.2, 0.6])
         self.marking = rng.choice([0.0, 0.0, 0.1, 0.4])
         self.meddling = rng.choice([0.0, 0.0, 0.2])
         self.rare = rng.choice([0.0, 0.03, 0.1])
@@ -811,6 +822,8 @@ class Program:
         rng, shape = self.rng, self.shapes[at]
         keys = [2, 2, 2, 3, 1] + [0] * (rng.random() < 0.2)
         key = rng.choice(keys[: 1 if self.regular and rng.random() < 0.8 else None])
+        if self.many and self.giving.random() < 0.7:
+            key = self.giving.choice([1, 2, 3, 4])
         if not shape.positions(kind="key"):
             key = 2
         recipes, handed = self._recipes(at, key)
