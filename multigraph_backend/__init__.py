@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from multigraph_backend import allocator as allocator
     from multigraph_backend.backend import multigraph
     from multigraph_backend.cudagraphs.runtime import limit_recordings
+    from multigraph_backend.cudagraphs.snapshot import memory_snapshot
     from multigraph_backend.declare.marks import mark
     from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.events import reset_stats, stats
@@ -80,6 +81,7 @@ _HOME = {
     "limit_recordings": "cudagraphs.runtime",
     "mark": "declare.marks",
     "measure_gains": "region.gains",
+    "memory_snapshot": "cudagraphs.snapshot",
     "multigraph": "backend",
     "reset_stats": "events",
     "saved_hook": "saved_tensors.hooks",
@@ -114,6 +116,7 @@ __all__ = [
     "limit_recordings",
     "mark",
     "measure_gains",
+    "memory_snapshot",
     "multigraph",
     "reset_stats",
     "saved_hook",

@@ -182,7 +182,7 @@ def table(stats: dict[str, int]) -> str:
     lines = [f"{'':<16} {'now':>12} {'most':>12} {'added':>12} {'taken away':>12}"]
     for level in _LEVELS:
         numbers = [stats[f"{level}.all.{number}"] for number in _NUMBERS]
-        shown = [_readable(number) if level.endswith("_bytes") else str(number) for number in numbers]
+        shown = [readable(number) if level.endswith("_bytes") else str(number) for number in numbers]
         name = level.removesuffix("_bytes")
         lines.append(f"{name:<16} " + " ".join(f"{text:>12}" for text in shown))
     others = [name for name in stats if ".all." not in name]
@@ -190,7 +190,8 @@ def table(stats: dict[str, int]) -> str:
     return "\n".join(lines)
 
 
-def _readable(count: int) -> str:
+def readable(count: int) -> str:
+    """Bytes for people."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(amount) < 1024:

@@ -102,6 +102,11 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- what torch asks of compiled code
 
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors that the code holds itself."""
+        held = getattr(self.inner, "constants", None) or {}
+        return [value for value in held.values() if isinstance(value, torch.Tensor)]
+
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         graph_kwargs = {**graph_kwargs, "cudagraphs": _compat.BoxedBool(False)}  # torch's own trees stay out
         cached = self.inner.current_callable is None
@@ -209,9 +214,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             static=frozenset(facts.static),
             mutated=frozenset(facts.mutated),
             reused=frozenset(at for at, index in enumerate(of_graph) if index is None or spec.is_backward),
-            constants=tuple(
-                value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)
-            ),
+            constants=tuple(self.constants()),
             is_backward=spec.is_backward,
             label=self.label if number is None else f"{self.label}, piece {number}",
             random=spec.random,

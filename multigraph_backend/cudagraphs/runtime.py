@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -12,12 +13,14 @@ from multigraph_backend import _compat, events
 from multigraph_backend.allocator import installing
 from multigraph_backend.cudagraphs.devices.device import Device
 from multigraph_backend.cudagraphs.limits import LEAST, Limits, by_field
-from multigraph_backend.cudagraphs.recordings import poison
+from multigraph_backend.cudagraphs.recordings import memory, poison
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 
+_PATIENCE = 1.0  # seconds that who asks for numbers waits for a call
 _lock = threading.Lock()
 _trees: dict[int, Tree] = {}
 _limits = Limits()
+_measured: dict[int, dict[events.Gauge, int]] = {}  # by device, when they were last read
 
 
 def unavailable() -> str | None:
@@ -55,6 +58,29 @@ def trees() -> list[Tree]:
     """All trees there are."""
     with _lock:
         return list(_trees.values())
+
+
+def bytes_now() -> dict[events.Gauge, int]:
+    """What all pools and graphs take, for `events.stats`; of a device whose recordings are busy, what was read last."""
+    total: Counter[events.Gauge] = Counter()
+    for entry in trees():
+        if entry.lock.acquire(timeout=_PATIENCE):
+            try:
+                pools = memory.of_pools(entry)
+                _measured[entry.device.index] = {
+                    "pool_held_bytes": sum(pool.held for pool in pools),
+                    "pool_live_bytes": sum(pool.live for pool in pools),
+                    "pool_lent_bytes": sum(pool.lent for pool in pools),
+                    "pool_dead_bytes": sum(pool.dead for pool in pools),
+                    "graph_bytes": entry.device.graph_bytes(),
+                }
+            finally:
+                entry.lock.release()
+        total.update(_measured.get(entry.device.index, {}))
+    return dict(total)
+
+
+events.gauge(bytes_now)
 
 
 def limit_recordings(

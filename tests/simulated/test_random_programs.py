@@ -17,7 +17,7 @@ import torch
 
 from multigraph_backend.cudagraphs.devices import bracket
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
-from multigraph_backend.cudagraphs.recordings import planning, recording, replay
+from multigraph_backend.cudagraphs.recordings import memory, planning, recording, replay
 from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
@@ -75,6 +75,9 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "calls whose outputs are copies": 200,
         "recordings with parameters of a class": 20,
         "pieces dropped": 10,
+        "accounts with something alive": 500,
+        "accounts of what warm-ups left": 100,
+        "accounts of what was given up": 50,
         "calls in a capture of the caller": 20,
         "calls with a float": 80,
         "interruptions": 50,
@@ -292,6 +295,17 @@ def _what_is_given_up_is_not_given_up_below(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Node, "below", lambda node: iter([node]) if node.parent else below(node))
 
 
+def _what_was_resized_counts_as_alive(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(memory, "alive", lambda tree, slot: slot.alive(tree.use_count))
+
+
+def _what_was_given_up_is_not_in_the_account(patch: pytest.MonkeyPatch) -> None:
+    read = memory.of_recordings
+    patch.setattr(
+        memory, "of_recordings", lambda tree: {node: it for node, it in read(tree).items() if not it.given_up}
+    )
+
+
 MUTANTS = [
     _nothing_moves_out,
     _storages_alone_are_not_seen,
@@ -318,6 +332,8 @@ MUTANTS = [
     _recordings_give_way_whose_outputs_are_alive,
     _what_gave_way_is_found,
     _what_is_given_up_is_not_given_up_below,
+    _what_was_resized_counts_as_alive,
+    _what_was_given_up_is_not_in_the_account,
 ]
 
 

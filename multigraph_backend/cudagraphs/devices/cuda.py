@@ -12,7 +12,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from multigraph_backend.cudagraphs.devices.device import (
     CaptureFailed,
     DeviceFailed,
     Graph,
+    HeldPool,
     Layout,
     PoolState,
     is_plain,
@@ -51,6 +52,8 @@ class CudaDevice:
         self._left: dict[int, MemoryPool] = {}
         self._broken: list[torch.cuda.CUDAGraph] = []
         self._pooled: frozenset[int] = frozenset()
+        self._owned_bytes = 0  # of the owners that the last `restore` made
+        self._graph_bytes = 0
         self._pool: MemoryPool
         self.same_addresses = _compat.same_addresses
         self.use_count = _compat.storage_use_count
@@ -155,6 +158,7 @@ class CudaDevice:
         self, state: PoolState, blocks: Collection[int], owned: Sequence[tuple[int, int]] = ()
     ) -> list[torch.UntypedStorage]:
         assert isinstance(state, State)
+        self._owned_bytes = sum(nbytes + _ROUNDING for _, nbytes in owned)
         try:
             return self._pool.restore(state, blocks, owned)
         except BaseException as error:
@@ -164,10 +168,33 @@ class CudaDevice:
             raise DeviceFailed(_first_line(error)) from error
 
     def pool_bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self._pool.segments())
+        return self._pool.held()
 
     def reserved_bytes(self) -> int:
-        return statistics.memory_reserved(self.index)
+        return self._totals().reserved
+
+    def pools(self) -> tuple[HeldPool, ...]:
+        there = sorted({**self._left, self.generation: self._pool}.items())
+        return tuple(HeldPool(generation, pool.id, pool.held(), pool.lent()) for generation, pool in there)
+
+    def graph_bytes(self) -> int:
+        return self._graph_bytes
+
+    def _totals(self) -> _Totals:
+        """Quick: nothing is walked, and nothing waited for."""
+        if installing.installed() is None:
+            nested = torch.cuda.memory_stats_as_nested_dict(self.index)
+            return _Totals(*(nested[level]["all"][number] for level, number in _NAMES))
+        flat = statistics.memory_stats(self.index)
+        return _Totals(*(flat.get(f"{level}.all.{number}", 0) for level, number in _NAMES))
+
+    def _free_memory(self) -> int | None:
+        """Bytes that the device has left, None where the driver does not say."""
+        try:
+            with _beside_captures():  # one may be on in this thread
+                return torch.cuda.mem_get_info(self.index)[0]
+        except (OSError, RuntimeError):
+            return None
 
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
         for address, nbytes in poison.others(self._pool.segments(), kept):
@@ -186,8 +213,9 @@ class CudaDevice:
             finally:
                 current.wait_stream(self._capture_stream)
 
-    def unowned(self) -> frozenset[int]:
-        return self._pool.blocks() - self._pool.adopted
+    def unowned(self) -> dict[int, int]:
+        adopted = self._pool.adopted
+        return {address: nbytes for address, nbytes in self._pool.blocks().items() if address not in adopted}
 
     def capture(
         self,
@@ -226,6 +254,8 @@ class CudaDevice:
         with _undisturbed(self.index), contextlib.ExitStack() as stack:
             current, uses = torch.cuda.current_stream(self.index), self._pool.uses()
             self._capture_stream.wait_stream(current)
+            before = self._totals()
+            taken = 0
 
             def begin() -> None:
                 free = None if random else stack.enter_context(generator_set_free(self.index, current))
@@ -233,8 +263,17 @@ class CudaDevice:
                 if free is not None:
                     free()
 
+            def end() -> None:
+                nonlocal taken
+                totals, left = self._totals(), self._free_memory()
+                graph.capture_end()  # makes the driver's graph
+                now = self._free_memory()
+                if left is not None and now is not None and self._totals() == totals:  # else others have allocated
+                    taken = max(left - now, 0)
+
             with torch.cuda.stream(self._capture_stream):
-                outcome = bracket.captured(begin, function, graph.capture_end, self.capturing)
+                outcome = bracket.captured(begin, function, end, self.capturing)
+                after = self._totals()
                 if outcome.broken:
                     graph.reset()  # lets go of the pool as far as it has it
                     self._pool.stop(uses)
@@ -264,7 +303,10 @@ class CudaDevice:
             raise CaptureFailed(_first_line(problem)) from problem
         state = self._pool.adopt(live_out.values())
         blocks = {address: storage.nbytes() for address, storage in live_out.items()}
-        return Captured(cast(Graph, graph), result, blocks, freed, state)
+        self._graph_bytes += taken
+        peak = max(before.most_until(after) + self._owned_bytes, sum(blocks.values()))
+        grown = max(after.reserved - before.reserved, 0)
+        return Captured(cast(Graph, graph), result, blocks, freed, state, peak, grown)
 
     def _have_blas_handle(self) -> None:
         """Have torch make this thread's handle of cuBLAS, which it could not while capturing.
@@ -343,6 +385,26 @@ class CudaDevice:
             made = [torch.cuda.Stream(self.index, priority=priority) for priority in (0, -1) for _ in range(count)]
             self._pooled = frozenset(stream.cuda_stream for stream in made)
         return self._pooled
+
+
+_ROUNDING = 511  # bytes by which a block may be larger than what was asked for
+#: what `_Totals` has, by torch's names
+_NAMES = (("reserved_bytes", "current"), ("reserved_bytes", "allocated"), ("allocated_bytes", "current"),
+          ("allocated_bytes", "peak"), ("allocated_bytes", "allocated"))  # fmt: skip
+
+
+class _Totals(NamedTuple):
+    """What the allocator says of a device as a whole, in bytes; what is taken is counted since the process began."""
+
+    reserved: int
+    reserved_taken: int
+    allocated: int
+    allocated_most: int
+    allocated_taken: int
+
+    def most_until(self, later: _Totals) -> int:
+        """How much was allocated at once since then, at most, where nothing of before was freed."""
+        return max(min(later.allocated_taken - self.allocated_taken, later.allocated_most - self.allocated), 0)
 
 
 def _quietly(function: Callable[[], None]) -> None:

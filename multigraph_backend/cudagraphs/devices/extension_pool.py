@@ -126,11 +126,11 @@ class ExtensionPool:
             self._call("mg_end_pool")
             self._call("mg_release_pool")
 
-    def blocks(self) -> frozenset[int]:
-        return frozenset(address for address, _ in self._runs("mg_pool_blocks"))
+    def blocks(self) -> dict[int, int]:
+        return dict(self._runs("mg_pool_blocks"))
 
     def holds_only(self, addresses: Collection[int]) -> bool:
-        return self.blocks() == set(addresses)
+        return self.blocks().keys() == set(addresses)
 
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
         live_out = {storage._cdata: storage for storage in storages}
@@ -169,6 +169,14 @@ class ExtensionPool:
 
     def segments(self) -> list[tuple[int, int]]:
         return self._runs("mg_pool_segments")
+
+    def held(self) -> int:
+        return sum(nbytes for _, nbytes in self.segments())
+
+    def lent(self) -> int:
+        lent = ctypes.c_size_t()
+        self._call("mg_pool_lent", ctypes.byref(lent))
+        return lent.value
 
     def _runs(self, name: str) -> list[tuple[int, int]]:
         count = ctypes.c_size_t()

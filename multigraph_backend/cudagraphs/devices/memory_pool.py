@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -53,8 +53,8 @@ class MemoryPool(Protocol):
     def allocating(self) -> contextlib.AbstractContextManager[None]:
         """Inside, what the calling thread allocates on the device comes from here, and its storages free it."""
 
-    def blocks(self) -> frozenset[int]:
-        """Addresses of all blocks that are allocated."""
+    def blocks(self) -> dict[int, int]:
+        """Address and bytes of each block that is allocated."""
 
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
         """Own the blocks of `storages`, and those of owners that live; the state of now."""
@@ -71,6 +71,12 @@ class MemoryPool(Protocol):
 
     def segments(self) -> list[tuple[int, int]]:
         """Address and bytes of each run of memory that is reserved."""
+
+    def held(self) -> int:
+        """Bytes of these; a quick question while nobody reserves memory of the device or gives any back."""
+
+    def lent(self) -> int:
+        """Bytes of it that serve others now."""
 
     def leave(self) -> None:
         """Free all that is adopted.  The pool serves no further captures."""
@@ -123,6 +129,22 @@ def capture_anchor(
     return flag
 
 
+class Reserved(NamedTuple):
+    """Bytes that torch's allocator has reserved of a device: now, and of all time what it took and what it gave back.
+    As long as these are what they were, nobody's segments have changed."""
+
+    now: int
+    taken: int
+    given_back: int
+
+
+def reserved(index: int) -> Reserved:
+    """See `Reserved`; a quick question, which walks nothing."""
+    told = torch.cuda.memory_stats_as_nested_dict(index)
+    found = told["reserved_bytes"]["all"]
+    return Reserved(found["current"], found["allocated"], found["freed"])
+
+
 class TorchPool:
     """A `torch.cuda.MemPool`, with the calls that torch made for its own trees.
 
@@ -137,6 +159,8 @@ class TorchPool:
         self.id: tuple[int, int] = self._pool.id
         self.adopted: set[int] = set()
         self._owners: list[tuple[int, StorageWeakRef]] = []
+        self._looked_at: Reserved | None = None
+        self._held = 0
         self._written = capture_anchor(index, self.id, anchor, stream)
         self.empty = State(self._now(), frozenset())
 
@@ -167,13 +191,13 @@ class TorchPool:
     def allocating(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.use_mem_pool(self._pool, self.index)
 
-    def blocks(self) -> frozenset[int]:
-        return frozenset(
-            block["address"]
+    def blocks(self) -> dict[int, int]:
+        return {
+            block["address"]: block["size"]
             for segment in self._segments()
             for block in segment["blocks"]
             if block["state"] != "inactive"  # those that wait for a stream are taken too
-        )
+        }
 
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
         live_out = list(storages)
@@ -205,6 +229,16 @@ class TorchPool:
 
     def segments(self) -> list[tuple[int, int]]:
         return [(segment["address"], segment["total_size"]) for segment in self._segments()]
+
+    def held(self) -> int:
+        now = reserved(self.index)  # first: another thread may reserve memory meanwhile, and is seen the next time
+        if now != self._looked_at:
+            self._held = sum(nbytes for _, nbytes in self.segments())
+            self._looked_at = now
+        return self._held
+
+    def lent(self) -> int:
+        return 0
 
     def _segments(self) -> list[Any]:
         # of everything: asked for one pool by its id, torch 2.11 drops references that it does not hold, and the

@@ -622,7 +622,9 @@ class Tree(Nodes):
         if self.device.reserved_bytes() <= had:
             return made
         made.graph.reset()
-        return capture()
+        again = capture()
+        again.grown += made.grown
+        return again
 
     # ---------------------------------------------------------------- giving recordings up
 

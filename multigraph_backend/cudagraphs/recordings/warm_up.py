@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,15 +63,15 @@ class WarmSlot(Slot):
 
 
 class WarmUp(Node):
-    """See the module's text.  `calls_of`: how often each piece was called in it.  `strangers`: blocks in the pool that
-    none of its slots accounts for."""
+    """See the module's text.  `calls_of`: how often each piece was called in it.  `strangers`: address and bytes of
+    blocks in the pool that none of its slots accounts for."""
 
     __slots__ = ("calls_of", "strangers")
 
     def __init__(self, tree: Nodes) -> None:
         super().__init__(tree, tree.device.empty_state(), tree.root)
         self.calls_of: Counter[KeyedPiece] = Counter()
-        self.strangers: frozenset[int] = frozenset()
+        self.strangers: dict[int, int] = {}
 
     def alive(self) -> bool:
         return bool(self.strangers) or super().alive()
@@ -98,8 +98,9 @@ class WarmUp(Node):
         if self.strangers and self.generation == self.tree.device.generation:
             self._watch(self.tree.device.unowned())
 
-    def _watch(self, blocks: Collection[int]) -> None:
-        self.strangers = frozenset(blocks) - {slot.address for slot in self.slots}
+    def _watch(self, blocks: Mapping[int, int]) -> None:
+        known = {slot.address for slot in self.slots}
+        self.strangers = {address: nbytes for address, nbytes in blocks.items() if address not in known}
         # the short way of a call looks at these: one that never dies keeps it from replaying
         self.watched = (*self.slots, _STRANGER) if self.strangers else self.slots
 

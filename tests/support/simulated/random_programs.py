@@ -36,6 +36,7 @@ from multigraph_backend.cudagraphs.devices.simulated.arena import Segments
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.devices.simulated.memory import bytes_of
 from multigraph_backend.cudagraphs.limits import Limits
+from multigraph_backend.cudagraphs.recordings import memory
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
@@ -350,6 +351,8 @@ class Program:
         #: for what came later; the programs of a seed stay what they were
         self.other = other = random.Random(f"{seed}, what came later")
         self.copies = other.random() < 0.2
+        #: whether the account is read, drawn apart: to read it looks at what is alive
+        self.reading = random.Random(f"{seed}, accounts")
         #: memory of the plain program that compiled code held before the user did, by handle
         self.parted: dict[int, torch.UntypedStorage] = {}
         self.weights = other.choice([None, None, None, Weight, Loaded])  # of which class parameters are
@@ -965,6 +968,43 @@ class Program:
                     one, other = found._cdata, value._cdata
                     if handles.setdefault(one, other) != other or sides.setdefault(other, one) != one:
                         raise Wrong(f"{name} shares memory with other values than in the plain program")
+        if self.reading.random() < 0.5:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """The account of memory says what the program holds, and its parts are the whole."""
+        self.counts["accounts"] += 1
+        try:
+            self._account()
+        except Wrong:
+            gc.collect()  # what an error held that was caught is alive until then
+            self._account()
+
+    def _account(self) -> None:
+        with self.tree.lock:
+            pools, recordings = memory.of_pools(self.tree), memory.of_recordings(self.tree).values()
+        held = {generation: pool.arena.high_water for generation, pool in self.device._pools.items()}
+        values = [*self.recorded.values.values(), *self.recorded.lasting.values()]
+        mapped = [found for value in values if (found := self.device._memory.of(_storage_of(value))) is not None]
+        lying = {(found.pool.base, found.offset): found.nbytes for found in mapped}
+        bases = {pool.base: generation for generation, pool in self.device._pools.items()}
+        if {pool.generation: pool.held for pool in pools} != held:
+            raise Wrong(f"pools of {held} bytes are {pools} in the account")
+        for pool in pools:
+            live = sum(nbytes for (base, _), nbytes in lying.items() if bases.get(base) == pool.generation)
+            of_recordings = sum(entry.alive for entry in recordings if entry.generation == pool.generation)
+            self.counts["accounts with something alive"] += live > 0
+            self.counts["accounts of what warm-ups left"] += pool.warm > 0
+            if pool.live != live:
+                raise Wrong(f"{live} bytes are alive, and in the account {pool}")
+            if pool.live != of_recordings + pool.warm:
+                raise Wrong(f"recordings have {of_recordings} bytes alive of {pool}")
+            if min(pool.live, pool.lent, pool.dead) < 0 or pool.live + pool.lent + pool.dead != pool.held:
+                raise Wrong(f"the account does not add up: {pool}")
+        for entry in recordings:
+            self.counts["accounts of what was given up"] += entry.given_up
+            if not 0 <= entry.alive <= entry.kept <= entry.peak or entry.kept + entry.shared != entry.peak:
+                raise Wrong(f"the account does not add up: {entry}")
 
     def _same(self, name: Any, found: torch.Tensor, value: torch.Tensor) -> None:
         if type(found) is not type(value):

@@ -101,6 +101,7 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
         self.kernels: list[Kernel] = []
         self.outside: set[Outside] = set()
         self.made: dict[int, Mapped] = {}
+        self.bytes = self.peak = 0  # of blocks that it has allocated: now, and the most
         self.touched: set[tuple[int, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,6 +199,8 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
         except MemoryError as error:
             raise torch.OutOfMemoryError(f"simulated device: {error}") from None
         self.touched.add((offset, self.pool.arena.blocks[offset]))
+        self.bytes += self.pool.arena.blocks[offset]
+        self.peak = max(self.peak, self.bytes)
         storage = self.memory.map(self.pool, offset, nbytes, origin)
         self.made[storage._cdata] = self.memory.mapped[storage._cdata]
         return storage
@@ -206,7 +209,7 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
         """Free what died since."""
         for handle, mapped in list(self.made.items()):
             if mapped.weak.expired():
-                self.pool.arena.free(mapped.offset)
+                self.bytes -= self.pool.arena.free(mapped.offset)
                 del self.made[handle]
                 self.memory.mapped.pop(handle, None)
         for owner in [owner for owner in self.owners if owner.weak.expired()]:

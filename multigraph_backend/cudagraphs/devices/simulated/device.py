@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from multigraph_backend.cudagraphs.devices.device import (
     CaptureFailed,
     Device,
     DeviceFailed,
+    HeldPool,
     Layout,
     PoolState,
     is_plain,
@@ -51,6 +53,9 @@ from multigraph_backend.process.interruptions import from_outside, without_frame
 #: beyond every address that a process can have
 _FIRST_POOL = 1 << 48
 _POOL_DISTANCE = 1 << 40
+
+#: what the driver takes for each kernel of a graph, and takes at once
+KERNEL_BYTES, PAGE = 1 << 12, 2 << 20
 
 #: the calls that `fail_at` knows
 CALLS = ("capture_begin", "run_in_pool", "allocate", "launch", "capture_end", "replay", "copy", "restore", "storage_at",
@@ -79,6 +84,7 @@ class SimulatedRecording:
         self._kernels = recorder.kernels
         self._outside = recorder.outside
         self.number = next(device._numbers)
+        device._instantiate(self, len(recorder.kernels) * KERNEL_BYTES)
         self.destroyed = False
 
     def reset(self) -> None:
@@ -125,6 +131,8 @@ class SimulatedDevice:
         self.log: deque[tuple[str, Any]] = deque(maxlen=10_000)
         #: set it to have each failed capture begin a new pool, as one on a GPU may
         self.failures_spoil_the_pool = False
+        #: bytes of the driver that the graphs take which are there, and that it has taken for them
+        self._graphs_live = self._graphs_held = 0
         #: microseconds that `time_copies` tells of
         self.copies_us: float | None = 0.0
         #: set it to make `capturing` say that the user records on his own
@@ -319,6 +327,23 @@ class SimulatedDevice:
     def _grew(self) -> None:
         self.most_reserved = max(self.most_reserved, self.reserved_bytes())
 
+    def pools(self) -> tuple[HeldPool, ...]:
+        return tuple(
+            HeldPool(generation, (0, generation + 1), pool.arena.high_water, 0)
+            for generation, pool in sorted(self._pools.items())
+        )
+
+    def graph_bytes(self) -> int:
+        return self._graphs_held
+
+    def _instantiate(self, recording: SimulatedRecording, nbytes: int) -> None:
+        self._graphs_live += nbytes
+        self._graphs_held = max(self._graphs_held, -(-self._graphs_live // PAGE) * PAGE)
+        weakref.finalize(recording, self._destroyed, nbytes).atexit = False
+
+    def _destroyed(self, nbytes: int) -> None:
+        self._graphs_live -= nbytes
+
     def new_pool(self) -> None:
         self._driver("new_pool")
         self.generation = max(self._pools, default=-1) + 1
@@ -363,13 +388,13 @@ class SimulatedDevice:
             self._memory.gather()
             self._memory.scatter()
 
-    def unowned(self) -> frozenset[int]:
+    def unowned(self) -> dict[int, int]:
         self._memory.gather()
-        return frozenset(
-            mapped.pool.base + mapped.offset
+        return {
+            mapped.pool.base + mapped.offset: mapped.nbytes
             for mapped in self._memory.mapped.values()
             if mapped.frees and mapped.pool is self._pool
-        )
+        }
 
     def capture(
         self,
@@ -437,6 +462,8 @@ class SimulatedDevice:
             blocks={pool.base + offset: nbytes for offset, nbytes in blocks.items()},
             freed=frozenset(pool.base + offset for offset, _ in recorder.freed),
             state=_State(pool, arena.state()),
+            peak=recorder.peak,
+            grown=arena.high_water - high_water,
         )
 
     def capturing(self) -> bool:
