@@ -694,6 +694,87 @@ def test_a_number_that_grows_at_each_call_is_recorded_no_more() -> None:
     assert seen.recordings <= 40
 
 
+def test_the_account_of_memory_adds_up() -> None:
+    fresh()
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.relu(x @ x.t()) + 1, x.sum(0)
+
+    run = compiled(both)
+    y = z = torch.empty(0, device=CUDA)
+    for _ in range(4):
+        del y, z  # else they were moved out
+        x = torch.randn(512, 512, device=CUDA)
+        y, z = run(x)
+    close((y, z), both(x))
+    said = multigraph_backend.explain()
+    (device,) = [entry for entry in said.recordings if entry.device == 0]
+    alive = y.nbytes + z.nbytes
+    assert sum(pool.live for pool in device.pools) == alive, said
+    assert sum(entry.alive for entry in device.memory) + sum(pool.warm for pool in device.pools) == alive, said
+    for pool in device.pools:
+        assert pool.held == pool.live + pool.lent + pool.dead, said
+        assert min(pool.live, pool.lent, pool.dead) >= 0, said
+        segments = allocator.memory_snapshot()["segments"]
+        held = sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool.id)
+        assert pool.held == held, said
+    for entry in device.memory:
+        held = next(pool.held for pool in device.pools if pool.generation == entry.generation)
+        assert alive == entry.kept <= entry.peak <= held, said
+        assert entry.peak == entry.kept + entry.shared, said
+    of_variants = [
+        variant.memory
+        for region in said.regions
+        for variant in (*region.variants, region.generic)
+        if variant.memory is not None
+    ]
+    assert sum(memory.recordings for memory in of_variants) == len(device.memory) >= 1, said
+    assert sum(memory.kept for memory in of_variants) == sum(entry.kept for entry in device.memory), said
+    now = counts()
+    assert now["pool_live_bytes"] == alive
+    assert now["pool_held_bytes"] == now["pool_live_bytes"] + now["pool_lent_bytes"] + now["pool_dead_bytes"]
+    assert 0 <= now["graph_bytes"] == sum(entry.graph_bytes for entry in said.recordings) < 1 << 30
+    del y, z
+    assert counts()["pool_live_bytes"] == 0
+    assert counts()["pool_held_bytes"] == now["pool_held_bytes"]
+
+
+def test_a_snapshot_of_memory_has_recordings_by_name() -> None:
+    fresh()
+    run = compiled(shifted)
+    y = torch.empty(0, device=CUDA)
+    for _ in range(4):
+        del y
+        x = torch.randn(1 << 20, device=CUDA)
+        y = run(x)
+    close(y, shifted(x))
+    snapshot = multigraph_backend.memory_snapshot()
+    (device,) = [entry for entry in snapshot["multigraph"]["devices"] if entry["device"] == 0]
+    ids = {tuple(pool["id"]) for pool in device["pools"]}
+    ours = [segment for segment in snapshot["segments"] if tuple(segment["segment_pool_id"]) in ids]
+    assert ours
+    assert all(segment["frames"][0]["name"].startswith("recordings, pool ") for segment in ours)
+    named = {
+        block["address"]: block["frames"][0]["name"]
+        for segment in ours
+        for block in segment["blocks"]
+        if block.get("frames")
+    }
+    label = device["recordings"][-1]["label"]
+    assert named[y.untyped_storage().data_ptr()] == f"output of {label}"
+
+
+def test_counts_walk_the_allocator_s_books_only_when_memory_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compiled(shifted)
+    for _ in range(3):
+        run(torch.randn(1 << 20, device=CUDA))
+    counts()
+    walked = []
+    monkeypatch.setattr(TorchPool, "segments", lambda pool: walked.append(pool) or [])
+    assert counts()["pool_held_bytes"] > 0
+    assert walked == []
+
+
 def test_meta_tensors_are_no_reason_to_skip() -> None:
     def mixed(x: torch.Tensor) -> torch.Tensor:
         shape = torch.empty(4, 8, device="meta").t()
