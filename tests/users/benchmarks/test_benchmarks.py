@@ -130,6 +130,38 @@ def test_memory(tmp_path: Path) -> None:
     assert all(len(row["numbers"]) >= 3 for row in rows)
 
 
+def test_memory_of_a_series_of_processes(load: Callable[[str], Any]) -> None:
+    memory = load("memory")
+
+    def taken(*used: float) -> tuple[dict[str, Any], str | None]:
+        runs = iter(used)
+        return memory.series(lambda: ({"used_mib": next(runs), "reserved_mib": 10, "numbers": [1.0]}, None), 3)  # type: ignore[no-any-return]
+
+    assert taken(100.0, 101.0) == ({"used_mib": 101.0, "reserved_mib": 10, "numbers": [1.0], "runs": 2}, None)
+    assert taken(100.0, 120.0, 110.0)[0]["used_mib"] == 110.0
+    assert memory.series(lambda: (None, "it broke"), 3) == ({}, "it broke")
+    largest: dict[str, dict[str, Any]] = {}
+    memory.compare("sizes, largest", {"multigraph": {"used_mib": 100.0, "reserved_mib": 50.0}}, largest)
+    rows = {form: {"used_mib": 102.0, "reserved_mib": 52.0} for form in ("inductor", "stock", "multigraph")}
+    memory.compare("sizes, ascending", rows, largest)
+    row = rows["multigraph"]
+    assert (row["over_stock"], row["reserved_over_inductor"]) == (1.0, 1.0)
+    assert (row["over_largest"], row["reserved_over_largest"]) == (1.02, 1.04)
+    assert "over_largest" not in rows["stock"]
+    assert [memory.goals_text(memory.GOALS["sizes, ascending"], row).count(said) for said in ("met", "MISSED")] == [
+        2,
+        1,
+    ]
+
+
+def test_two_gpus_are_needed_where_it_is_sharded(load: Callable[[str], Any], tmp_path: Path) -> None:
+    memory, rows = load("memory"), []
+    results = SimpleNamespace(device="cuda", add=lambda about, values, *more, **named: rows.append((about, values)))
+    memory.measure_all(memory.Runner(["0"], {"quick": True}, tmp_path), ["fsdp2"], [], 1, results)
+    said = "skipped: 2 GPUs are needed, and there is 1 GPU"
+    assert rows == [({"program": "fsdp2", "form": "-"}, {"goals": said})]
+
+
 def test_staging(tmp_path: Path) -> None:
     rows = run("staging", tmp_path)
     assert [(row["inputs"], row["kib"], row["kernel"]) for row in rows] == [(2, 16, "no"), (4, 16, "no")]
