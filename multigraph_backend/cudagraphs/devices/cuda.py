@@ -254,7 +254,7 @@ class CudaDevice:
         with _undisturbed(self.index), contextlib.ExitStack() as stack:
             current, uses = torch.cuda.current_stream(self.index), self._pool.uses()
             self._capture_stream.wait_stream(current)
-            before = self._totals()
+            before = after = self._totals()
             taken = 0
 
             def begin() -> None:
@@ -264,16 +264,15 @@ class CudaDevice:
                     free()
 
             def end() -> None:
-                nonlocal taken
+                nonlocal after, taken
                 totals, left = self._totals(), self._free_memory()
                 graph.capture_end()  # makes the driver's graph
-                now = self._free_memory()
-                if left is not None and now is not None and self._totals() == totals:  # else others have allocated
-                    taken = max(left - now, 0)
+                now, after = self._free_memory(), self._totals()
+                if left is not None and now is not None and after.reserved_taken == totals.reserved_taken:
+                    taken = max(left - now, 0)  # else another thread's allocation came in between
 
             with torch.cuda.stream(self._capture_stream):
                 outcome = bracket.captured(begin, function, end, self.capturing)
-                after = self._totals()
                 if outcome.broken:
                     graph.reset()  # lets go of the pool as far as it has it
                     self._pool.stop(uses)

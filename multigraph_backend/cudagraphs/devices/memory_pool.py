@@ -138,9 +138,11 @@ class Reserved(NamedTuple):
     given_back: int
 
 
-def reserved(index: int) -> Reserved:
-    """See `Reserved`; a quick question, which walks nothing."""
+def reserved(index: int) -> Reserved | None:
+    """See `Reserved`; a quick question, which walks nothing.  None where CUDA is of no use, as in a forked process."""
     told = torch.cuda.memory_stats_as_nested_dict(index)
+    if not told:
+        return None
     found = told["reserved_bytes"]["all"]
     return Reserved(found["current"], found["allocated"], found["freed"])
 
@@ -232,7 +234,7 @@ class TorchPool:
 
     def held(self) -> int:
         now = reserved(self.index)  # first: another thread may reserve memory meanwhile, and is seen the next time
-        if now != self._looked_at:
+        if now is not None and now != self._looked_at:
             self._held = sum(nbytes for _, nbytes in self.segments())
             self._looked_at = now
         return self._held
