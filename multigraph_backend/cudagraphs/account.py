@@ -174,7 +174,7 @@ def of(tree: Tree) -> DeviceReport:
                 *(f"{'  ' * (node.depth - 1)}{_line(node, taken[node])}" for node in nodes),
                 *(f"given up, with outputs alive: {_line(node, taken[node])}" for node in given_up),
             ),
-            nodes=tuple(memory_map.of(node, _label(node)) for node in nodes),
+            nodes=tuple(memory_map.of(node, memory.label(node)) for node in nodes),
             pools=pools,
             memory=tuple(taken.values()),
             graph_bytes=tree.device.graph_bytes(),
