@@ -207,13 +207,15 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                 part, function = opened.spec(part), opened.function(function)
             facts, names, of_graph = part, part.names, part.inputs
         tree.device.prepare(len(names) - len(facts.static))
+        reused = frozenset(at for at, index in enumerate(of_graph) if index is None or spec.is_backward)
+        changes = reused or facts.mutated or spec.random or spec.collectives or spec.not_known
         known = PieceSpec(
             names=names,
             visible=facts.visible,
             traces=tuple(None if index is None else spec.inputs[index].stack_trace for index in of_graph),
             static=frozenset(facts.static),
             mutated=frozenset(facts.mutated),
-            reused=frozenset(at for at, index in enumerate(of_graph) if index is None or spec.is_backward),
+            reused=reused,
             constants=tuple(self.constants()),
             is_backward=spec.is_backward,
             label=self.label if number is None else f"{self.label}, piece {number}",
@@ -223,6 +225,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             most=self.wanted.most,
             groups=facts.groups,
             copies=self.wanted.copies,
+            repeatable=spec.pure and not changes,
         )
         piece = Piece(tree, function, known, limits_of(tree, self.wanted.limits))
         return piece, piece if opened is None else opened.caller(piece)

@@ -12,7 +12,7 @@ import torch
 from multigraph_backend import _compat, events
 from multigraph_backend.allocator import installing
 from multigraph_backend.cudagraphs.devices.device import Device
-from multigraph_backend.cudagraphs.limits import LEAST, Limits, by_field
+from multigraph_backend.cudagraphs.limits import AMOUNTS, LEAST, Limits, accepts, by_field
 from multigraph_backend.cudagraphs.recordings import memory, poison
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 
@@ -85,7 +85,7 @@ events.gauge(bytes_now)
 
 def limit_recordings(
     count: int | None = None,
-    pool_bytes: int | None = None,
+    pool_bytes: float | None = None,
     *,
     depth: int | None = None,
     failures: int | None = None,
@@ -93,27 +93,34 @@ def limit_recordings(
     unreplayed: int | None = None,
     idle: float | None = None,
     patience: float | None = None,
+    keep_free: float | None = None,
 ) -> None:
     """Limit what recordings of this process may cost on each device, from the next recording on.
 
-    count: recordings (1024).  pool_bytes: bytes of device memory for their pool; no limit.  Beyond `count` the least
-    recently used are given up; each is made again when it is needed again.  What does not fit into `pool_bytes` beside
-    what is there runs unrecorded.  depth: recordings that follow one another in a step (64).  failures: failed
-    recordings of one function before it is not tried again (2).  copied_bytes: bytes of inputs from which on their
-    copies are measured with care (16 MiB).  unreplayed: recordings of one piece, hardly replayed, before only what
-    comes again is recorded (32).  idle: seconds without a call of other threads after which outputs are no copies any
-    more (10).  patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it (1).
+    count: recordings (1024).  pool_bytes: memory for their pools; no limit.  Beyond `count` the least recently used are
+    given up; each is made again when it is needed again.  What does not fit into `pool_bytes` beside what is there runs
+    unrecorded, until it is worth more than those that would have to go for it.  depth: recordings that follow one
+    another in a step (64).  failures: failed recordings of one function before it is not tried again (2).
+    copied_bytes: bytes of inputs from which on their copies are measured with care (16 MiB).  unreplayed: recordings of
+    one piece, hardly replayed, before only what comes again is recorded (32).  idle: seconds without a call of other
+    threads after which outputs are no copies any more (10).  patience: seconds that a call waits for one of another
+    thread, before it runs unrecorded beside it (1).  keep_free: memory of the device that recordings leave to others:
+    where one would leave less, its call runs unrecorded (0.05).
 
+    `pool_bytes` and `keep_free` are bytes, or a fraction of the device as a float (0.5 is half of it).
     What is None, or not named, has its default.  `options={"limits": {...}}` says the same of one model.
     Raises ValueError for a number below what makes sense.
     """
     global _limits
     given = {
         "count": count, "pool_bytes": pool_bytes, "depth": depth, "failures": failures, "copied_bytes": copied_bytes,
-        "unreplayed": unreplayed, "idle": idle, "patience": patience,
+        "unreplayed": unreplayed, "idle": idle, "patience": patience, "keep_free": keep_free,
     }  # fmt: skip
     for name, value in given.items():
-        if value is not None and not value >= LEAST[name]:
+        if name in AMOUNTS:
+            if value is not None and not accepts(name, value):
+                raise ValueError(f"limit_recordings: {name} must be {AMOUNTS[name]}, got {value!r}")
+        elif value is not None and not value >= LEAST[name]:
             raise ValueError(f"limit_recordings: {name} must be a number from {LEAST[name]} on or None, got {value!r}")
     with _lock:
         _limits = Limits(**by_field({name: value for name, value in given.items() if value is not None}))

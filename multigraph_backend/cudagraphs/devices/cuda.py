@@ -196,6 +196,26 @@ class CudaDevice:
         except (OSError, RuntimeError):
             return None
 
+    def total_bytes(self) -> int:
+        return int(self._fraction() * torch.cuda.get_device_properties(self.index).total_memory)
+
+    def free_bytes(self) -> int:
+        with _beside_captures():
+            free, total = torch.cuda.mem_get_info(self.index)
+        fraction = self._fraction()
+        return free if fraction == 1.0 else min(free, int(fraction * total) - self.reserved_bytes())
+
+    def _fraction(self) -> float:
+        """The part of the device that torch's allocator may take (`set_per_process_memory_fraction`)."""
+        pluggable = torch.cuda.get_allocator_backend() == "pluggable"
+        return 1.0 if pluggable else torch.cuda.get_per_process_memory_fraction(self.index)
+
+    def cached_bytes(self) -> int:
+        return self.reserved_bytes() - statistics.memory_allocated(self.index)
+
+    def empty_cache(self) -> None:
+        statistics.empty_cache()
+
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
         for address, nbytes in poison.others(self._pool.segments(), kept):
             self.maker(Layout((nbytes,), (1,), 0, torch.uint8))(self.storage_at(address, nbytes)).fill_(poison.BYTE)

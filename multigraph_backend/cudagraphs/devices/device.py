@@ -188,6 +188,18 @@ class Device(Protocol):
     def reserved_bytes(self) -> int:
         """The same, and what the allocator has reserved for others; a quick question."""
 
+    def total_bytes(self) -> int:
+        """All memory of the device that this process may use."""
+
+    def free_bytes(self) -> int:
+        """Of that, what nobody has reserved."""
+
+    def cached_bytes(self) -> int:
+        """Bytes that the allocator has reserved, for pools or others, and that no block is allocated in."""
+
+    def empty_cache(self) -> None:
+        """Give back to the device what is cached outside of pools that are in use.  The device has been waited for."""
+
     #: which pool is in use, counted from 0.  A failed capture may leave a pool in which nothing can be recorded any
     #: more; `capture` then begins a new one.  What was recorded in the old one lives on there, out of the way of others
     generation: int

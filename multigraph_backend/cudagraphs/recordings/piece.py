@@ -15,7 +15,10 @@ from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
+import torch
+
 from multigraph_backend.cudagraphs.limits import Limits
+from multigraph_backend.cudagraphs.recordings.out_of_memory import Given, inputs_again
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
 from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
 from multigraph_backend.cudagraphs.recordings.tree import Tree
@@ -68,11 +71,20 @@ class Piece(PieceState):
         return self._out_of_turn(inputs, mine)
 
     def _as_it_is(self, inputs: list[Any], in_turn: bool) -> Sequence[Any]:
-        """Run its code unrecorded."""
-        if self.spec.copies:
-            outputs: Sequence[Any] = self.tree.as_it_is(self._copying, inputs)
+        """Run its code unrecorded; once more, where memory ran out and recordings gave way."""
+        code, warming = (self._copying, None) if self.spec.copies else (self.function, self if in_turn else None)
+        given = Given(inputs) if self.spec.repeatable else None
+        outputs: Sequence[Any]
+        try:
+            outputs = self.tree.as_it_is(code, inputs, warming)
+        except torch.OutOfMemoryError as error:
+            again = inputs_again(given, error, self.tree)
+            if again is None:
+                raise
         else:
-            outputs = self.tree.as_it_is(self.function, inputs, self if in_turn else None)
+            return outputs
+        inputs.clear()
+        outputs = self.tree.as_it_is(code, again)
         return outputs
 
     def _copying(self, inputs: list[Any]) -> Sequence[Any]:

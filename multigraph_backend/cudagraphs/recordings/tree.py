@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -47,14 +48,14 @@ import torch
 from multigraph_backend import _compat, events, sealing
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.limits import Limits
-from multigraph_backend.cudagraphs.recordings import planning, recording, replay
+from multigraph_backend.cudagraphs.recordings import out_of_memory, planning, recording, replay
 from multigraph_backend.cudagraphs.recordings.callers import Callers
 from multigraph_backend.cudagraphs.recordings.collectives import Collectives
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded
-from multigraph_backend.cudagraphs.recordings.room import Room
+from multigraph_backend.cudagraphs.recordings.room import RAN_OUT, Room
 from multigraph_backend.cudagraphs.recordings.sharing import Sharing
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
@@ -237,11 +238,17 @@ class Tree(Nodes):
     def _warm_up(self, keyed: KeyedPiece) -> WarmUp | None:
         """Where this call, which is the first of its kind or follows such a one, warms up; None: in ordinary memory."""
         wanted, keyed.warms_up = keyed.warms_up, False
-        if not wanted or self.shared or self.turns.aside or keyed.piece.limits.pool_bytes is not None:
+        limits = keyed.piece.limits
+        if not wanted or self.shared or self.turns.aside or limits.pool_bytes is not None:
             return None
-        if self.path:
-            last = self.path[-1]
-            return last if isinstance(last, WarmUp) and last.generation == self.device.generation else None
+        last = self.path[-1] if self.path else None
+        if last is not None and not (isinstance(last, WarmUp) and last.generation == self.device.generation):
+            return None
+        if not self.room.may_warm_up(limits):
+            self.counts["warm-ups elsewhere"] += 1
+            return None
+        if isinstance(last, WarmUp):
+            return last
         try:
             self.device.restore(self.device.empty_state(), (), ())
         except DeviceFailed as error:
@@ -257,8 +264,9 @@ class Tree(Nodes):
     ) -> Sequence[Any] | None:
         """Outputs of the code, run in the pool; None: it did not begin to run, for the driver failed."""
         warm.calls_of[keyed] += 1
+        self.room.warmed_up(keyed)
         outputs: Sequence[Any] = ()
-        began = False
+        began, had = False, self.room.reserved()
 
         def run() -> Any:
             nonlocal began
@@ -270,16 +278,16 @@ class Tree(Nodes):
             finally:
                 self.lock.acquire()
 
-        had = self.device.reserved_bytes()
         try:
             outputs = self.device.run_in_pool(run)
-            self.sharing.warmed_up(next(iter(warm.calls_of)), self.device.reserved_bytes() - had)
+            self.sharing.warmed_up(next(iter(warm.calls_of)), self.room.reserved() - had)
         except (DeviceFailed, RuntimeError) as error:
             if began or from_outside(error):
                 raise
             log.debug("nothing warms up in the pool: %s", error)
             return None
         finally:  # where it failed, the error holds frames, and they hold tensors
+            self.room.grew(had)
             with _compat.without_torch_function():  # of outputs whose classes answer what is asked about them
                 warm.took(outputs, keyed.piece.spec.visible)
         return outputs
@@ -296,6 +304,25 @@ class Tree(Nodes):
         # what autograd has saved is soon read by a backward, or belongs to one that never comes
         if warm.calls_of[keyed] >= MOST_CALLS or all(slot.visible for slot in warm.slots if slot.alive(self.use_count)):
             self._restart()
+
+    def holds_memory(self) -> bool:
+        """Whether recordings, or first calls, may have memory that serves nobody else."""
+        return self.room.holds_memory()
+
+    def make_way(self) -> None:
+        """Code of a call that runs unrecorded has run out of memory: let recordings give way.  While another thread is
+        in the midst of a call, that is left to the end of it."""
+        with self.lock:
+            self.counts["ran out of memory"] += 1
+            if self.turns.choosing or self.turns.owner not in (None, threading.get_ident()):
+                self.forgets = True
+                return
+            for node in self.path:
+                if isinstance(node, WarmUp):
+                    node.look()
+            self._shorten()
+            node = None  # a pool is left when its last node is gone
+            self.room.give_way()
 
     def _abandon_pool(self) -> None:
         """Leave the pool to blocks in it that nobody knows: recordings there would write over them."""
@@ -353,6 +380,7 @@ class Tree(Nodes):
             raise NotRecorded(self.collectives.ending)
         if self.path and isinstance(last := self.path[-1], WarmUp):
             self._end_warm_up(last, keyed)
+            last = self.root  # a pool is left when its last node is gone
         first, keyed.called = not keyed.called, True
         if (first and keyed.piece.warms_up) or (self.path and isinstance(self.path[-1], WarmUp)):
             keyed.warms_up = True
@@ -382,9 +410,8 @@ class Tree(Nodes):
         if (late := sealing.refused(f"{keyed.piece.spec.label} is recorded")) is not None:
             raise NotRecorded(late)
         self.room.make(limits)
-        if limits.pool_bytes is not None:
-            self.room.find(keyed, inputs, plan, limits.pool_bytes)
         anew = self._make_way(keyed, inputs) or anew
+        self.room.admit(keyed, inputs, plan, limits)
         return self._record(parent, keyed, inputs, plan, first, anew)
 
     def _make_way(self, keyed: KeyedPiece, inputs: list[object]) -> bool:
@@ -530,13 +557,15 @@ class Tree(Nodes):
             if not slot.alive(use_count) and id(slot) not in surely_dead
         ]
         again = bool(parent.children.get(keyed))
-        limit = keyed.piece.limits.pool_bytes
-        had = self.device.reserved_bytes()
+        had = self.room.reserved()
         try:
             made = self._captured(keyed.piece, inputs, plan, state, alive, anew)
         except NotRecorded as why:
             self.counts["failed"] += 1
             events.count("failed_recordings")
+            if out_of_memory.is_behind(why):
+                self.room.ran_out(keyed, had)
+                raise NotRecorded(RAN_OUT) from why
             if first:  # it may be what a first call does
                 keyed.piece.warms_up = keyed.piece.each_warms_up = True
                 raise NotRecorded(FIRST_CALL) from why
@@ -547,9 +576,8 @@ class Tree(Nodes):
             self.room.used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
         keyed.piece.warms_up = keyed.piece.each_warms_up
-        if limit is not None:
-            self.room.stay_within(limit, had, keyed)
-        if again:
+        grew = self.room.keep(keyed, made, keyed.piece.limits, had)
+        if again and grew is not None:
             planning.note_again(keyed, parent.children[keyed], plan)
             self.counts["recorded again"] += 1
         for slot in made.slots:
@@ -567,7 +595,11 @@ class Tree(Nodes):
         )
         node.holds = replay.build_holds(self.device, made, node.dead)
         replay.build(node)
-        self.room.recorded(node)
+        self.room.recorded(node, grew or 0)
+        if keyed.piece.spec.groups:
+            self.collectives.recorded(node)
+        if grew is None:  # it is launched once, and no call finds it
+            return node
         siblings = parent.children.get(keyed, [])
         if len(siblings) < keyed.piece.spec.most:
             # what moves was seen to move elsewhere: one copying recording serves
@@ -575,12 +607,10 @@ class Tree(Nodes):
                 self.unlink(other)
         self.room.used = True
         self.link(node)
-        self.sharing.recorded(node, self.path[0] if self.path else node, self.device.reserved_bytes() - had)
+        self.sharing.recorded(node, self.path[0] if self.path else node, self.room.reserved() - had)
         node.final = keyed.piece.uses.recorded(node)
         self.counts["recordings"] += 1
         events.count("recordings")
-        if keyed.piece.spec.groups:
-            self.collectives.recorded(node)
         return node
 
     def _captured(
@@ -593,7 +623,8 @@ class Tree(Nodes):
         anew: bool,
     ) -> recording.Recording:
         """The recording; captured again where it has to pay for large copies and the pool grew, for then its code was
-        timed with finding memory, but not where it issues collectives: all ranks capture these as often.
+        timed with finding memory, and where memory ran out that was only cached; but not where it issues collectives:
+        all ranks capture these as often.
 
         `anew`: it is the first in its pool, which is to be no larger than one that a warm-up has made.  So it is
         captured without its copied inputs first: their buffers find room beside what else it needs, but segments of
@@ -612,17 +643,20 @@ class Tree(Nodes):
                 self.unlocked,
             )
 
+        def captured(plan: recording.InputPlan = plan) -> recording.Recording:
+            return capture(plan) if piece.spec.groups else self.room.captured(functools.partial(capture, plan))
+
         if anew and plan.copied:
-            capture(dataclasses.replace(plan, copied=())).graph.reset()
+            captured(dataclasses.replace(plan, copied=())).graph.reset()
         copied = sum(value.nbytes for index in plan.copied if isinstance(value := inputs[index], torch.Tensor))
         if not piece.spec.must_pay or piece.spec.groups or not copied or copied < piece.limits.copied_bytes:
-            return capture()
-        had = self.device.reserved_bytes()
-        made = capture()
-        if self.device.reserved_bytes() <= had:
+            return captured()
+        had = self.room.reserved()
+        made = captured()
+        if self.room.reserved() <= had:
             return made
         made.graph.reset()
-        again = capture()
+        again = captured()
         again.grown += made.grown
         return again
 

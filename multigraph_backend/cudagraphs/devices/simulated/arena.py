@@ -11,7 +11,7 @@ given back, so that what is free in several of them serves no block that is larg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -46,8 +46,7 @@ class Segments:
 
 class Arena:
     """`blocks` maps the offset of each taken block to its bytes; `high_water` is the highest end that one ever had.
-    `reserved`: offset and bytes of each segment, ascending, where there are segments.  `grew`: called when it has
-    taken more of the device."""
+    `reserved`: offset and bytes of each segment, ascending, where there are segments."""
 
     def __init__(self, capacity: int, granularity: int = 64, segments: Segments | None = None) -> None:
         if granularity <= 0 or capacity % granularity:
@@ -59,12 +58,21 @@ class Arena:
         self._small: set[int] = set()  # offsets of segments for small blocks
         self.blocks: dict[int, int] = {}
         self.high_water = 0
-        self.grew: Callable[[], object] = lambda: None
 
     @property
     def bytes(self) -> int:
         """What it has taken of the device."""
         return self.high_water if self.segments is None else sum(nbytes for _, nbytes in self.reserved)
+
+    def mark(self) -> tuple[int, int]:
+        """How far it has grown, for `return_to`."""
+        return self.high_water, len(self.reserved)
+
+    def return_to(self, mark: tuple[int, int]) -> None:
+        """Take back what it has grown by since then, where nothing lies."""
+        self.high_water, segments = mark
+        del self.reserved[segments:]
+        self._small &= {start for start, _ in self.reserved}
 
     def holes(self) -> Iterator[tuple[int, int]]:
         """The free ranges: (offset, bytes), ascending; none lies in two segments."""
@@ -97,9 +105,7 @@ class Arena:
         if self.segments is not None and rounded > self.segments.small and size - rounded <= self.segments.small:
             rounded = size
         self.blocks[offset] = rounded
-        had, self.high_water = self.high_water, max(self.high_water, offset + rounded)
-        if self.high_water > had:
-            self.grew()
+        self.high_water = max(self.high_water, offset + rounded)
         return offset
 
     def _is_for(self, offset: int, nbytes: int) -> bool:

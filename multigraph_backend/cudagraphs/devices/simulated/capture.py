@@ -194,10 +194,7 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
             return torch.UntypedStorage(0, device="cpu")
         self.driver("allocate", nbytes)
         self.sweep()
-        try:
-            offset = self.pool.arena.allocate(nbytes)
-        except MemoryError as error:
-            raise torch.OutOfMemoryError(f"simulated device: {error}") from None
+        offset = self.pool.allocate(nbytes)
         self.touched.add((offset, self.pool.arena.blocks[offset]))
         self.bytes += self.pool.arena.blocks[offset]
         self.peak = max(self.peak, self.bytes)

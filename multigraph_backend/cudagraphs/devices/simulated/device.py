@@ -62,7 +62,7 @@ CALLS = ("capture_begin", "run_in_pool", "allocate", "launch", "capture_end", "r
          "move_out", "fresh_storage", "new_pool", "leave", "wait_for", "finish")  # fmt: skip
 #: those of them that the driver refuses while the stream of captures captures
 _REFUSED = frozenset({"capture_begin", "run_in_pool", "replay", "copy", "restore", "move_out", "fresh_storage",
-                      "new_pool", "finish"})  # fmt: skip
+                      "new_pool", "empty_cache", "finish"})  # fmt: skip
 #: and of these what other threads than the one that captures may do on streams of their own
 _ELSEWHERE = frozenset({"copy", "fresh_storage"})
 #: those of them that allocate
@@ -120,7 +120,13 @@ class SimulatedDevice:
     calls.
     """
 
-    def __init__(self, pool_bytes: int = 1 << 20, granularity: int = 64, segments: Segments | None = None) -> None:
+    def __init__(
+        self,
+        pool_bytes: int = 1 << 20,
+        granularity: int = 64,
+        segments: Segments | None = None,
+        device_bytes: int = 1 << 62,
+    ) -> None:
         self.index = 0
         self.generation = -1  # `new_pool` makes it 0
         self.same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool] = self._same_addresses
@@ -139,6 +145,10 @@ class SimulatedDevice:
         self.user_captures = False
         #: set it to have the device finish nothing any more, as `record_event` tells
         self.stuck = False
+        #: bytes of the device that others hold, and that torch's allocator has cached outside of pools; a pool that was
+        #: left is among these until somebody asks for them
+        self.ballast = self.cached = 0
+        self._device_bytes = device_bytes
         self._capacity = pool_bytes
         self._granularity, self._segments = granularity, segments
         #: the most that all pools together have ever had
@@ -149,6 +159,7 @@ class SimulatedDevice:
         self._memory = Memory()
         self._recording_in: int | None = None  # the thread whose current stream is the one of captures
         self._stream_captures = False
+        self._serves: int | None = None  # the thread that the pool serves
         self._begun_by: int | None = None  # the thread that began its last capture
         self._failures: dict[str, tuple[int, BaseException | None]] = {}
         self._thread = threading.local()
@@ -319,18 +330,41 @@ class SimulatedDevice:
         self._memory.scatter()
 
     def pool_bytes(self) -> int:
-        return self._pool.arena.bytes
+        return self._pool.held
 
     def reserved_bytes(self) -> int:
-        return sum(pool.arena.bytes for pool in self._pools.values())
+        return self.cached + sum(pool.held for pool in self._pools.values())
+
+    def total_bytes(self) -> int:
+        return self._device_bytes
+
+    def free_bytes(self) -> int:
+        return self._device_bytes - self.ballast - self.reserved_bytes()
+
+    def cached_bytes(self) -> int:
+        return self.cached + sum(pool.held - sum(pool.arena.blocks.values()) for pool in self._pools.values())
+
+    def empty_cache(self) -> None:
+        self._driver("empty_cache")
+        self.cached = 0
+
+    def use(self, nbytes: int) -> None:
+        """Code that runs takes so much memory for a moment, from the pool where that serves what it allocates, else
+        ordinary memory, which may be cached.  Raises `torch.OutOfMemoryError` where that is not there."""
+        if self._serves == threading.get_ident():
+            self._memory.gather()
+            self._pool.arena.free(self._pool.allocate(nbytes))
+        elif nbytes > self.cached + self.free_bytes():
+            raise torch.OutOfMemoryError(f"simulated device: {nbytes} bytes are not free")
+        else:
+            self.cached = max(self.cached, nbytes)
 
     def _grew(self) -> None:
         self.most_reserved = max(self.most_reserved, self.reserved_bytes())
 
     def pools(self) -> tuple[HeldPool, ...]:
         return tuple(
-            HeldPool(generation, (0, generation + 1), pool.arena.high_water, 0)
-            for generation, pool in sorted(self._pools.items())
+            HeldPool(generation, (0, generation + 1), pool.held, 0) for generation, pool in sorted(self._pools.items())
         )
 
     def graph_bytes(self) -> int:
@@ -349,8 +383,9 @@ class SimulatedDevice:
         self.generation = max(self._pools, default=-1) + 1
         self._owners = []
         base = _FIRST_POOL + self.generation * _POOL_DISTANCE
-        self._pool = self._pools[self.generation] = Pool(base, self._capacity, self._granularity, self._segments)
-        self._pool.arena.grew = self._grew
+        self._pool = self._pools[self.generation] = Pool(
+            base, self._capacity, self._granularity, self._segments, self.free_bytes, self._grew
+        )
 
     def generations(self) -> Collection[int]:
         return tuple(self._pools)
@@ -381,10 +416,12 @@ class SimulatedDevice:
         self._driver("run_in_pool")
         self._catch_up(self.stream())
         self._pool.timeline.work(self.stream(), "run_in_pool")
+        self._serves = threading.get_ident()
         try:
             with Runner(self._pool, self._memory):
                 return function()
         finally:
+            self._serves = None
             self._memory.gather()
             self._memory.scatter()
 
@@ -416,10 +453,12 @@ class SimulatedDevice:
             self._stream_captures, self._begun_by = True, threading.get_ident()
 
         def run() -> Any:
+            self._serves = threading.get_ident()
             with recorder:
                 return function()
 
         def end() -> None:
+            self._serves = None
             self._driver("capture_end")
             self._stream_captures = False
 
@@ -428,7 +467,7 @@ class SimulatedDevice:
             with garbage.paused():
                 outcome = bracket.captured(begin, run, end, lambda: self._stream_captures)
         finally:
-            self._recording_in = None
+            self._recording_in = self._serves = None
         problem, result = outcome.problem, outcome.result
         del outcome
         blocks: dict[int, int] = {}

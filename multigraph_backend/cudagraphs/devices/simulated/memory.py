@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,15 +31,40 @@ POISON = 0xFF
 
 
 class Pool:
-    """The memory that recordings share."""
+    """The memory that recordings share.  `held`: bytes that it has taken of the device, which `free` tells the rest of;
+    they stay until the pool is left, also those that a failed capture has taken."""
 
-    def __init__(self, base: int, capacity: int, granularity: int, segments: Segments | None = None) -> None:
-        self.base = base
+    def __init__(
+        self,
+        base: int,
+        capacity: int,
+        granularity: int,
+        segments: Segments | None,
+        free: Callable[[], int],
+        grew: Callable[[], object],
+    ) -> None:
+        self.base, self.held, self._free, self._grew = base, 0, free, grew
         self.arena = Arena(capacity, granularity, segments)
         self.memory = bytearray([POISON]) * capacity
         self.storage = torch.frombuffer(self.memory, dtype=torch.uint8).untyped_storage()
         self.timeline = Timeline()
         self.left = False
+
+    def allocate(self, nbytes: int) -> int:
+        """A block's offset.  Raises `torch.OutOfMemoryError`."""
+        arena, before = self.arena, self.arena.mark()
+        try:
+            offset = arena.allocate(nbytes)
+        except MemoryError as error:
+            raise torch.OutOfMemoryError(f"simulated device: {error}") from None
+        if arena.bytes - self.held > self._free():
+            arena.free(offset)
+            arena.return_to(before)
+            raise torch.OutOfMemoryError(f"simulated device: {nbytes} bytes are not free")
+        if arena.bytes > self.held:
+            self.held = arena.bytes
+            self._grew()
+        return offset
 
     def free(self, offset: int) -> None:
         """Give a block back that nobody owned; what it held is garbage now."""

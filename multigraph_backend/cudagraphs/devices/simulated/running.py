@@ -51,10 +51,7 @@ class Runner(_compat.TorchDispatchMode):  # type: ignore[misc]
     def allocate(self, storage: torch.UntypedStorage, origin: str) -> torch.UntypedStorage:
         """Memory of the pool with what `storage` holds."""
         self.memory.gather()
-        try:
-            offset = self.pool.arena.allocate(storage.nbytes())
-        except MemoryError as error:
-            raise torch.OutOfMemoryError(f"simulated device: {error}") from None
+        offset = self.pool.allocate(storage.nbytes())
         made = self.memory.map(self.pool, offset, storage.nbytes(), origin)
         self.memory.mapped[made._cdata].frees = True
         with torch.no_grad():
