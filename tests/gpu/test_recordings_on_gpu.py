@@ -630,10 +630,14 @@ def test_recordings_stay_within_their_limits() -> None:
         multigraph_backend.limit_recordings()
 
 
-def test_what_does_not_fit_the_limit_of_bytes_runs_unrecorded_and_the_rest_stays() -> None:
+@pytest.mark.parametrize("as_a_fraction", [False, True])
+def test_what_does_not_fit_the_limit_of_bytes_runs_unrecorded_and_the_rest_stays(as_a_fraction: bool) -> None:
     fresh()
     run = compiled(lambda x: torch.softmax(x @ x.t(), -1), specialize=[])
-    multigraph_backend.limit_recordings(pool_bytes=256 << 20)  # of which the workspace of cuBLAS takes 32 MiB, or twice
+    limit: float = 256 << 20  # of which the workspace of cuBLAS takes 32 MiB, or twice
+    if as_a_fraction:
+        limit = (limit + 0.5) / runtime.tree(0).device.total_bytes()
+    multigraph_backend.limit_recordings(pool_bytes=limit)
     evicted = tree_counts("evicted")
     try:
         for _ in range(3):
@@ -681,6 +685,100 @@ def _pool_of_sizes(sizes: list[int]) -> tuple[int, int]:
             close(run(inputs[rows][1]), model(inputs[rows][1]))
             close(run(inputs[rows][2]), model(inputs[rows][2]))
     return taken, runtime.tree(0).size
+
+
+def reasons() -> dict[str, int]:
+    """Why calls ran unrecorded, first calls left out, also of pieces without a recording."""
+    found: dict[str, int] = {}
+    for tree in runtime.trees():
+        for piece in tree.pieces:
+            for keyed in piece.by_key.values():
+                for reason, count in keyed.reasons.items():
+                    if reason != "first call":
+                        found[reason] = found.get(reason, 0) + count
+    return found
+
+
+def test_the_device_tells_what_is_free_and_what_is_cached() -> None:
+    device = runtime.tree(0).device
+    device.settle(60.0)
+    device.empty_cache()
+    free, cached, some = device.free_bytes(), device.cached_bytes(), 1 << 30
+    assert 0 < free < device.total_bytes()
+    kept = torch.empty(some, dtype=torch.uint8, device=CUDA)
+    assert device.free_bytes() <= free - some
+    assert device.cached_bytes() < cached + some
+    del kept
+    assert device.cached_bytes() >= cached + some
+    torch.cuda.synchronize()
+    device.empty_cache()
+    assert device.free_bytes() > free - (64 << 20)
+
+
+def test_a_process_with_little_free_memory_trains_as_without_recordings() -> None:
+    fresh()
+    runtime.forget()
+    torch.cuda.empty_cache()
+    model = Net().to(CUDA)
+    reference = copy.deepcopy(model)
+    run, seen = compiled(model), Recorded()
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, reference)]
+    elsewhere, failed = tree_counts("warm-ups elsewhere"), tree_counts("ran out of memory")
+    free, total = torch.cuda.mem_get_info()
+    ballast = torch.empty(free - int(0.04 * total), dtype=torch.uint8, device=CUDA)  # keep_free is 0.05
+    try:
+        for _ in range(6):
+            x = torch.randn(32, 64, device=CUDA)
+            for net, optimizer in zip((run, reference), optimizers, strict=True):
+                optimizer.zero_grad()
+                net(x).square().sum().backward()
+                optimizer.step()
+            close(list(model.parameters()), list(reference.parameters()))
+        assert seen.recordings == 0
+        assert tree_counts("warm-ups elsewhere") > elsewhere
+        assert tree_counts("ran out of memory") == failed
+        assert any("too little of the device's memory" in reason for reason in reasons())
+    finally:
+        del ballast
+        torch.cuda.empty_cache()
+
+
+def test_recordings_give_way_to_code_that_runs_out_of_memory() -> None:
+    rows = 1 << 22  # 256 MiB for an intermediate
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        y = x.expand(rows, 16).cumsum(1)  # no fusion across a scan
+        return y.cumsum(0)[-1] + y.sum(0)
+
+    def wider(x: torch.Tensor) -> torch.Tensor:
+        return wide(x + 1)
+
+    fresh()
+    runtime.forget()
+    x = torch.randn(16, device=CUDA)
+    expected = wider(x)
+    first = compiled(wide)
+    for _ in range(4):
+        first(x)
+    tree = runtime.tree(0)
+    assert tree.size >= 1
+    tree.device.settle(60.0)
+    tree.device.empty_cache()
+    held, out = tree.device.pool_bytes(), tree_counts("ran out of memory")
+    assert held > 2 * rows * 16 * 4
+    # more than half of what a call takes is missing, and the recording has that
+    allowed = torch.cuda.memory_reserved() + int(0.6 * held)
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(CUDA).total_memory)
+    try:
+        torch.testing.assert_close(compiled(wider)(x), expected, rtol=1e-2, atol=1.0)
+        assert tree_counts("ran out of memory") == out + 1
+        assert tree.size == 0
+        assert torch.cuda.memory_reserved() <= allowed
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for _ in range(4):
+        torch.testing.assert_close(first(x), wide(x), rtol=1e-2, atol=1.0)
+    assert tree.size >= 1
 
 
 def test_a_number_that_grows_at_each_call_is_recorded_no_more() -> None:

@@ -80,6 +80,11 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "accounts of what was given up": 50,
         "calls in a capture of the caller": 20,
         "calls with a float": 80,
+        "calls that ran out of memory": 20,
+        "ran out of memory": 5,
+        "gave way to others": 5,
+        "changes of free memory": 50,
+        "warm-ups elsewhere": 5,
         "interruptions": 50,
         "calls that others waited for": 50,
         "calls that raised": 10,
@@ -306,6 +311,23 @@ def _what_was_given_up_is_not_in_the_account(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def _limits_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Room, "keep", lambda room, keyed, made, limits, had: room.grew(had))
+
+
+def _what_has_outgrown_a_limit_stays(patch: pytest.MonkeyPatch) -> None:
+    keep = Room.keep
+    patch.setattr(Room, "keep", lambda room, *args: keep(room, *args) or 0)
+
+
+def _nothing_gives_way(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Room, "give_way", lambda room: None)
+
+
+def _all_code_is_run_again(patch: pytest.MonkeyPatch) -> None:
+    _pieces_are_taken_for(patch, repeatable=True)
+
+
 MUTANTS = [
     _nothing_moves_out,
     _storages_alone_are_not_seen,
@@ -334,11 +356,20 @@ MUTANTS = [
     _what_is_given_up_is_not_given_up_below,
     _what_was_resized_counts_as_alive,
     _what_was_given_up_is_not_in_the_account,
+    _limits_are_not_kept,
+    _what_has_outgrown_a_limit_stays,
+    _nothing_gives_way,
+    _all_code_is_run_again,
 ]
 
 
 #: where the first programs that show it are known: few have what it concerns
-FROM = {_floats_are_keys_by_what_they_equal: 100}
+FROM = {
+    _floats_are_keys_by_what_they_equal: 100,
+    _what_has_outgrown_a_limit_stays: 34,
+    _nothing_gives_way: 18,
+    _all_code_is_run_again: 23,
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))

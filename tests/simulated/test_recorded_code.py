@@ -69,6 +69,32 @@ def test_a_device_that_cannot_be_set_up_costs_the_recordings_alone(monkeypatch: 
     assert (made.pieces, made([2])) == ((), ["ran", 2])
 
 
+@pytest.mark.parametrize(
+    ("changes", "of_piece", "repeatable"),
+    [
+        ({}, {}, True),
+        ({"pure": False}, {}, False),
+        ({"random": True}, {}, False),
+        ({"is_backward": True}, {}, False),  # it may use the memory of what it is given again
+        ({"not_known": "an operator that may issue some"}, {}, False),
+        ({"mutated": (0,)}, {"mutated": (0,)}, False),
+        ({"whole": False}, {"inputs": (None,), "outputs": (0,)}, False),  # of a temporary, too
+    ],
+)
+def test_only_a_piece_that_changes_nothing_may_be_run_again(
+    changes: dict[str, Any], of_piece: dict[str, Any], repeatable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
+    monkeypatch.setattr(
+        Inner, "recursively_apply_fns", lambda self, wrappers: [wrap(self) for wrap in wrappers], raising=False
+    )
+    spec = dataclasses.replace(SPEC, pure=True, random=False, pieces=(dataclasses.replace(PIECE, **of_piece),))
+    (piece,) = code(dataclasses.replace(spec, **changes), "label").pieces
+    assert piece.spec.repeatable == repeatable
+
+
 def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     monkeypatch.setattr(runtime, "unavailable", lambda: None)

@@ -99,7 +99,6 @@ class Room:
         self._old: set[int] = set()
         self._returns = False  # what was left is to go back to the device
         self._given_back = 0  # bytes, when the cache was emptied
-        self._device_bytes: int | None = None
 
     def recorded(self, node: Node, grew: int = 0) -> None:
         """Take note of the pool that a new node lives in, and of the bytes that it grew by."""
@@ -289,10 +288,10 @@ class Room:
         self.leave_pools()
         raise NotRecorded(problem)
 
-    def ran_out(self, keyed: KeyedPiece, had: int) -> None:
-        """A capture has failed for lack of memory, and the pool keeps what it has taken until then."""
+    def ran_out(self, keyed: KeyedPiece, grew: int) -> None:
+        """A capture has failed for lack of memory, and the pool keeps what it has grown by until then."""
         waiting = self._waiting.setdefault(keyed, Waiting())
-        waiting.grows = max(waiting.grows, self.grew(had))
+        waiting.grows = max(waiting.grows, grew)
         waiting.put_off(RAN_OUT)
         self.used = True
         self.give_way()
@@ -322,9 +321,7 @@ class Room:
     # ---------------------------------------------------------------- memory
 
     def _bytes(self, amount: float) -> int:
-        if self._device_bytes is None:
-            self._device_bytes = self._device.total_bytes()
-        return in_bytes(amount, self._device_bytes)
+        return in_bytes(amount, self._device.total_bytes()) if isinstance(amount, float) else amount
 
     def _held(self) -> int:
         """Bytes that all pools have grown to."""

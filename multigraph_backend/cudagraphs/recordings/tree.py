@@ -563,8 +563,9 @@ class Tree(Nodes):
         except NotRecorded as why:
             self.counts["failed"] += 1
             events.count("failed_recordings")
+            grew = self.room.grew(had)
             if out_of_memory.is_behind(why):
-                self.room.ran_out(keyed, had)
+                self.room.ran_out(keyed, grew)
                 raise NotRecorded(RAN_OUT) from why
             if first:  # it may be what a first call does
                 keyed.piece.warms_up = keyed.piece.each_warms_up = True

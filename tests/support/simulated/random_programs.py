@@ -35,7 +35,7 @@ from multigraph_backend.cudagraphs.devices.device import DeviceFailed
 from multigraph_backend.cudagraphs.devices.simulated.arena import Segments
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.devices.simulated.memory import bytes_of
-from multigraph_backend.cudagraphs.limits import Limits
+from multigraph_backend.cudagraphs.limits import Limits, in_bytes
 from multigraph_backend.cudagraphs.recordings import memory
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
@@ -341,7 +341,15 @@ class Program:
             self.limits = replace(self.limits, per_device=1024, pool_bytes=None, unreplayed=32)
         capacity = rng.choice([1 << 11, 1 << 13, 1 << 13])
         segments = Segments(64, 128, 512, 256, 128) if gives_way and capacity > 1 << 11 else None
-        self.device = SimulatedDevice(capacity, segments=segments)
+        #: memory that ends, and code that needs some besides while it runs; drawn apart, too
+        self.lack = lack = random.Random(f"{seed}, memory")
+        self.narrow = lack.random() < 0.35
+        if self.narrow:
+            share = lack.choice([0, 0.05, 0.1, 0.1, 256])
+            bounded = lack.choice([None, None, 0.125, 512])
+            self.limits = replace(self.limits, pool_bytes=bounded, keep_free=share)
+        device_bytes = lack.choice([1 << 12, 1 << 13]) if self.narrow else 1 << 62
+        self.device = SimulatedDevice(capacity, segments=segments, device_bytes=device_bytes)
         self.device.failures_spoil_the_pool = rng.random() < 0.3
         self.paying = rng.random() < 0.2  # and then no recording that copies pays
         self.device.copies_us = 1e9
@@ -374,6 +382,7 @@ class Program:
                 shape if shape.positions(kind="key") else replace(shape, inputs=(*shape.inputs, Input("key")))
                 for shape in self.shapes
             ]
+        self.needs: dict[int, int] = {}
         self.pieces: list[Piece] = []
         self.functions: list[Callable[..., tuple[Any, ...]]] = []
         for shape in self.shapes:
@@ -398,6 +407,8 @@ class Program:
         self.thread = self.at = 0
         self._interruption: list[Any] = []
         self.waiting = rng.choice([0.0, 0.0, 0.0, 0.3])
+        if self.narrow and memory.random() < 0.6:  # limits are checked where nothing else goes wrong
+            self.callers, self.trouble, self.meddling, self.waiting = 1, 0.0, 0.0, 0.0
         self._within: Callable[[], None] | None = None
         self._looking: contextlib.AbstractContextManager[None] | None = None
         self._collects = gc.isenabled()
@@ -424,7 +435,9 @@ class Program:
         """A piece of `shape`, at `at` in place of another."""
         content = torch.arange(5.0)
         constant, other = content.clone(), content.clone()
-        function = self._with_calls_within(body(shape, constant))
+        changes = shape.random or shape.positions(mutated=True) or shape.positions(reused=True)
+        needs = self.lack.choice([0, 0, 256, 1024, 2048]) if self.narrow else 0
+        function = self._with_calls_within(self._with_needs(body(shape, constant), needs))
         piece = Piece(
             self.tree,
             boxed(function),
@@ -446,8 +459,10 @@ class Program:
                 must_pay=self.paying,
                 most=self.most,
                 copies=self.copies,
+                repeatable=not (changes or shape.is_backward),
             ),
         )
+        self.needs[len(self.pieces) if at is None else at] = needs
         number = len(self.pieces) if at is None else at
         self.recorded.lasting["constant", number], self.plain.lasting["constant", number] = constant, other
         if at is None:
@@ -466,6 +481,16 @@ class Program:
             return function(*args)
 
         return run
+
+    def _with_needs(self, function: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
+        """`function`, which at last, when it has changed what it changes, needs `nbytes` besides."""
+
+        def run(*args: Any) -> Any:
+            outputs = function(*args)
+            self.device.use(nbytes)
+            return outputs
+
+        return run if nbytes else function
 
     def note(self, text: str) -> None:
         self.steps.append(text)
@@ -531,6 +556,8 @@ class Program:
         if rng.random() < self.rare:
             at = rng.randrange(len(self.pieces))
             yield rng.choice([functools.partial(self._replace, at), self._forget, self._collect])
+        if self.narrow and self.lack.random() < 0.15:
+            yield self._load
         if rng.random() < self.trouble:
             call, after = rng.choice(CALLS), rng.choice([0, 0, 0, 1, 2, 5])
             alarm = rng.random() < 0.3
@@ -542,6 +569,15 @@ class Program:
             self.device.fail_at(call)
         if rng.random() < self.meddling:
             self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect", "frames"])]
+
+    def _load(self) -> None:
+        """Others take memory of the device, or give some back."""
+        device = self.device
+        rest = device.total_bytes() - device.reserved_bytes() + device.cached
+        device.ballast = self.lack.choice([0, rest // 4, rest // 2, rest - rest // 8])
+        device.cached = self.lack.choice([0, (rest - device.ballast) // 2])
+        self.note(f"{device.ballast} bytes are taken, and {device.cached} cached")
+        self.counts["changes of free memory"] += 1
 
     def _work_beside(self, name: int, writes: bool) -> None:
         """Work on a stream of the user's own, with a tensor that he holds until he has waited for it."""
@@ -864,10 +900,15 @@ class Program:
         before = self.thread
         if backward_thread and self.thread != WITHIN:
             self.thread = AUTOGRAD
+        held, made = self.device.reserved_bytes() - self.device.cached, self.tree.counts["recordings"]
         try:
             outputs = self._on_device(functools.partial(self.pieces[at], args))
         except (DeviceFailed, torch.OutOfMemoryError, Alarm) as error:
             fired = {call for call in pending if call not in self.device._failures}
+            if isinstance(error, torch.OutOfMemoryError) and "injected" not in str(error):
+                self._ran_out(at, recipes, error)
+                args.clear()
+                return
             if not (isinstance(error, Alarm) or fired & RAISING):
                 raise
             self.counts["calls that raised"] += 1
@@ -893,6 +934,7 @@ class Program:
             return
         if args:
             raise Wrong("the list of inputs was not cleared")
+        self._check_limits(held, made)
         torch.manual_seed(seed)
         self.plain.generator.manual_seed(seed)
         expected = self.functions[at](*plain_args)
@@ -908,6 +950,40 @@ class Program:
                     self.parted[value.untyped_storage()._cdata] = value.untyped_storage()
             elif output != value:
                 raise Wrong(f"{output} for {value}")
+
+    @property
+    def _undisturbed(self) -> bool:
+        """Whether no other thread is in the midst of a call, and no driver call fails."""
+        return self.callers == 1 and not (self.waiting or self.trouble or self.meddling)
+
+    def _ran_out(self, at: int, recipes: Sequence[tuple[Any, ...]], error: BaseException) -> None:
+        """The caller has got an error for lack of memory: what the code changes until then is what it is."""
+        self.counts["calls that ran out of memory"] += 1
+        self.note(f"raised {error}")
+        error.__traceback__ = None
+        device = self.device
+        free = device.cached + device.free_bytes()
+        if not any(node.alive() for node in self.tree.path):  # then all pools could go
+            free = device.total_bytes() - device.ballast
+        if self.pieces[at].spec.repeatable and self._undisturbed and self.needs[at] <= free:
+            raise Wrong(f"out of memory with {free} bytes free, of which it needs {self.needs[at]}")
+        self.device._memory.scatter()
+        for entry, recipe in zip(self.shapes[at].inputs, recipes, strict=True):
+            names = self.plain.values if recipe[0] == "value" else self.plain.lasting
+            if (entry.mutated or entry.reused) and recipe[0] in ("value", "lasting") and recipe[1] in names:
+                self.plain.take([recipe])[0].copy_(self.recorded.take([recipe])[0])
+
+    def _check_limits(self, held: int, made: int) -> None:
+        """After a call, before which pools had `held` bytes, and `made` recordings had been made."""
+        tree, device = self.tree, self.device
+        now = device.reserved_bytes() - device.cached
+        if not self.narrow or tree.path or not tree.size or not self._undisturbed:
+            return
+        limit, share = self.limits.pool_bytes, in_bytes(self.limits.keep_free, device.total_bytes())
+        if limit is not None and now > in_bytes(limit, device.total_bytes()):
+            raise Wrong(f"pools have {now} bytes, and {limit} are allowed")
+        if tree.counts["recordings"] > made and now > held and device.free_bytes() + device.cached < share:
+            raise Wrong(f"a recording leaves {device.free_bytes() + device.cached} bytes, and should leave {share}")
 
     def _call_within(self, at: int, rng: random.Random, seed: int) -> None:
         """A call in a thread that the code of another call waits for."""

@@ -352,7 +352,8 @@ class SimulatedDevice:
         """Code that runs takes so much memory for a moment, from the pool where that serves what it allocates, else
         ordinary memory, which may be cached.  Raises `torch.OutOfMemoryError` where that is not there."""
         if self._serves == threading.get_ident():
-            self._memory.gather()
+            if not self._stream_captures:
+                self._memory.gather()
             self._pool.arena.free(self._pool.allocate(nbytes))
         elif nbytes > self.cached + self.free_bytes():
             raise torch.OutOfMemoryError(f"simulated device: {nbytes} bytes are not free")
