@@ -13,7 +13,7 @@ In:  the inputs, noted before the call; the error.  Out: the inputs again; None 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,10 +36,13 @@ def is_behind(error: BaseException) -> bool:
 
 
 class Given:
-    """The inputs of a call, which are not kept alive."""
+    """The inputs of a call.  Those at positions `passing` are not kept alive; others, parameters, live anyway."""
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        self._inputs = [weakref.ref(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+    def __init__(self, inputs: Sequence[Any], passing: Iterable[int]) -> None:
+        self._inputs = list(inputs)
+        for index in passing:
+            if isinstance(inputs[index], torch.Tensor):
+                self._inputs[index] = weakref.ref(inputs[index])
 
     def again(self) -> list[Any] | None:
         """The inputs; None where one is gone."""

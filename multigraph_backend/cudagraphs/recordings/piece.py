@@ -37,6 +37,7 @@ class Piece(PieceState):
     ) -> None:
         super().__init__(function, spec, (lambda: tree.limits) if limits is None else limits)
         self.tree, self.is_backward = tree, spec.is_backward
+        self._passing = tuple(index for index in range(len(spec.names)) if index not in spec.static)
         tree.pieces.add(self)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
@@ -73,7 +74,7 @@ class Piece(PieceState):
     def _as_it_is(self, inputs: list[Any], in_turn: bool) -> Sequence[Any]:
         """Run its code unrecorded; once more, where memory ran out and recordings gave way."""
         code, warming = (self._copying, None) if self.spec.copies else (self.function, self if in_turn else None)
-        given = Given(inputs) if self.spec.repeatable else None
+        given = Given(inputs, self._passing) if self.spec.repeatable else None
         outputs: Sequence[Any]
         try:
             outputs = self.tree.as_it_is(code, inputs, warming)

@@ -317,12 +317,15 @@ class Tree(Nodes):
             if self.turns.choosing or self.turns.owner not in (None, threading.get_ident()):
                 self.forgets = True
                 return
-            for node in self.path:
-                if isinstance(node, WarmUp):
-                    node.look()
+            self._look()
             self._shorten()
-            node = None  # a pool is left when its last node is gone
             self.room.give_way()
+
+    def _look(self) -> None:
+        """See what of a warm-up is still there."""
+        for node in self.path:
+            if isinstance(node, WarmUp):
+                node.look()
 
     def _abandon_pool(self) -> None:
         """Leave the pool to blocks in it that nobody knows: recordings there would write over them."""
@@ -563,9 +566,9 @@ class Tree(Nodes):
         except NotRecorded as why:
             self.counts["failed"] += 1
             events.count("failed_recordings")
-            grew = self.room.grew(had)
+            taken = self.room.grew(had)
             if out_of_memory.is_behind(why):
-                self.room.ran_out(keyed, grew)
+                self.room.ran_out(keyed, taken)
                 raise NotRecorded(RAN_OUT) from why
             if first:  # it may be what a first call does
                 keyed.piece.warms_up = keyed.piece.each_warms_up = True

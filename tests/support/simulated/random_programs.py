@@ -343,7 +343,7 @@ class Program:
         segments = Segments(64, 128, 512, 256, 128) if gives_way and capacity > 1 << 11 else None
         #: memory that ends, and code that needs some besides while it runs; drawn apart, too
         self.lack = lack = random.Random(f"{seed}, memory")
-        self.narrow = lack.random() < 0.35
+        self.narrow = lack.random() < 0.25
         if self.narrow:
             share = lack.choice([0, 0.05, 0.1, 0.1, 256])
             bounded = lack.choice([None, None, 0.125, 512])
