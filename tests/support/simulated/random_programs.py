@@ -242,14 +242,13 @@ class Threads:
 
     def _serve(self, todo: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any]) -> None:
         while (work := todo.get()) is not None:
-            result, error = None, None
+            told: list[Any] = []  # emptied as it is handed over: this thread may be stopped right behind that
             try:
-                result = work()
+                told.append((work(), None))
             except BaseException as caught:
-                error = caught
+                told.append((None, caught))
             del work
-            done.put((result, error))
-            del result, error
+            done.put(told.pop())
 
     def close(self) -> None:
         for entry in self._queues.values():
