@@ -67,9 +67,10 @@ def test_the_account_names_inputs_and_the_users_lines() -> None:
     second = bench.piece(
         appended, 1, 1, mutated=[0], traces=('File "model.py", line 7, in forward\n    cache.add_(1)',)
     )
-    for w in (torch.eye(8), torch.eye(8) * 2, torch.eye(8) * 3):
-        for _ in range(2):
-            call_right(first, weighted, torch.randn(3, 8), w)
+    inputs = [torch.randn(3, 8) for _ in range(6)]  # all alive, so that none lies where another lay
+    weights = [torch.eye(8) * (number + 1) for number in range(3)]
+    for number, x in enumerate(inputs):
+        call_right(first, weighted, x, weights[number // 2])
     for _ in range(3):
         call_right(second, appended, values())
     report = account.of(bench.tree)
