@@ -66,6 +66,15 @@ MG_EXPORT int sim_wait(Simulator* sim, void* stream, int event) noexcept {
 MG_EXPORT void sim_run_all(Simulator* sim) noexcept { sim->run_all(); }
 MG_EXPORT void sim_fail_at(Simulator* sim, uint64_t call) noexcept { sim->fail_at(call); }
 MG_EXPORT uint64_t sim_calls(Simulator* sim) noexcept { return sim->calls; }
+// The value that was last written to a byte, 0: none; through the memory that lies behind its address now.
+MG_EXPORT void sim_write(Simulator* sim, uint64_t address, uint64_t value) noexcept { sim->write(address, value); }
+MG_EXPORT uint64_t sim_read(Simulator* sim, uint64_t address) noexcept { return sim->read(address); }
+MG_EXPORT int sim_backed(Simulator* sim, uint64_t address, size_t size) noexcept { return sim->backed(address, size) ? 1 : 0; }
+MG_EXPORT size_t sim_pinned(Simulator* sim) noexcept {
+  size_t bytes = 0;
+  for (auto& [address, size] : sim->pinned) bytes += size;
+  return bytes;
+}
 // Whether a kernel of this device may use an address that lies in a mapping.
 MG_EXPORT int sim_mapped_for(Simulator* sim, int device, uint64_t address) noexcept {
   return sim->mapped_for(device, address, 1) ? 1 : 0;
