@@ -36,11 +36,11 @@ Outcome unknown_pool() { return {Status::invalid, "there is no such pool"}; }
 
 Outcome Device::sleep(const std::vector<Pool*>& pools, bool keep, size_t& bytes) {
   tend(nullptr);
+  if (!quiet()) return {Status::invalid, "a capture is under way, and may use the pool"};
   for (Pool* pool : pools) {
     if (pool->asleep) return {Status::invalid, "the pool sleeps already"};
     if (scopes_.open(pool->id)) return {Status::invalid, "the pool is open: what is allocated now goes there"};
   }
-  if (!quiet()) return {Status::invalid, "a capture is under way, and may use the pool"};
   if (!waits().for_all()) {
     return {Status::invalid, "work on the device cannot be waited for: a capture may be under way, or work has failed"};
   }

@@ -6,6 +6,7 @@
 #include "core/device.h"
 #include "cuda/libcuda.h"
 #include "sim/oracle.h"
+#include "torch/relief.h"
 
 using mg::sim::Simulator;
 
@@ -90,5 +91,9 @@ MG_EXPORT size_t sim_used(Simulator* sim) noexcept { return sim->used; }
 // With the options that were set last.
 MG_EXPORT mg_device* sim_device(int index) noexcept {
   return new mg::Device(Simulator::table(), index, mg::configured());
+}
+// As torch's own devices are made.
+MG_EXPORT void sim_relieve(mg_device* device) noexcept {
+  device->set_relief([](size_t bytes) { return mg::torch_side::relief(0, bytes); });
 }
 MG_EXPORT void sim_device_delete(mg_device* device) noexcept { delete device; }

@@ -7,7 +7,8 @@
 // torch tells no pool's name, so each pool has functions of its own: one of `slots` pairs of the same template.
 // A pool that may sleep has segments that are mapped: each is one physical allocation in a range of addresses of its own, open
 // to the program's other devices, which see plain segments as a matter of course. Unmapping waits for nobody, so the device
-// is waited for first; where that fails, as in a capture, the segment is kept until another call comes.
+// is waited for first (torch gives nothing up while it knows of a capture, which that would end); where that fails, the segment
+// is kept until another call comes.
 // Guarantee: a slot's `bytes` are those of its segments that are with torch, or that the driver has not taken back yet.
 
 #include <array>

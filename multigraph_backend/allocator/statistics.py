@@ -101,7 +101,8 @@ def reset_peak_memory_stats(device: torch.device | int | None = None) -> None:
 
 def empty_cache() -> int:
     """Give cached segments back to the driver, on all devices; bytes.  Does nothing while a capture is under way, and
-    leaves the segments of pools that somebody holds.  Where torch's allocator is current: torch's, and 0."""
+    leaves the segments of pools that somebody holds.  Pinned memory of the host that is kept for the next sleep goes
+    too.  Where torch's allocator is current: torch's, and 0."""
     installed = installing.installed()
     if installed is None:
         torch.cuda.empty_cache()
@@ -111,6 +112,7 @@ def empty_cache() -> int:
         given = ctypes.c_size_t()
         installed.library.call("mg_empty_cache", handle, ctypes.byref(given))
         total += given.value
+        installed.library.call("mg_empty_host", handle, ctypes.byref(given))
     return total
 
 

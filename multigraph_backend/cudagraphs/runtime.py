@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.allocator import installing
+from multigraph_backend.allocator import installing, relief, sleeping, statistics
 from multigraph_backend.cudagraphs.devices.device import Device
 from multigraph_backend.cudagraphs.limits import AMOUNTS, LEAST, Limits, accepts, by_field
 from multigraph_backend.cudagraphs.recordings import memory, poison
 from multigraph_backend.cudagraphs.recordings.tree import Tree
+
+log = logging.getLogger(__name__)
 
 _PATIENCE = 1.0  # seconds that who asks for numbers waits for a call
 _lock = threading.Lock()
@@ -51,6 +55,8 @@ def tree(index: int, make: Callable[[int], Device] | None = None) -> Tree:
             # asked for inside a compile, under its modes
             with _compat.disable_current_modes(), torch.inference_mode(False), torch.no_grad():
                 _trees[index] = Tree(make(index), _limits, _compat.step_marks, poison.asked(os.environ))
+                _trees[index].memory_sleeps(sleeping.asleep(index))
+                relief.ask(_give_way)
         return _trees[index]
 
 
@@ -132,3 +138,43 @@ def forget() -> None:
     """Give up all recordings; outputs that are alive stay valid."""
     for entry in trees():
         entry.forget()
+
+
+def release() -> int:
+    """Give up all recordings, and give their memory back to the device; bytes.  The next calls record again.
+
+    Outputs that are alive are moved to memory of their own first, where that can be done: not while the device is busy,
+    or another thread is in the midst of a call.  Then their pool stays until they are gone, which is logged; recordings
+    of a device on which a call is under way are given up at the end of that call.
+    Raises `allocator.Asleep` while all memory of a device sleeps.
+    """
+    for entry in trees():
+        if entry.sleepers.all:
+            raise sleeping.Asleep("recordings whose memory sleeps have none to give back; wake it first")
+    before = sum(entry.device.reserved_bytes() for entry in trees())
+    forget()
+    if torch.cuda.is_initialized():
+        gc.collect()  # what is left of failed calls may hold graphs
+        statistics.empty_cache()
+    for entry in trees():
+        alive = sum(node.alive() for node in entry.path)
+        if entry.forgets:
+            log.info("recordings of device %d are given up when the call that is under way ends", entry.device.index)
+        elif alive:
+            log.info("outputs of %d recordings of device %d are alive: their pool stays", alive, entry.device.index)
+    return max(0, before - sum(entry.device.reserved_bytes() for entry in trees()))
+
+
+def _memory_sleeps(index: int, now: Sequence[sleeping.Sleeper]) -> None:
+    entry = _trees.get(index)
+    if entry is not None:
+        entry.memory_sleeps(now)
+
+
+def _give_way(index: int, lacking: int) -> bool:
+    """Before an allocation of `lacking` bytes fails."""
+    entry = _trees.get(index)
+    return entry is not None and entry.give_way()
+
+
+sleeping.listeners.append(_memory_sleeps)

@@ -46,9 +46,11 @@ from typing import Any, Protocol
 import torch
 
 from multigraph_backend import _compat, events, sealing
+from multigraph_backend.allocator.sleeping import Asleep, Sleeper
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import out_of_memory, planning, recording, replay
+from multigraph_backend.cudagraphs.recordings.asleep import Sleepers
 from multigraph_backend.cudagraphs.recordings.callers import Callers
 from multigraph_backend.cudagraphs.recordings.collectives import Collectives
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
@@ -121,6 +123,7 @@ class Tree(Nodes):
         self.forgets = False  # all recordings are given up before anything else is recorded
         self.step_mark = self.step_marks.mark_step_counter
         self.callers = Callers(self)
+        self.sleepers = Sleepers(device)
 
     # ---------------------------------------------------------------- every call
 
@@ -159,6 +162,8 @@ class Tree(Nodes):
 
     def choose(self, keyed: KeyedPiece, inputs: list[object]) -> Node | None:
         """What answers a call off the recorded paths, beginning a new step or recording; None: the code, as it is."""
+        if self.sleepers.any:
+            self.sleepers.refuse(inputs, keyed.piece.spec.label, keyed.piece.spec.constants)
         if keyed.unprofitable and keyed.refused is not None:  # at each call: no more than needs to be done
             self._count_unrecorded(keyed, keyed.refused)
             return None
@@ -206,6 +211,8 @@ class Tree(Nodes):
         """
         began = False
         held: list[torch.Tensor] = []
+        if self.sleepers.any:
+            self.sleepers.refuse(inputs)
         try:
             with self.lock:
                 stream = self.device_stream()
@@ -671,7 +678,7 @@ class Tree(Nodes):
         self._dropped.extend(pieces)
         if self.lock.acquire(blocking=False):
             try:
-                if not self.turns.choosing:
+                if not self.turns.choosing and not self.sleepers.all:
                     self._sweep()
             finally:
                 self.lock.release()
@@ -695,10 +702,40 @@ class Tree(Nodes):
         """Give up all recordings.  What is alive stays valid.  While another thread is in the midst of a call, or a
         recording is made, this is left to the end of that call, or to the next one that is not replayed."""
         with self.lock:
-            if self.turns.choosing or self.turns.owner not in (None, threading.get_ident()):
+            if self.sleepers.all or self.turns.choosing or self.turns.owner not in (None, threading.get_ident()):
                 self.forgets = True
                 return
             self._forget()
+
+    def give_way(self) -> bool:
+        """Give up all recordings that nothing holds, if no call is under way; whether there were any.  Outputs that are
+        alive stay where they are, with their pool.  Waits for nobody."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            idle = self.turns.owner is None and not self.turns.aside and not self._running and not self.sleepers.any
+            if not idle or not self.size:
+                return False
+            self.counts["evicted"] += self.size
+            for _ in range(self.size):
+                events.count("evicted_recordings")
+            self.unlink_all()
+            self._shorten()
+            self.room.used = True
+            self.room.leave_pools()
+            return True
+        finally:
+            self.lock.release()
+
+    def memory_sleeps(self, now: Sequence[Sleeper]) -> None:
+        """All that sleeps on the device from now on.  Raises `Asleep` where it is more, and a call is under way."""
+        with self.lock:
+            idle = self.turns.owner is None and not self.turns.aside and not self._running
+            if not idle and len(now) > len(self.sleepers.now):
+                raise Asleep("a call of compiled code is under way")
+            self.sleepers.change({id(node): node for node in (*self.root.below(), *self.path)}.values(), now)
+            if idle and self.forgets and not self.sleepers.all:  # it was asked for meanwhile
+                self._forget()
 
     def _forget(self) -> None:
         self._follow_stream()

@@ -20,10 +20,11 @@ QUICK_BUILD = ("-DMULTIGRAPH_STRESS=ON", "-DCMAKE_BUILD_TYPE=", "-DCMAKE_UNITY_B
 ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
 ELSEWHERE = {29, 30}  # these need frees by another thread
 # these need little memory, states of pools, blocks of several sizes, or streams that go
-SEEDS = {28: 1000}  # near a program that shows it
+SEEDS = {28: 1000, 41: 11790, 42: 9020}  # near a program that shows it
 RANDOM = {14, 16, 17, 18, 21, 24, 25, 27, 28, 33}
 STITCHED = {19, 20, 22, 23}  # these need blocks that are made of pieces of pages
 ASLEEP = set(range(34, 43))  # these need pools that sleep
+FAILING = {42}  # and this one a driver that fails at the right call
 
 
 @pytest.mark.parametrize("options", [("own",), ("any",), ("any", "--expandable")], ids=" ".join)
@@ -64,7 +65,10 @@ def test_every_program_with_frees_by_another_thread(simulated: Path, rule: str) 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: MUTANTS[mutant].says)
 def test_a_broken_rule_is_found(broken: Path, mutant: int) -> None:
     if mutant in ASLEEP:
-        found = stress(broken / "fuzz", "--operations", "2000000", "--sleep", "--mutant", str(mutant))
+        seed = SEEDS.get(mutant, 9000)
+        more = ["--each-call", "--length", "150"] if mutant in FAILING else []
+        arguments = ("--sleep", "--operations", "2000000", "--seed", str(seed), "--mutant", str(mutant), *more)
+        found = stress(broken / "fuzz", *arguments)
     elif mutant in RANDOM:
         seed = SEEDS.get(mutant, 9000)
         found = stress(broken / "fuzz", "--operations", "1000000", "--seed", str(seed), "--mutant", str(mutant))

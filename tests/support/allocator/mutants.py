@@ -381,11 +381,23 @@ MUTANTS = {
     ),
     34: Mutant(
         "contents that were kept are not copied back",
-        (("core/sleep.cc", "if (!pool.kept.empty()) copies.from_host", "if (!pool.kept.empty() && !MUTANT) copies.from_host"),),
+        (
+            (
+                "core/sleep.cc",
+                "if (!pool.kept.empty()) copies.from_host",
+                "if (!pool.kept.empty() && !MUTANT) copies.from_host",
+            ),
+        ),
     ),
     35: Mutant(
         "a block is handed out while its pool sleeps",
-        (("core/device.cc", "if (pool.asleep) return {Status::invalid", "if (pool.asleep && !MUTANT) return {Status::invalid"),),
+        (
+            (
+                "core/device.cc",
+                "if (pool.asleep) return {Status::invalid",
+                "if (pool.asleep && !MUTANT) return {Status::invalid",
+            ),
+        ),
     ),
     36: Mutant(
         "a window wakes over another page",
@@ -414,7 +426,11 @@ MUTANTS = {
     39: Mutant(
         "a pool sleeps that a capture under way uses",
         (
-            ("core/sleep.cc", 'if (!quiet()) return {Status::invalid, "a capture is under way, and', 'if (!quiet() && !MUTANT) return {Status::invalid, "a capture is under way, and'),
+            (
+                "core/sleep.cc",
+                'if (!quiet()) return {Status::invalid, "a capture is under way, and',
+                'if (!quiet() && !MUTANT) return {Status::invalid, "a capture is under way, and',
+            ),
             ("core/sleep.cc", "  if (!waits().for_all()) {\n", "  if (!waits().for_all() && !MUTANT) {\n"),
         ),
     ),
@@ -423,7 +439,7 @@ MUTANTS = {
         (("core/sleep.cc", "|| !pool.captured) give_back(pool);", "|| !pool.captured || MUTANT) give_back(pool);"),),
     ),
     41: Mutant(
-        "memory goes before the copies of it are complete",
+        "copies that have failed are taken for complete",
         (("core/host_memory.cc", "  if (stream_ != nullptr) ok_ =", "  if (stream_ != nullptr && !MUTANT) ok_ ="),),
     ),
     42: Mutant(
