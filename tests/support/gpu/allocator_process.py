@@ -27,7 +27,8 @@ GIB = 1 << 30
 Check = Callable[[], None]
 CHECKS: dict[str, dict[str, Check]] = {"installed": {}, "plain": {}, "compiled": {}, "recorded": {}, "pools": {}}
 MODULES = tuple(
-    f"tests.support.gpu.allocator_checks_{name}" for name in ("installed", "stacks", "forked", "beside", "recorded")
+    f"tests.support.gpu.allocator_checks_{name}"
+    for name in ("installed", "stacks", "forked", "beside", "recorded", "sleep")
 )
 
 

@@ -168,6 +168,13 @@ def test_staging(tmp_path: Path) -> None:
     assert positive(rows, "ours_host", "stock_host", "host_ratio")
 
 
+def test_sleep(tmp_path: Path) -> None:
+    rows = run("sleep", tmp_path)
+    forms = ["stock", "stock, to()", "pool, host", "pool, nothing", "process, host"]
+    assert [(row["form"], row["cycles"], row["equal"]) for row in rows] == [(form, 3, "yes") for form in forms]
+    assert positive(rows, "gib", "sleep_s", "wake_s", "first_s", "over_stock")
+
+
 def test_models(tmp_path: Path) -> None:
     rows = run("models", tmp_path)
     assert [(row["model"], row["mode"]) for row in rows] == [("decoder", "inference"), ("decoder", "checkpointed")]
