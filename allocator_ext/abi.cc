@@ -69,7 +69,7 @@ int mg_set_options(const mg_options* options) noexcept {
       made.empty_nodes = options->empty_nodes != 0;
       made.verify = options->verify != 0;
       made.expandable = options->expandable != 0;
-      made.stitch = options->expandable != 2;
+      made.stitch = options->expandable == 2;
       made.garbage_threshold = options->garbage_threshold;
       made.history_entries = options->history;
     }

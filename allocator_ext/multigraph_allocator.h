@@ -61,7 +61,7 @@ typedef struct mg_options {
   int reuse;
   int empty_nodes;
   int verify;
-  int expandable;           /* 2: and nothing is mapped twice */
+  int expandable;           /* 2: and pages may be mapped twice, so that free pieces of several are one block */
   double garbage_threshold; /* part of the limit above which old cached segments go; 0: never */
   size_t history;           /* entries; at most 1500000 */
 } mg_options;

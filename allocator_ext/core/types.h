@@ -66,7 +66,7 @@ struct Config {
   bool verify = false;          // prove each reuse again, by brute force
   double garbage_threshold = 0; // part of the limit above which old cached segments are released; 0: never
   bool expandable = false;      // segments are ranges of addresses that grow in place; captures share one of their own
-  bool stitch = true;           // what captures share may be mapped again, so that pieces of pages are one block
+  bool stitch = false;          // what captures share may be mapped again, so that pieces of pages are one block
   size_t history_entries = 0;
 };
 

@@ -268,6 +268,10 @@ void Simulator::run_all() {
   while (!pending_.empty()) run(pending_.front());
 }
 
+size_t Simulator::handles() const {
+  return static_cast<size_t>(std::count_if(physical.begin(), physical.end(), [](auto& each) { return each.second.held; }));
+}
+
 bool Simulator::refuse() {
   calls++;
   if (fail_in_ == 0 || --fail_in_ != 0) return false;
@@ -420,6 +424,7 @@ struct Calls {
 
   static Result memory_alloc(Address* out, size_t size) {
     In in;
+    in.sim->memory_calls++;
     in.unsafe();
     if (in.refused || size == 0 || in.sim->used + size > in.sim->capacity) return result::out_of_memory;
     *out = in.sim->next_address_;
@@ -431,6 +436,7 @@ struct Calls {
 
   static Result memory_free(Address address) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused) return invalid;
     auto found = in.sim->memory.find(address);
     if (found == in.sim->memory.end()) {
@@ -462,6 +468,7 @@ struct Calls {
 
   static Result address_reserve(Address* out, size_t size, size_t, Address, unsigned long long) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused || size == 0) return result::out_of_memory;
     if (!in.sim->maps) in.sim->fault = true;
     *out = in.sim->next_address_;
@@ -472,6 +479,7 @@ struct Calls {
 
   static Result address_free(Address address, size_t size) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused) return invalid;
     auto found = in.sim->ranges.find(address);
     auto inside = in.sim->mappings.lower_bound(address);
@@ -493,6 +501,7 @@ struct Calls {
 
   static Result physical_create(Physical* out, size_t size, const PhysicalMemory* memory, unsigned long long) {
     In in;
+    in.sim->memory_calls++;
     in.unsafe();
     if (memory->type != 1 || memory->location.type != 1 || size % in.sim->granularity != 0) in.sim->fault = true;
     if (!in.sim->shares && (memory->handle_types != 0 || memory->direct_rdma != 0)) return invalid;  // it has no such
@@ -507,6 +516,7 @@ struct Calls {
   // The mapping keeps the memory. A call that fails here has released it all the same: the core asks once.
   static Result physical_release(Physical handle) {
     In in;
+    in.sim->memory_calls++;
     auto found = in.sim->physical.find(handle);
     if (found == in.sim->physical.end() || !found->second.held) {
       in.sim->fault = true;
@@ -519,6 +529,7 @@ struct Calls {
 
   static Result memory_map(Address address, size_t size, size_t offset, Physical handle, unsigned long long) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused) return invalid;
     auto range = in.sim->ranges.upper_bound(address);
     bool inside = range != in.sim->ranges.begin() && address + size <= std::prev(range)->first + std::prev(range)->second;
@@ -537,6 +548,7 @@ struct Calls {
 
   static Result memory_unmap(Address address, size_t size) {
     In in;
+    in.sim->memory_calls++;
     in.unsafe();
     if (in.refused) return invalid;
     auto found = in.sim->mappings.find(address);
@@ -556,6 +568,7 @@ struct Calls {
 
   static Result memory_access(Address address, size_t size, const MemoryAccess* access, size_t count) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused) return invalid;
     for (size_t i = 0; i < count; i++) {
       if (access[i].flags != 3 || access[i].location.type != 1) return invalid;

@@ -100,6 +100,7 @@ class Simulator {
   // The n-th call from now fails once (1: the next); 0: none. `calls` counts them.
   void fail_at(uint64_t n) { fail_in_ = n; }
   uint64_t calls = 0;
+  uint64_t memory_calls = 0;  // of these, what asks for memory and addresses, maps them, or gives them back
   uint64_t failed = 0;
 
   std::vector<std::unique_ptr<SimNode>> nodes;
@@ -124,6 +125,8 @@ class Simulator {
   // Whether a kernel could use all of this; of one device: through its mappings.
   bool backed(Address address, size_t size) const;
   bool mapped_for(int device, Address address, size_t size) const;
+  // Handles of physical memory that were not released.
+  size_t handles() const;
   // The memory that lies behind these addresses now, in their order; nothing where some have none.
   std::vector<Bytes> memory_of(Address address, size_t size) const;
   // What was last written to a byte of device memory, by whichever address; 0: nothing. What is mapped anew holds nothing.

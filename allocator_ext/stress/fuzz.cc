@@ -51,7 +51,7 @@ Plan plan(std::mt19937_64& random) {
     made.config.reuse = Reuse::any_stream;
     made.config.expandable = true;
   }
-  made.config.stitch = random() % 8 != 0;
+  made.config.stitch = random() % 4 != 0;
   made.capacity = random() % 4 == 0 ? 128 * size_class::mib : size_t{1} << 40;
   return made;
 }

@@ -148,7 +148,7 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     installing.install_as_asked(
         {installing.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7}'}
     )
-    installing.install_as_asked({installing.OPTIONS_VARIABLE: '{"stitch": false}'})
+    installing.install_as_asked({installing.OPTIONS_VARIABLE: '{"stitch": true}'})
     assert asked == [("any_stream", 1, 0), ("own_stream", 0, 7), ("any_stream", 2, 0)]
     for said, error in (
         ('{"expendable": false}', r"install takes no 'expendable' \(did you mean 'expandable'\?\)"),

@@ -96,7 +96,7 @@ class Allocator:
         garbage_threshold: float = 0.0,
         history: int = 0,
         expandable: bool = False,
-        stitch: bool = True,
+        stitch: bool = False,
         index: int = 0,
     ) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -108,7 +108,7 @@ class Allocator:
         self._sim = ctypes.c_void_p(self._library.sim_new(ctypes.c_size_t(capacity)))
         self._library.sim_enter(self._sim)
         options = Options(
-            reuse, empty_nodes, verify, (1 if stitch else 2) if expandable else 0, garbage_threshold, history
+            reuse, empty_nodes, verify, (2 if stitch else 1) if expandable else 0, garbage_threshold, history
         )
         if self._library.mg_set_options(ctypes.byref(options)) != OK:
             raise Refused(INVALID, self._library.mg_message().decode())
