@@ -207,6 +207,23 @@ def test_allocator(tmp_path: Path) -> None:
     assert positive(rows, "live_mib", "bound_mib", "bound_any_mib")
 
 
+@pytest.mark.slow
+def test_stitching(tmp_path: Path) -> None:
+    rows = run("stitching", tmp_path)
+    forms = ["multigraph, stitched", "multigraph", "stock", "stock, expandable"]
+    names = ["whole steps", "experts, two streams", "large blocks", "no captures"]
+    assert [(row["program"], row["form"]) for row in rows] == [(name, form) for name in names for form in forms]
+    assert all(row["over_bound"] >= 1 for row in rows)
+    found = {(row["program"], row["form"]): row for row in rows}
+    # one stream: nothing but the rules of stock's blocks in plain segments
+    ours, stitched = found["large blocks", "multigraph"], found["large blocks", "multigraph, stitched"]
+    assert ours["reserved_mib"] == stitched["reserved_mib"] == 160
+    assert (ours["handles"], stitched["handles"]) == (0, 80)
+    assert stitched["calls"] > 4 * ours["calls"]
+    outside = found["no captures", "multigraph"], found["no captures", "multigraph, stitched"]
+    assert outside[0]["calls"] == outside[1]["calls"]  # what is outside of captures knows no stitching
+
+
 # ---------------------------------------------------------------- what they are made of
 
 
@@ -414,6 +431,67 @@ def test_least_memory_of_programs(load: Callable[[str], Any]) -> None:
     freed = [op for op in programs.random_program(4).operations if isinstance(op, Free)]
     assert len(made) == len(freed) > 4_000
     assert {op.stream for op in made} == {0, 1, 2, 3}
+
+
+def test_what_torch_would_reserve_for_a_trace(load: Callable[[str], Any]) -> None:
+    rules, mib = load("stock_rules").StockRules, 1 << 20
+
+    def peak(events: list[tuple[Any, ...]], expandable: bool = False) -> float:
+        return float(rules(expandable).play(events) / mib)
+
+    one = [("allocate", 1, mib + 1, 0)]
+    assert peak([("allocate", 1, 100, 0)]) == 2
+    assert peak(one) == 20
+    assert peak([("allocate", 1, 10 * mib, 0)]) == 10
+    # what is left is cut off, and is one with its neighbours again
+    assert peak([*one, ("allocate", 2, 12 * mib, 0), ("free", 1), ("free", 2), ("allocate", 3, 20 * mib, 0)]) == 20
+    assert peak([*one, ("allocate", 2, 19 * mib, 0)]) == 40
+    # of a large block 1 MiB is not, where segments do not grow
+    near = [("allocate", 1, 9 * mib, 0), ("allocate", 2, 10 * mib, 0), ("free", 2), ("allocate", 3, 10 * mib, 0)]
+    assert peak([*near, ("allocate", 4, mib + 512, 0)]) == 40
+    assert peak([("allocate", 1, 30 * mib, 0), ("free", 1), *near[:2], ("allocate", 3, 11 * mib, 0)]) == 30
+    # streams have their own, and so have pools
+    assert peak([*one, ("free", 1), ("allocate", 2, 2 * mib, 1)]) == 40
+    assert peak([*one, ("free", 1), ("begin", 1, 0), ("allocate", 2, 2 * mib, 0), ("end", 1)]) == 40
+    # what another stream used comes back when a capture has ended, outside when all has run
+    used = [("begin", 1, 0), ("capture", 0), *one, ("record", 1, 1), ("free", 1)]
+    assert peak([*used, ("allocate", 2, 19 * mib, 0)]) == 40
+    ended = [*used, ("captured", 0), ("capture", 0), ("allocate", 2, 19 * mib, 0)]
+    assert peak(ended) == 20
+    assert peak([*one, ("record", 1, 1), ("free", 1), ("run",), ("allocate", 2, 19 * mib, 0)]) == 20
+    # segments that grow are mapped behind what is free at their end
+    assert peak([("allocate", 1, 30 * mib, 0)], expandable=True) == 40
+    assert peak([("allocate", 1, 30 * mib, 0), ("free", 1), ("allocate", 2, 60 * mib, 0)], expandable=True) == 60
+    with pytest.raises(ValueError, match="a trace has no 'alocate'"):
+        peak([("alocate", 1, 512, 0)])
+
+
+def test_traces_are_what_programs_allocate(load: Callable[[str], Any]) -> None:
+    traces, stitching = load("allocation_traces"), load("stitching")
+    with traces._fake(), traces.Trace() as trace:
+        x = torch.empty(1024, dtype=torch.uint8)
+        y = x + 1  # x lives on
+        view = y[:512]
+        del y
+        with trace.pool():
+            z = view * 2
+            del view
+        trace.moved()
+        del z, x
+    words = [event for event in trace.events if event[0] != "kernel"]
+    assert words == [
+        ("allocate", 1, 1024, 0), ("allocate", 2, 1024, 0), ("begin", 1, 1), ("capture", 1), ("allocate", 3, 512, 1),
+        ("free", 2), ("captured", 1), ("end", 1), ("free", 3), ("allocate", 4, 512, 0), ("free", 4),
+        ("free", 1),
+    ]  # fmt: skip
+    assert stitching.bound(trace.events) == 2048 + 512
+    made = traces.programs(True)
+    whole = made["whole steps"]().events
+    assert whole == made["whole steps"]().events  # the same whenever it is taken
+    blocks = [event[1] for event in whole if event[0] == "allocate"]
+    assert sorted(event[1] for event in whole if event[0] == "free") == blocks
+    assert {event[3] for event in whole if event[0] == "allocate"} == {traces.CAPTURES}
+    assert {event[3] for event in made["experts, two streams"]().events if event[0] == "allocate"} == {1, 2}
 
 
 def test_allocators_are_compared_with_stock_and_the_bound(load: Callable[[str], Any]) -> None:
@@ -686,6 +764,7 @@ def test_warnings_are_counted_once_each_without_the_deserved(load: Callable[[str
             ["--layers", "4", "--only", "int8", "--cudagraphs", "auto", "--no-reordering", "--rounds", "3"],
         ),
         ("allocator", ["--only", "stock", "multigraph, plain", "--programs", "no use", "--json", "a.json"]),
+        ("stitching", ["--only", "sizes, random", "--traces", "here", "--json", "a.json"]),
         ("models", ["--models", "llama", "vit", "--modes", "training", "--dtype", "bfloat16", "--no-stock"]),
     ],
 )
