@@ -152,6 +152,7 @@ def in_process(form: str, trace: Path) -> dict[str, Any]:
     played = Played(events)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    allocator.reset_peak_memory_stats()
     before = allocator.memory_stats()["reserved_bytes.all.current"]
     first = played.once()
     values = {
@@ -267,7 +268,8 @@ class Played:
 
 def measured(form: str, trace: Path) -> tuple[dict[str, Any] | None, str | None]:
     conf = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if form == EXPANDABLE else {}
-    kept = {name: os.environ.pop(name, None) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MULTIGRAPH_ALLOCATOR")
+    kept = {name: os.environ.pop(name, None) for name in names}
     os.environ.update(conf)
     try:
         return in_own_process(__file__, ["--form", form, "--trace", str(trace)], SECONDS)
