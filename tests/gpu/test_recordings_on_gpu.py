@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -98,17 +99,18 @@ def test_the_first_call_takes_the_memory_that_its_recording_takes_later() -> Non
 
     run = compiled(wide)
     x = torch.randn(16, device=CUDA, dtype=torch.float64)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    device = runtime.tree(0).device
+    device.empty_cache()
+    before = device.reserved_bytes()
     run(x)
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    after_one = torch.cuda.memory_reserved() - before
+    device.empty_cache()
+    after_one = device.reserved_bytes() - before
     for _ in range(4):
         run(x)
     assert after_one > rows * 16 * 8
     assert tree_counts("warm-ups in the pool") >= 1
-    assert torch.cuda.memory_reserved() - before <= after_one + (32 << 20)
+    assert device.reserved_bytes() - before <= after_one + (32 << 20)
     torch.testing.assert_close(run(x), wide(x), rtol=1e-2, atol=1.0)
 
 
@@ -660,31 +662,31 @@ def test_sizes_in_any_order_take_what_the_largest_takes_alone(order: str) -> Non
     gave_way = tree_counts("gave way")
     taken, recordings = _pool_of_sizes(shuffled)
     assert tree_counts("gave way") > gave_way
-    assert recordings == len(sizes)
+    assert recordings >= len(sizes)
     assert taken <= 1.02 * largest + (8 << 20)  # segments for small blocks, and what is not of the pool
 
 
 def _pool_of_sizes(sizes: list[int]) -> tuple[int, int]:
-    """The most that was reserved while an MLP was called with so many rows, and how many recordings there are."""
+    """The most that was reserved after calls of an MLP with so many rows, and how many recordings there are."""
     fresh()
+    device = runtime.tree(0).device
     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).to(CUDA)
     run = torch.compile(model, backend=multigraph, dynamic=True, options={"record_small": True})
     # all alive, so that none lies where another lay; the recordings of all sizes copy their inputs then
     inputs = {rows: [torch.randn(rows, 1024, device=CUDA) for _ in range(3)] for rows in sizes}
     with torch.no_grad():
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_reserved()
+        device.empty_cache()
+        before = taken = device.reserved_bytes()
         for rows in sizes:
             for x in inputs[rows]:
                 run(x)
+                taken = max(taken, device.reserved_bytes())
         torch.cuda.synchronize()
-        taken = torch.cuda.max_memory_reserved() - before
         for rows in reversed(sizes):  # those that gave way are recorded again
             close(run(inputs[rows][1]), model(inputs[rows][1]))
             close(run(inputs[rows][2]), model(inputs[rows][2]))
-    return taken, runtime.tree(0).size
+    return taken - before, runtime.tree(0).size
 
 
 def reasons() -> dict[str, int]:
@@ -743,6 +745,24 @@ def test_a_process_with_little_free_memory_trains_as_without_recordings() -> Non
         torch.cuda.empty_cache()
 
 
+@contextlib.contextmanager
+def _only(nbytes: int) -> Iterator[int]:
+    """Inside, the process may take so many bytes more of the device; gives what it may have reserved then."""
+    device, (free, total) = runtime.tree(0).device, torch.cuda.mem_get_info()
+    if torch.cuda.get_allocator_backend() == "pluggable":  # torch limits the share of its own allocator alone
+        ballast = torch.empty(free - nbytes, dtype=torch.uint8, device=CUDA)
+        yield device.reserved_bytes() + nbytes
+        del ballast
+        device.empty_cache()
+        return
+    allowed = device.reserved_bytes() + nbytes
+    torch.cuda.set_per_process_memory_fraction(allowed / total)
+    try:
+        yield allowed
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_recordings_give_way_to_code_that_runs_out_of_memory() -> None:
     rows = 1 << 21  # 256 MiB for an intermediate, in float64
 
@@ -767,15 +787,11 @@ def test_recordings_give_way_to_code_that_runs_out_of_memory() -> None:
     held, out = tree.device.pool_bytes(), tree_counts("ran out of memory")
     assert held > 2 * rows * 16 * 8
     # more than half of what a call takes is missing, and the recording has that
-    allowed = torch.cuda.memory_reserved() + int(0.6 * held)
-    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(CUDA).total_memory)
-    try:
+    with _only(int(0.6 * held)) as allowed:
         torch.testing.assert_close(compiled(wider)(x), expected, rtol=1e-2, atol=1.0)
         assert tree_counts("ran out of memory") == out + 1
         assert tree.size == 0
-        assert torch.cuda.memory_reserved() <= allowed
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        assert tree.device.reserved_bytes() <= allowed
     for _ in range(4):
         torch.testing.assert_close(first(x), wide(x), rtol=1e-2, atol=1.0)
     assert tree.size >= 1

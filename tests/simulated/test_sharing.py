@@ -100,6 +100,22 @@ def test_the_old_pool_goes_back_before_the_new_one_grows() -> None:
     assert made["gave way"] == 1
 
 
+def test_nothing_gives_way_to_what_does_not_fit_the_limit_of_bytes() -> None:
+    alone = Sized()
+    alone.calls([20])
+    made = Sized(Limits(pool_bytes=3 * alone.device.pool_bytes(), keep_free=0))
+    for _ in range(2):
+        made.calls([20, 12])
+        made.call(200)  # is tried, and then put off
+    kept = made.tree.size
+    assert kept == 2
+    gave_way, evicted = made["gave way"], made["evicted"]
+    for _ in range(2):
+        made.call(200)
+        assert made.tree.size == kept
+    assert (made["gave way"], made["evicted"]) == (gave_way, evicted)
+
+
 def test_it_is_counted_and_shown() -> None:
     made = Sized()
     made.calls([20, 30, 20])

@@ -125,11 +125,22 @@ class Room:
 
     # ---------------------------------------------------------------- before a capture
 
-    def admit(self, keyed: KeyedPiece, inputs: list[object], plan: recording.InputPlan, limits: Limits) -> None:
-        """Raise `NotRecorded` where a recording would be beyond a limit of memory, as far as that is known before."""
+    def hear(self, keyed: KeyedPiece, limits: Limits) -> None:
+        """Raise `NotRecorded` for what is put off, or too large for the limit by itself: nothing gives way to that."""
         waiting = self._waiting.get(keyed)
         if waiting is not None and time.monotonic() < waiting.until:
             raise NotRecorded(waiting.why)
+        if limits.pool_bytes is None:
+            return
+        if keyed.needs > self._bytes(limits.pool_bytes):
+            raise NotRecorded(NO_ROOM)
+        if waiting is not None:
+            waiting.calls += 1
+            if waiting.calls < waiting.needed:
+                raise NotRecorded(NO_ROOM)
+
+    def admit(self, keyed: KeyedPiece, inputs: list[object], plan: recording.InputPlan, limits: Limits) -> None:
+        """Raise `NotRecorded` where a recording would be beyond a limit of memory, as far as that is known before."""
         if limits.pool_bytes is not None:
             self._fit(keyed, inputs, plan, self._bytes(limits.pool_bytes))
         if limits.keep_free:
@@ -155,11 +166,8 @@ class Room:
             if alive + keyed.needs > limit:
                 raise NotRecorded(NO_ROOM)
         waiting = self._waiting.get(keyed)
-        if waiting is None:
-            return
-        waiting.calls += 1
-        over = self._held() + waiting.grows - limit
-        if waiting.calls < waiting.needed or (over > 0 and not self._yield_to(waiting, over)):
+        over = 0 if waiting is None else self._held() + waiting.grows - limit
+        if waiting is not None and over > 0 and not self._yield_to(waiting, over):
             raise NotRecorded(NO_ROOM)
 
     def _yield_to(self, waiting: Waiting, over: int) -> bool:

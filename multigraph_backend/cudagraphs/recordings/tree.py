@@ -419,6 +419,7 @@ class Tree(Nodes):
             raise NotRecorded(BESIDE)
         if (late := sealing.refused(f"{keyed.piece.spec.label} is recorded")) is not None:
             raise NotRecorded(late)
+        self.room.hear(keyed, limits)
         self.room.make(limits)
         anew = self._make_way(keyed, inputs) or anew
         self.room.admit(keyed, inputs, plan, limits)
