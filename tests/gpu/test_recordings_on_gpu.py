@@ -707,11 +707,10 @@ def test_the_device_tells_what_is_free_and_what_is_cached() -> None:
     device.empty_cache()
     free, cached, some = device.free_bytes(), device.cached_bytes(), 1 << 30
     assert 0 < free < device.total_bytes()
-    kept = torch.empty(some, dtype=torch.uint8, device=CUDA)
-    assert device.free_bytes() <= free - some
-    assert device.cached_bytes() < cached + some
+    kept = torch.empty(some, dtype=torch.uint8, device=CUDA)  # a part of it may lie in what is cached
+    assert device.free_bytes() + device.cached_bytes() <= free + cached - some
     del kept
-    assert device.cached_bytes() >= cached + some
+    assert device.cached_bytes() >= max(cached, some)
     torch.cuda.synchronize()
     device.empty_cache()
     assert device.free_bytes() > free - (64 << 20)

@@ -73,6 +73,37 @@ def test_a_training_step_warms_up_as_a_whole_and_frees_as_it_goes() -> None:
     assert not bench.unrecorded(ahead, back)
 
 
+def test_a_backward_that_warms_up_frees_what_was_saved_for_it_as_it_goes() -> None:
+    bench, layers, words = Bench(), 8, 4 * KIB
+
+    def ahead(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.sum() * 1, *(x.repeat(words // 8) + layer for layer in range(layers)))
+
+    def behind(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(saved.view(2, -1).sum(0) for saved in inputs)
+
+    def freeing(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        gradients = []
+        while inputs:
+            gradients += behind(inputs.pop(0))
+        return tuple(gradients)
+
+    first = bench.piece(ahead, 1, 1 + layers, visible=(True, *(False,) * layers))
+    second = bench.piece(behind, layers, layers, is_backward=True)
+    second.function = freeing
+    for _ in range(4):
+        x = values()
+        loss, *saved = first([x])
+        expected = behind(*ahead(x)[1:])
+        boxed = list(saved)
+        del saved
+        assert_equal(second(boxed), expected)
+        del loss
+        # one gradient lies beside all that was saved, and each further one where the tensor before it lay
+        assert bench.device.pool_bytes() <= 4 * words * (layers + 1) + KIB
+    assert bench.recorded() == 2
+
+
 def test_what_is_held_of_a_warm_up_is_moved_out_when_the_step_begins_again() -> None:
     bench = Bench()
     piece = bench.piece(wide, 1, 1)

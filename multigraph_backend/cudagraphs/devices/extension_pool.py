@@ -196,3 +196,6 @@ class ExtensionPool:
         if self._is_held:
             self._is_held = False
             self._library.call("mg_torch_release_pool", self.index, *self.id)
+            # to the device: another pool has no use for it. What a graph still keeps goes when the cache is emptied
+            with contextlib.suppress(Refused):
+                self._call("mg_empty_pool", ctypes.byref(ctypes.c_size_t()))

@@ -218,6 +218,14 @@ class Tree(Nodes):
                 stream = self.device_stream()
                 if stream != self.stream:
                     self._wait_for_others(stream)
+                self._running, began = self._running + 1, True
+                keyed = None if warming is None else warming.keyed_for(inputs)
+                warm = None if keyed is None else self._warm_up(keyed)
+                if keyed is not None and warm is not None:
+                    # nothing of these is held here: a backward frees what was saved for it as it goes
+                    outputs = self._warmed_up(warm, keyed, code, inputs)
+                    if outputs is not None:
+                        return outputs
                 if self.path:
                     handles = {slot.handle for node in self.path for slot in node.slots}
                     held += [
@@ -225,13 +233,6 @@ class Tree(Nodes):
                         for value in inputs
                         if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in handles
                     ]
-                self._running, began = self._running + 1, True
-                keyed = None if warming is None else warming.keyed_for(inputs)
-                warm = None if keyed is None else self._warm_up(keyed)
-                if keyed is not None and warm is not None:
-                    outputs = self._warmed_up(warm, keyed, code, inputs)
-                    if outputs is not None:
-                        return outputs
             return code(inputs)
         finally:
             if began:
@@ -279,6 +280,7 @@ class Tree(Nodes):
             nonlocal began
             began = True
             self.counts["warm-ups in the pool"] += 1
+            warm.begin()
             try:
                 self.lock.release()
                 return code(inputs)
@@ -295,6 +297,8 @@ class Tree(Nodes):
             return None
         finally:  # where it failed, the error holds frames, and they hold tensors
             self.room.grew(had)
+            if began:
+                warm.running -= 1
             with _compat.without_torch_function():  # of outputs whose classes answer what is asked about them
                 warm.took(outputs, keyed.piece.spec.visible)
         return outputs
@@ -491,7 +495,8 @@ class Tree(Nodes):
         use_count = self.device.use_count
         alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
         held = [slot for _, slot in alive if slot.lies(self.device)]
-        if not all(slot.movable for slot in held) or (alive and self._running) or (held and not self._settled()):
+        busy = alive or any(isinstance(node, WarmUp) and node.running for node in self.path)
+        if not all(slot.movable for slot in held) or (busy and self._running) or (held and not self._settled()):
             return
         try:
             # any of the device's calls may fail: then those before are moved, and the path goes on

@@ -64,17 +64,24 @@ class WarmSlot(Slot):
 
 class WarmUp(Node):
     """See the module's text.  `calls_of`: how often each piece was called in it.  `strangers`: address and bytes of
-    blocks in the pool that none of its slots accounts for."""
+    blocks in the pool that none of its slots accounts for.  `running`: calls that are under way, which may have let
+    all slots die and still use the pool."""
 
-    __slots__ = ("calls_of", "strangers")
+    __slots__ = ("calls_of", "running", "strangers")
 
     def __init__(self, tree: Nodes) -> None:
         super().__init__(tree, tree.device.empty_state(), tree.root)
         self.calls_of: Counter[KeyedPiece] = Counter()
+        self.running = 0
         self.strangers: dict[int, int] = {}
 
     def alive(self) -> bool:
-        return bool(self.strangers) or super().alive()
+        return bool(self.running or self.strangers) or super().alive()
+
+    def begin(self) -> None:
+        """A call begins to run."""
+        self.running += 1
+        self.watched = (*self.slots, _STRANGER)
 
     def took(self, outputs: Sequence[Any], visible: Sequence[bool]) -> None:
         """Note what a call has returned, and what else it has left in the pool."""
@@ -102,7 +109,7 @@ class WarmUp(Node):
         known = {slot.address for slot in self.slots}
         self.strangers = {address: nbytes for address, nbytes in blocks.items() if address not in known}
         # the short way of a call looks at these: one that never dies keeps it from replaying
-        self.watched = (*self.slots, _STRANGER) if self.strangers else self.slots
+        self.watched = (*self.slots, _STRANGER) if self.strangers or self.running else self.slots
 
 
 class _Stranger:
