@@ -69,7 +69,7 @@ int mg_set_options(const mg_options* options) noexcept {
       made.empty_nodes = options->empty_nodes != 0;
       made.verify = options->verify != 0;
       made.expandable = options->expandable != 0;
-      made.stitch = options->expandable != 2;
+      made.stitch = options->expandable == 2;
       made.garbage_threshold = options->garbage_threshold;
       made.history_entries = options->history;
     }
@@ -206,6 +206,38 @@ int mg_empty_cache(mg_device* device, size_t* bytes) noexcept {
 
 int mg_empty_pool(mg_device* device, uint64_t first, uint64_t second, size_t* bytes) noexcept {
   return guarded([&] { return device->empty_pool({first, second}, *bytes); });
+}
+
+int mg_pool_sleep(mg_device* device, uint64_t first, uint64_t second, int keep, size_t* bytes) noexcept {
+  return guarded([&] { return device->sleep_pool({first, second}, keep != 0, *bytes); });
+}
+
+int mg_pool_wake(mg_device* device, uint64_t first, uint64_t second, int fill, size_t* bytes) noexcept {
+  return guarded([&] { return device->wake_pool({first, second}, fill, *bytes); });
+}
+
+int mg_pool_asleep(mg_device* device, uint64_t first, uint64_t second, int* asleep, size_t* bytes) noexcept {
+  return guarded([&] {
+    bool sleeps = false;
+    mg::Outcome outcome = device->pool_asleep({first, second}, sleeps, *bytes);
+    *asleep = sleeps ? 1 : 0;
+    return outcome;
+  });
+}
+
+int mg_sleep(mg_device* device, int keep, size_t* bytes) noexcept {
+  return guarded([&] { return device->sleep_all(keep != 0, *bytes); });
+}
+
+int mg_wake(mg_device* device, int fill, size_t* bytes) noexcept {
+  return guarded([&] { return device->wake_all(fill, *bytes); });
+}
+
+int mg_empty_host(mg_device* device, size_t* bytes) noexcept {
+  return guarded([&] {
+    *bytes = device->give_back_host();
+    return mg::Outcome{};
+  });
 }
 
 int mg_peer_access(mg_device* device, int other) noexcept {

@@ -68,6 +68,8 @@ enum CaptureStatus : int { not_capturing = 0, capturing = 1, capture_invalidated
 enum CaptureMode : int { capture_mode_global = 0, capture_mode_relaxed = 2 };
 constexpr unsigned set_capture_dependencies = 1;
 constexpr unsigned event_without_timing = 2;
+constexpr unsigned stream_beside_all = 1;  // it waits for no stream that did not ask for it, and none for it
+constexpr unsigned host_memory_for_all_contexts = 1;
 // Attributes of devices: whether addresses and memory can be had apart, whether such memory can be handed to others by a
 // file descriptor, and whether network cards may read and write it.
 constexpr int maps_memory = 102, shares_by_descriptor = 103, remote_access_to_mapped = 110;
@@ -80,6 +82,7 @@ constexpr int least_granularity = 0;
   X(context_set, "cuCtxSetCurrent", (Context))                                                                         \
   X(context_synchronize, "cuCtxSynchronize", ())                                                                       \
   X(device_get, "cuDeviceGet", (int*, int))                                                                            \
+  X(device_count, "cuDeviceGetCount", (int*))                                                                          \
   X(device_attribute, "cuDeviceGetAttribute", (int*, int, int))                                                        \
   X(can_access_peer, "cuDeviceCanAccessPeer", (int*, int, int))                                                        \
   X(primary_context, "cuDevicePrimaryCtxRetain", (Context*, int))                                                      \
@@ -94,6 +97,14 @@ constexpr int least_granularity = 0;
   X(memory_map, "cuMemMap", (Address, size_t, size_t, Physical, unsigned long long))                                   \
   X(memory_unmap, "cuMemUnmap", (Address, size_t))                                                                     \
   X(memory_access, "cuMemSetAccess", (Address, size_t, const MemoryAccess*, size_t))                                   \
+  X(host_alloc, "cuMemHostAlloc", (void**, size_t, unsigned))                                                          \
+  X(host_free, "cuMemFreeHost", (void*))                                                                               \
+  X(copy_to_host, "cuMemcpyDtoHAsync_v2", (void*, Address, size_t, Stream))                                            \
+  X(copy_from_host, "cuMemcpyHtoDAsync_v2", (Address, const void*, size_t, Stream))                                    \
+  X(fill, "cuMemsetD8Async", (Address, unsigned char, size_t, Stream))                                                 \
+  X(stream_create, "cuStreamCreate", (Stream*, unsigned))                                                              \
+  X(stream_synchronize, "cuStreamSynchronize", (Stream))                                                               \
+  X(stream_destroy, "cuStreamDestroy_v2", (Stream))                                                                    \
   X(event_create, "cuEventCreate", (Event*, unsigned))                                                                 \
   X(event_destroy, "cuEventDestroy_v2", (Event))                                                                       \
   X(event_record, "cuEventRecord", (Event, Stream))                                                                    \

@@ -61,7 +61,7 @@ typedef struct mg_options {
   int reuse;
   int empty_nodes;
   int verify;
-  int expandable;           /* 2: and nothing is mapped twice */
+  int expandable;           /* 2: and pages may be mapped twice, so that free pieces of several are one block */
   double garbage_threshold; /* part of the limit above which old cached segments go; 0: never */
   size_t history;           /* entries; at most 1500000 */
 } mg_options;
@@ -122,6 +122,19 @@ MG_EXPORT int mg_oom_callback(mg_device* device, int (*callback)(void*, size_t),
 MG_EXPORT int mg_empty_cache(mg_device* device, size_t* bytes) MG_NOEXCEPT;
 /* The cache of one pool, also of one that is held, unless a capture has used it. */
 MG_EXPORT int mg_empty_pool(mg_device* device, uint64_t first, uint64_t second, size_t* bytes) MG_NOEXCEPT;
+/* Sleep: a pool's pages go back to the device, and its addresses stay. Meanwhile allocations in it are refused, frees are
+ * not; nothing may use it. `keep`: contents are kept in pinned memory of the host, else they are undefined after the wake;
+ * `fill`: then new pages have this byte, -1: what they come with. A sleep that is refused has changed nothing; after a wake
+ * that is, the pool sleeps on. `bytes` went back, or came. */
+MG_EXPORT int mg_pool_sleep(mg_device* device, uint64_t first, uint64_t second, int keep, size_t* bytes) MG_NOEXCEPT;
+MG_EXPORT int mg_pool_wake(mg_device* device, uint64_t first, uint64_t second, int fill, size_t* bytes) MG_NOEXCEPT;
+/* Whether it sleeps, and how many of its bytes the device has meanwhile. */
+MG_EXPORT int mg_pool_asleep(mg_device* device, uint64_t first, uint64_t second, int* asleep, size_t* bytes) MG_NOEXCEPT;
+/* All pools that are awake; and those that this has put to sleep. */
+MG_EXPORT int mg_sleep(mg_device* device, int keep, size_t* bytes) MG_NOEXCEPT;
+MG_EXPORT int mg_wake(mg_device* device, int fill, size_t* bytes) MG_NOEXCEPT;
+/* Pinned memory of the host that is kept for the next sleep goes. */
+MG_EXPORT int mg_empty_host(mg_device* device, size_t* bytes) MG_NOEXCEPT;
 /* What is and will be mapped may be used by device number `other` too; an error where it cannot reach this one. */
 MG_EXPORT int mg_peer_access(mg_device* device, int other) MG_NOEXCEPT;
 
@@ -177,6 +190,15 @@ MG_EXPORT int mg_torch_stacks_live(uint64_t* out, size_t capacity, size_t* count
 /* The latest calls, from the oldest to the newest: seven numbers each, as `Stacks::Call` lists them (torch/stacks.h). */
 MG_EXPORT int mg_torch_stacks_log(int64_t* out, size_t capacity, size_t* count) MG_NOEXCEPT;
 
+/* Relief: before an allocation fails, a thread of the program is asked to give memory up (torch/relief.h). `seconds`: how long
+ * the allocation waits for it; 0: nobody is asked any more. */
+MG_EXPORT int mg_torch_relief(double seconds) MG_NOEXCEPT;
+/* For that thread, without Python's lock: waits until it is asked, for bytes on a device; a device of -1: nobody asks any
+ * more. From then on its own allocations ask nobody. */
+MG_EXPORT int mg_torch_relief_wait(int* index, size_t* bytes) MG_NOEXCEPT;
+/* What it was asked for is done; not 0: it gave something up, and the allocation is tried again. */
+MG_EXPORT int mg_torch_relief_done(int gave) MG_NOEXCEPT;
+
 /* ---- What torch calls of its current allocator: one function for each setter of its pluggable allocator ---- */
 
 /* The only one that throws: torch does not look at a null address. */
@@ -203,4 +225,13 @@ MG_EXPORT void mg_torch_release_pool(int index, mg_torch_pool pool) MG_NOEXCEPT;
 MG_EXPORT int mg_segments_open(size_t limit, void** allocate, void** release) MG_NOEXCEPT;
 /* The pool has ended; torch may give its segments back later. */
 MG_EXPORT void mg_segments_close(int number) MG_NOEXCEPT;
+/* Its segments, of which it has none yet, are mapped, so that it can sleep; they are of device `index`, and those of the
+ * program's devices that reach it may use them. */
+MG_EXPORT int mg_segments_map(int number, int index) MG_NOEXCEPT;
+/* As mg_pool_sleep and its neighbours say; torch must not allocate in the pool meanwhile. */
+MG_EXPORT int mg_segments_sleep(int number, int keep, size_t* bytes) MG_NOEXCEPT;
+MG_EXPORT int mg_segments_wake(int number, int fill, size_t* bytes) MG_NOEXCEPT;
+MG_EXPORT int mg_segments_asleep(int number, int* asleep, size_t* bytes) MG_NOEXCEPT;
+MG_EXPORT int mg_segments_list(int number, mg_block* out, size_t capacity, size_t* count) MG_NOEXCEPT;
+MG_EXPORT int mg_segments_empty_host(size_t* bytes) MG_NOEXCEPT;
 MG_EXPORT int mg_segments_read(int number, size_t* bytes, size_t* peak, size_t* count, uint64_t* refused) MG_NOEXCEPT;

@@ -1,4 +1,4 @@
-"""What memory a process takes: peak reserved, and what the device has less of, by form and program.
+"""What memory a process takes: peak reserved, what the device has less of, and the account, by form and program.
 
 eager              nothing compiled
 inductor           torch.compile, without CUDA graphs
@@ -11,12 +11,20 @@ accumulation       the same at 512 tokens, 10 steps of 4 micro-batches each
 sizes, ORDER       8 decoder blocks, inference, 32 batch sizes of 16 tokens, three calls each: ascending, descending, at
                    random, and the largest alone
 three models       three models of 4 blocks each, trained in turn, 10 steps each
+fsdp2              12 blocks (width 1024, batch 4, 1024 tokens), sharded over two GPUs and compiled one by one, AdamW,
+                   10 steps; the numbers are the larger ones of the two ranks
 
-Every form of every program has a process of its own, which runs nothing else. "reserved" is torch's
-`max_memory_reserved`, which knows nothing of what a pluggable allocator holds; "used" is the most by which the
-device's free memory went down since the process had its context, looked at after each step: what decides whether
-something else fits beside it. Stock's loops raise without step marks; it gets one before each call, and nobody else.
-The losses, or outputs, of the last steps are compared with eager's.
+Every form of every program has a process of its own, which runs nothing else, on a GPU that nobody else uses; with
+several GPUs, as many run at once. A value is the median of three processes, or the larger of two that agree to 2 MiB,
+for the third could not change that (of one for eager, which nothing is measured against). All of them find their code
+in one cache, which runs beside each other have filled before: kernels that are tuned take memory, too.
+
+"reserved" is what the allocator has reserved at most; "used" is the most by which the device's free memory went down
+since the process had its context, looked at after each step: what decides whether something else fits beside it.
+"graphs" is what the driver took for the graphs themselves, as far as that can be seen, "pool" and "live" what private
+pools hold in the end, and what of it is alive; the file has each form's `explain()`, too. Stock's loops raise without
+step marks; it gets one before each call (of a step, for fsdp2), and nobody else. The losses, or outputs, of the last
+steps are compared with eager's.
 
     python benchmarks/memory.py --json memory.json
     python benchmarks/memory.py --program "two lengths" --only multigraph
@@ -25,19 +33,33 @@ The losses, or outputs, of the last steps are compared with eager's.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import gc
+import itertools
+import json
+import os
 import random
+import signal
+import socket
+import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import workloads
-from measure import Column, Goal, Results, answer, arguments, goals_text, in_own_process
+from measure import Column, Goal, Results, answer, arguments, goals_text, pool_bytes
 
 import multigraph_backend
+from multigraph_backend import allocator
 from multigraph_backend.backend import multigraph
 
 COLUMNS = (
@@ -46,23 +68,38 @@ COLUMNS = (
     Column("reserved_mib", "reserved MiB", 0),
     Column("used_mib", "used MiB", 0),
     Column("end_mib", "used at the end", 0),
+    Column("reserved_over_stock", "reserved/stock", 3),
     Column("over_stock", "used/stock", 3),
+    Column("reserved_over_inductor", "reserved/Inductor", 3),
     Column("over_inductor", "used/Inductor", 3),
+    Column("reserved_over_largest", "reserved/largest alone", 3),
     Column("over_largest", "used/largest alone", 3),
     Column("recordings", "recordings"),
+    Column("graph_mib", "graphs MiB", 1),
+    Column("pool_mib", "pool MiB", 0),
+    Column("live_mib", "live MiB", 1),
+    Column("runs", "runs"),
     Column("goals", "goals"),
 )
 FORMS = ("eager", "inductor", "stock", "multigraph", "multigraph, over the extension")
 ORDERS = ("largest", "ascending", "descending", "at random")
-PROGRAMS = ("two lengths", "accumulation", *(f"sizes, {order}" for order in ORDERS), "three models")
+RANKS = 2
+SHARDED = "fsdp2"
+PROGRAMS = ("two lengths", "accumulation", *(f"sizes, {order}" for order in ORDERS), "three models", SHARDED)
 QUICK = PROGRAMS[:1]
+#: programs whose code the others of their kind find in the cache
+FILLED = ("two lengths", "accumulation", "sizes, ascending", "three models")
+NO_MORE = (Goal("reserved over stock", "reserved_over_stock", 1.0), Goal("used over stock", "over_stock", 1.0))
 GOALS = {
-    "two lengths": (Goal("over stock", "over_stock", 1.0), Goal("over Inductor", "over_inductor", 1.1)),
-    "accumulation": (Goal("over stock", "over_stock", 1.0),),
-    "three models": (Goal("over stock", "over_stock", 1.0),),
+    "two lengths": (*NO_MORE, Goal("reserved over Inductor", "reserved_over_inductor", 1.1)),
+    **{
+        f"sizes, {order}": (*NO_MORE, Goal("reserved over the largest alone", "reserved_over_largest", 1.02))
+        for order in ORDERS
+    },
 }
-SIZES_GOALS = (Goal("over stock", "over_stock", 1.0), Goal("over the largest alone", "over_largest", 1.02))
 SECONDS = 300  # for the process of one form
+AT_ONCE = 6  # processes on each GPU that fill the cache
+AGREED_MIB = 2  # what two runs may differ by: a page of the driver's
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -168,54 +205,257 @@ def three_models(compiled: Compile, device: str, quick: bool) -> Iterator[float]
             yield float(value)
 
 
+def sharded(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
+    from distributed_programs import Block
+    from torch.distributed.fsdp import fully_shard
+
+    layers, width, batch, length, steps = (1, 64, 2, 8, 3) if quick else (12, 1024, 4, 1024, 10)
+    dtype = workloads.dtype_on(device)
+    model: Any = torch.nn.Sequential(*(Block(width) for _ in range(layers))).to(device, dtype)
+    mark: Callable[[], object] = lambda: None  # noqa: E731
+    for index, block in enumerate(model):
+        made: Any = compiled(block)
+        if isinstance(made, Marked):  # once a step: a block's outputs live until the backward
+            made, mark = made.function, torch.compiler.cudagraph_mark_step_begin
+        model[index] = made
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(steps):
+        x = torch.randn(batch, length, width, device=device, dtype=dtype)
+        mark()
+        optimizer.zero_grad()
+        value = model(x).float().pow(2).mean()
+        value.backward()
+        optimizer.step()
+        yield float(value)
+
+
 def program(name: str) -> Callable[[Compile, str, bool], Iterator[float]]:
     if name.startswith("sizes, "):
         return partial(sizes, order=name.removeprefix("sizes, "))
-    return {"two lengths": two_lengths, "accumulation": accumulation, "three models": three_models}[name]
+    training = {"two lengths": two_lengths, "accumulation": accumulation, "three models": three_models}
+    return {**training, SHARDED: sharded}[name]
 
 
 # ---------------------------------------------------------------- forms
 
 
-def compiled_as(form: str, device: str) -> Compile:
+def compiled_as(form: str, device: str, dynamic: bool) -> Compile:
     """What compiles a function as `form` says; a function of its own each time, as users have."""
     if form == "eager":
         return lambda function: function
     if form == "inductor":
-        return lambda function: torch.compile(function, dynamic=True)
+        return lambda function: torch.compile(function, dynamic=dynamic)
     if form == "stock":
-        return lambda function: _marked(torch.compile(function, mode="reduce-overhead", dynamic=True))
+        return lambda function: Marked(torch.compile(function, mode="reduce-overhead", dynamic=dynamic))
     options: dict[str, Any] = {"cudagraphs": "auto"} if device == "cuda" else {}
-    return lambda function: torch.compile(function, backend=multigraph, dynamic=True, options=options)
+    return lambda function: torch.compile(function, backend=multigraph, dynamic=dynamic, options=options)
 
 
-def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(x: torch.Tensor) -> Any:
+class Marked:
+    """`function`, with a mark before each call that a step begins."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, x: torch.Tensor) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        return function(x)
-
-    return call
+        return self.function(x)
 
 
 def measured(name: str, form: str, device: str, quick: bool) -> dict[str, Any]:
     """The values of one row, in a process that does nothing else."""
     extension = form.endswith("over the extension")
-    if extension:
-        multigraph_backend.allocator.install()
+    if extension and not (status := allocator.install()):
+        raise RuntimeError(f"the extension is not in use: {status.reason}")
     watch = Watch(device)
     torch.manual_seed(0)
     numbers = []
-    for number in program(name)(compiled_as(form, device), device, quick):
+    for number in program(name)(compiled_as(form, device, dynamic=name != SHARDED), device, quick):
         numbers.append(number)
         watch.look()
     row: dict[str, Any] = {"numbers": numbers[-6:], "used_mib": watch.used / 2**20}
+    counts = multigraph_backend.stats()
     if device == "cuda":
-        if not extension:
-            row["reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
+        row["reserved_mib"] = allocator.max_memory_reserved() / 2**20
+        row["pool_mib"] = pool_bytes(allocator.memory_snapshot()["segments"]) / 2**20
+        if form.startswith("multigraph"):
+            row["graph_mib"], row["live_mib"] = counts["graph_bytes"] / 2**20, counts["pool_live_bytes"] / 2**20
+            row["account"] = str(multigraph_backend.explain()).splitlines()
         gc.collect()
         row["end_mib"] = watch.look() / 2**20
-    row["recordings"] = multigraph_backend.stats()["recordings"]
+    row["recordings"] = counts["recordings"]
     return row
+
+
+def told(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What the process of one form measures; of several ranks, this one's."""
+    if job["rank"] is None:
+        return measured(job["program"], job["form"], job["device"], job["quick"])
+    import torch.distributed as dist
+
+    if job["form"].endswith("over the extension"):  # before CUDA starts
+        allocator.install()
+    device = torch.device("cuda", job["rank"])
+    torch.cuda.set_device(device)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group("nccl", rank=job["rank"], world_size=RANKS, timeout=limit, device_id=device)
+    return measured(job["program"], job["form"], job["device"], job["quick"])
+
+
+def process() -> None:
+    """A process that waits for its job, with all that can be loaded without touching the device."""
+    import torch._dynamo
+    import torch._inductor.compile_fx
+
+    line = sys.stdin.readline()
+    if not line:  # there is no job left
+        return
+    job = json.loads(line)
+    torch.set_num_threads(job["threads"])
+    answer(Path(job["answer"]), lambda: told(job))
+    if job["rank"] is not None:
+        sys.stdout.flush()
+        os._exit(0)  # stock's graphs hold collectives: the group's destruction would wait for them forever
+
+
+# ---------------------------------------------------------------- processes
+
+
+class Started:
+    """A process that waits for its job, and what it said."""
+
+    def __init__(self, gpu: str | None, folder: Path, number: int, own_cache: bool) -> None:
+        self.path, self.log = folder / f"answer.{number}", folder / f"log.{number}"
+        environ = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+        if own_cache:
+            environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), "--process"],
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def tell(self, job: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and the answer says so
+            self.process.stdin.write(json.dumps({**job, "answer": str(self.path)}).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def answered(self, seconds: float) -> tuple[dict[str, Any] | None, str | None]:
+        """The values, or why there are none; the process has ended then, and its memory is the device's again."""
+        try:
+            status: int | None = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        self.end()
+        if self.path.exists():
+            found = json.loads(self.path.read_text())
+            return found["value"], found["error"]
+        if status is None:
+            return None, f"not done after {seconds:.0f} seconds"
+        said = self.log.read_text(errors="replace").strip().splitlines() or ["nothing said"]
+        return None, "\n".join([f"ended with status {status}: {said[-1]}", *said[-20:]])
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Runner:
+    """Runs jobs, one at a time on each GPU.  While one runs, the process of the next loads what it needs."""
+
+    def __init__(self, gpus: Sequence[str | None], common: Mapping[str, Any], folder: Path) -> None:
+        self.gpus, self.common, self.folder = gpus, common, folder
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._waiting: dict[str | None, Started] = {}
+        self._all: list[Started] = []
+        self._free: SimpleQueue[str | None] = SimpleQueue()
+        for gpu in gpus:
+            self._free.put(gpu)
+
+    def _start(self, gpu: str | None) -> Started:
+        with self._lock:
+            self._all.append(Started(gpu, self.folder, next(self._numbers), not self.common["quick"]))
+            return self._all[-1]
+
+    def run(self, name: str, form: str) -> tuple[dict[str, Any] | None, str | None]:
+        """One process alone on a GPU, whichever is free."""
+        gpu = self._free.get()
+        try:
+            started = self._waiting.pop(gpu, None) or self._start(gpu)
+            started.tell({**self.common, "program": name, "form": form, "rank": None})
+            if not self.common["quick"]:
+                self._waiting[gpu] = self._start(gpu)
+            return started.answered(SECONDS)
+        finally:
+            self._free.put(gpu)
+
+    def run_beside(self, name: str, form: str, gpu: str | None) -> None:
+        """One process beside others, for what it leaves in the cache."""
+        started = self._start(gpu)
+        started.tell({**self.common, "program": name, "form": form, "rank": None})
+        started.answered(SECONDS)
+
+    def run_on_ranks(self, name: str, form: str) -> tuple[dict[str, Any] | None, str | None]:
+        """One process on each of the first GPUs; of each number, the larger one."""
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        started = [self._start(None) for _ in range(RANKS)]  # each sees all, as NCCL likes it
+        for rank, entry in enumerate(started):
+            entry.tell({**self.common, "program": name, "form": form, "rank": rank})
+        found = [entry.answered(SECONDS) for entry in started]
+        error = next((error for _, error in found if error is not None), None)
+        values = [value for value, _ in found if value is not None]
+        return (None, error) if error is not None else (_largest(values), None)
+
+    def end(self) -> None:
+        for started in self._all:
+            started.end()
+        self._waiting.clear()
+
+
+def _largest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The larger of each number; all else is of the first."""
+    return {
+        key: max(row[key] for row in rows) if isinstance(value, int | float) else value
+        for key, value in rows[0].items()
+    }
+
+
+def agree(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a third run could not change the median by more than a page."""
+    keys = ("used_mib", "reserved_mib")
+    return len(rows) == 2 and all(abs(rows[0].get(key, 0) - rows[1].get(key, 0)) <= AGREED_MIB for key in keys)
+
+
+def series(run: Callable[[], tuple[dict[str, Any] | None, str | None]], most: int) -> tuple[dict[str, Any], str | None]:
+    """The medians of so many runs, or of two that agree; the first error ends it."""
+    rows: list[dict[str, Any]] = []
+    while len(rows) < most and not agree(rows):
+        row, error = run()
+        if error is not None or row is None:
+            return row or {}, error
+        rows.append(row)
+    middle = {
+        key: statistics.median_high(row[key] for row in rows) if isinstance(value, int | float) else value
+        for key, value in rows[0].items()
+    }
+    return {**middle, "runs": len(rows)}, None
 
 
 # ---------------------------------------------------------------- rows
@@ -227,47 +467,106 @@ def wrong(row: dict[str, Any], eager: dict[str, Any]) -> str | None:
     return None if off < 3e-2 else f"WrongNumbers: off by {off:.2e}"
 
 
-def add_rows(name: str, args: argparse.Namespace, results: Results, largest: dict[str, float]) -> None:
-    words = ["--device", results.device, "--threads", str(args.threads), "--program", name]
-    words += ["--quick"] if args.quick else []
-    rows: dict[str, dict[str, Any]] = {}
-    for form in FORMS:
-        if args.only is not None and args.only not in form:
-            continue
-        if form.endswith("over the extension") and results.device != "cuda":
-            continue
-        row, error = in_own_process(str(Path(__file__).resolve()), [*words, "--form", form], SECONDS)
-        rows[form] = row = row or {}
-        error = error or wrong(row, rows.get("eager", {}))
-        used = row.get("used_mib")
-        if used:
-            for key, other in (("over_stock", "stock"), ("over_inductor", "inductor")):
-                if rows.get(other, {}).get("used_mib"):
-                    row[key] = used / rows[other]["used_mib"]
-            if name == "sizes, largest":
-                largest[form] = used
-            if name.startswith("sizes") and largest.get(form):
-                row["over_largest"] = used / largest[form]
-        if form == "multigraph" and results.device == "cuda":
-            row["goals"] = goals_text(GOALS.get(name, SIZES_GOALS), row)
-        results.add({"program": name, "form": form}, row, error, headline=True)
+def compare(name: str, rows: dict[str, dict[str, Any]], largest: dict[str, dict[str, Any]]) -> None:
+    """Fill in ratios; `rows`: by form.  `largest`: those of the largest size alone."""
+    if name == "sizes, largest":
+        largest.update(rows)
+    for form, row in rows.items():
+        others = {"stock": rows.get("stock"), "inductor": rows.get("inductor")}
+        if name.startswith("sizes"):
+            others["largest"] = largest.get(form)
+        for title, other in others.items():
+            for key, ratio in (("used_mib", f"over_{title}"), ("reserved_mib", f"reserved_over_{title}")):
+                if other and row.get(key) and other.get(key):
+                    row[ratio] = row[key] / other[key]
+
+
+def forms(args: argparse.Namespace, device: str) -> list[str]:
+    found = [form for form in FORMS if args.only is None or args.only in form]
+    return [form for form in found if device == "cuda" or not form.endswith("over the extension")]
+
+
+def visible(device: str) -> list[str | None]:
+    """The GPUs, as the variable names them that shows a process one of them."""
+    if device != "cuda":
+        return [None]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    return [*(named.split(",") if named else map(str, range(torch.cuda.device_count())))]
 
 
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--program", nargs="+", choices=PROGRAMS, help="which (all)")
     parser.add_argument("--only", metavar="TEXT", help=f"forms whose name has this in it: {'; '.join(FORMS)}")
-    parser.add_argument("--form", choices=FORMS, help=argparse.SUPPRESS)  # of the process of one form
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=3, help="processes of which a value is the median (3)")
+    parser.add_argument("--process", action="store_true", help=argparse.SUPPRESS)  # it waits for a job
     args = parser.parse_args()
-    if args.answer is not None:
-        torch.set_num_threads(args.threads)
-        return answer(args.answer, lambda: measured(args.program[0], args.form, args.device, args.quick))
+    if args.process:
+        process()
+        return 0
     results = Results("memory", "Memory: what a process takes of the device", COLUMNS, args)
-    largest: dict[str, float] = {}
-    for name in args.program or (QUICK if args.quick else PROGRAMS):
-        add_rows(name, args, results, largest)
+    device, chosen = results.device, args.program or (QUICK if args.quick else PROGRAMS)
+    common = {"device": device, "quick": args.quick, "threads": args.threads}
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(visible(device), common, Path(folder))
+        try:
+            measure_all(runner, chosen, forms(args, device), 1 if args.quick else args.repeats, results)
+        finally:
+            runner.end()
     return results.finish(lambda row: str(row["form"]).startswith("multigraph"))
+
+
+def measure_all(runner: Runner, chosen: Sequence[str], wanted: Sequence[str], repeats: int, results: Results) -> None:
+    """The rows of all programs, in their order."""
+    gpus, cuda = len(runner.gpus), results.device == "cuda"
+    if cuda and repeats > 1:
+        kinds = {name.split(",")[0] for name in chosen}
+        codes = [form for form in wanted if form != "eager" and not form.endswith("over the extension")]
+        if not codes and any(form.endswith("over the extension") for form in wanted):
+            codes = ["multigraph"]
+        jobs = [(name, form) for name in FILLED if name.split(",")[0] in kinds for form in codes]
+        with ThreadPoolExecutor(AT_ONCE * gpus) as filling:
+            placed = [(*job, runner.gpus[number % gpus]) for number, job in enumerate(jobs)]
+            list(filling.map(lambda job: runner.run_beside(*job), placed))
+    largest: dict[str, dict[str, Any]] = {}
+    alone = [name for name in chosen if name != SHARDED]
+    with ThreadPoolExecutor(gpus) as pool:
+        pending = {
+            (name, form): pool.submit(series, partial(runner.run, name, form), 1 if form == "eager" else repeats)
+            for name in alone
+            for form in wanted
+        }
+        for name in alone:
+            add_rows(name, {form: pending[name, form].result() for form in wanted}, results, largest)
+    if SHARDED not in chosen:
+        return
+    if not cuda or gpus < RANKS:
+        there = f"{gpus} GPU{'s' if gpus > 1 else ''}" if cuda else "no GPU"
+        results.add(
+            {"program": SHARDED, "form": "-"}, {"goals": f"skipped: {RANKS} GPUs are needed, and there is {there}"}
+        )
+        return
+    runner.end()
+    found = {}
+    for form in wanted:
+        most = 1 if form == "eager" else repeats
+        found[form] = series(partial(runner.run_on_ranks, SHARDED, form), most)
+    add_rows(SHARDED, found, results, largest)
+
+
+def add_rows(
+    name: str,
+    found: Mapping[str, tuple[dict[str, Any], str | None]],
+    results: Results,
+    largest: dict[str, dict[str, Any]],
+) -> None:
+    rows = {form: row for form, (row, _) in found.items()}
+    compare(name, rows, largest)
+    for form, row in rows.items():
+        error = found[form][1] or wrong(row, rows.get("eager", {}))
+        if form.startswith("multigraph") and results.device == "cuda":
+            row["goals"] = goals_text(GOALS.get(name, NO_MORE), row)
+        results.add({"program": name, "form": form}, row, error, headline=True)
 
 
 if __name__ == "__main__":

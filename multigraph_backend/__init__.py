@@ -41,7 +41,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multigraph_backend import allocator as allocator
     from multigraph_backend.backend import multigraph
-    from multigraph_backend.cudagraphs.runtime import limit_recordings
+    from multigraph_backend.cudagraphs.runtime import limit_recordings, release
+    from multigraph_backend.cudagraphs.snapshot import memory_snapshot
     from multigraph_backend.declare.marks import mark
     from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Predicate, Range
     from multigraph_backend.events import reset_stats, stats
@@ -80,7 +81,9 @@ _HOME = {
     "limit_recordings": "cudagraphs.runtime",
     "mark": "declare.marks",
     "measure_gains": "region.gains",
+    "memory_snapshot": "cudagraphs.snapshot",
     "multigraph": "backend",
+    "release": "cudagraphs.runtime",
     "reset_stats": "events",
     "saved_hook": "saved_tensors.hooks",
     "seal": "sealing",
@@ -114,7 +117,9 @@ __all__ = [
     "limit_recordings",
     "mark",
     "measure_gains",
+    "memory_snapshot",
     "multigraph",
+    "release",
     "reset_stats",
     "saved_hook",
     "seal",

@@ -28,14 +28,19 @@ CallKind = Literal["generic_calls", "variant_calls"]
 Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
+    "recordings_that_gave_way",
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
     "refused_collectives", "waited_for_ranks", "late_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries",
     "retained_backwards", "copied_backwards", "after_seal",
 ]  # fmt: skip
 
+#: what is measured when somebody asks
+Gauge = Literal["pool_held_bytes", "pool_live_bytes", "pool_lent_bytes", "pool_dead_bytes", "graph_bytes"]
+
 _CALLS: tuple[CallKind, ...] = ("generic_calls", "variant_calls")
 _EVENTS: tuple[Event, ...] = get_args(Event)
+_GAUGES: tuple[Gauge, ...] = get_args(Gauge)
 
 _lock = threading.RLock()  # guards everything below; a finalizer may run inside
 _events: dict[str, int] = dict.fromkeys(_EVENTS, 0)
@@ -43,6 +48,7 @@ _counters: dict[str, list[CallCounter]] = {kind: [] for kind in _CALLS}
 _ended: dict[str, int] = dict.fromkeys(_CALLS, 0)  # calls of owners that are gone
 _start: dict[str, int] = dict.fromkeys(_CALLS, 0)  # the sum at the last reset
 _said: set[str] = set()
+_gauges: list[Callable[[], Mapping[Gauge, int]]] = []
 
 
 class CallCounter:
@@ -82,6 +88,11 @@ def count(event: Event) -> None:
         _events[event] += 1
         if not _compat.missing("instruments"):
             _compat.counters["multigraph"][event] += 1
+
+
+def gauge(read: Callable[[], Mapping[Gauge, int]]) -> None:
+    """Have `stats()` ask `read`, which may take locks of its own."""
+    _gauges.append(read)
 
 
 def current_compile_id() -> Any:
@@ -137,9 +148,17 @@ def stats() -> dict[str, int]:
     `unpacked_retries`: compiles that failed with packs and were done again without;
     `retained_backwards`: backwards compiled once more, for calls after which the graph stays; `copied_backwards`: such
     calls that ran on copies, because there was no such code.
+
+    Bytes of now, which no reset touches: `pool_held_bytes`: of the device, for recordings; of these `pool_live_bytes`,
+    where something alive lies, `pool_lent_bytes`, which serve others, and `pool_dead_bytes`, free for the next
+    recording; `graph_bytes`: what the driver took for the graphs themselves.
     """
+    gauges: dict[str, int] = dict.fromkeys(_GAUGES, 0)
+    for read in _gauges:  # without the lock: they have locks under which events are counted
+        for name, now in read().items():
+            gauges[name] += now
     with _lock:
-        return {**_events, **{kind: _calls(kind) - _start[kind] for kind in _CALLS}}
+        return {**_events, **{kind: _calls(kind) - _start[kind] for kind in _CALLS}, **gauges}
 
 
 def reset_stats() -> None:

@@ -441,11 +441,12 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
             if not (number or isinstance(value, float)) or not 0 <= cast(float, value) < math.inf:
                 here.refuse("a number of seconds from 0 on", remedies.number(value))
             read[key] = float(cast(float, value))
-        elif key == "pool_bytes" and value is None:
-            read[key] = None
+        elif key in limits.AMOUNTS:
+            if not limits.accepts(key, value):
+                here.refuse(limits.AMOUNTS[key], remedies.number(value))
+            read[key] = cast("float | None", value)
         elif not number or cast(int, value) < limits.LEAST[key]:
-            accepted = f"a number from {limits.LEAST[key]} on" + (" or None" if key == "pool_bytes" else "")
-            here.refuse(accepted, remedies.number(value))
+            here.refuse(f"a number from {limits.LEAST[key]} on", remedies.number(value))
         else:
             read[key] = cast(int, value)
     return tuple(sorted(read.items()))

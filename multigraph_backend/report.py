@@ -32,7 +32,7 @@ from multigraph_backend.region.variant import Variant
 from multigraph_backend.saved_tensors.account import SavedTensors
 
 if TYPE_CHECKING:
-    from multigraph_backend.cudagraphs.account import DeviceReport, GraphReport
+    from multigraph_backend.cudagraphs.account import CodeMemory, DeviceReport, GraphReport
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class VariantReport:
     `saved`: for each form, what became of the tensors that it saves for backward, where there are rules for them.
     `collectives`: what its newest form issues, forward and then backward; `collective_bytes`: of what goes into them,
     for the sizes of the compile.
+    `memory`: what the recordings of all its forms take, where anything of it can be recorded.
     """
 
     condition: str
@@ -60,6 +61,7 @@ class VariantReport:
     saved: tuple[SavedTensors, ...] = ()
     collectives: tuple[str, ...] = ()
     collective_bytes: int = 0
+    memory: CodeMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def explain(model: object = None) -> Explanation:
         entries = [entry for entry in entries if not others(entry)]
     where = rank.current()
     return Explanation(
-        tuple(_report(entry, entries) for entry in entries),
+        _regions(entries),
         stance=regions.stance(),
         disabled=tuple(sorted(disabled_pieces(os.environ))),
         unmet_marks=marks.unmet(),
@@ -192,6 +194,27 @@ def explain(model: object = None) -> Explanation:
         rank=None if where is None else where.rank,
         world_size=None if where is None else where.world_size,
     )
+
+
+def _regions(entries: Sequence[regions.Region]) -> tuple[RegionReport, ...]:
+    of_variant = _memory_of_variants()
+    return tuple(_report(entry, entries, of_variant) for entry in entries)
+
+
+def _memory_of_variants() -> Callable[[Variant], CodeMemory | None]:
+    """What a variant's recordings take now."""
+    runtime = sys.modules.get("multigraph_backend.cudagraphs.runtime")  # not loaded: nothing was recorded
+    if runtime is None:
+        return lambda variant: None
+    from multigraph_backend.cudagraphs import account
+
+    of_piece = account.of_pieces(runtime.trees())
+
+    def of_variant(variant: Variant) -> CodeMemory | None:
+        codes = [code for form in variant.forms for alive in form.lowered.codes if (code := alive()) is not None]
+        return account.of_code(codes, of_piece) if codes else None
+
+    return of_variant
 
 
 def _recordings() -> tuple[DeviceReport, ...]:
@@ -241,9 +264,13 @@ def _named_otherwise(model: object) -> Callable[[regions.Region], bool]:
     return otherwise
 
 
-def _report(region: regions.Region, all_regions: Sequence[regions.Region]) -> RegionReport:
+def _report(
+    region: regions.Region,
+    all_regions: Sequence[regions.Region],
+    of_variant: Callable[[Variant], CodeMemory | None],
+) -> RegionReport:
     linked = [other for other in all_regions if other.user_code.same_function(region.user_code) and other is not region]
-    variants = tuple(_variant_report(region, variant, linked) for variant in region.variants)
+    variants = tuple(_variant_report(region, variant, linked, of_variant(variant)) for variant in region.variants)
     return RegionReport(
         id=region.serial,
         linked=tuple(other.serial for other in linked),
@@ -253,7 +280,7 @@ def _report(region: regions.Region, all_regions: Sequence[regions.Region]) -> Re
         line=region.user_code.line,
         sizes=dict(region.sizes),
         variants=variants,
-        generic=_variant_report(region, region.generic, ()),
+        generic=_variant_report(region, region.generic, (), of_variant(region.generic)),
         unreachable=tuple(entry.condition for entry in variants if (entry.reason or "").startswith("unreachable")),
         notes=tuple(region.notes),
     )
@@ -281,7 +308,9 @@ def _linked_reason(variant: Variant, linked: Sequence[regions.Region]) -> str | 
     return None
 
 
-def _variant_report(region: regions.Region, variant: Variant, linked: Sequence[regions.Region]) -> VariantReport:
+def _variant_report(
+    region: regions.Region, variant: Variant, linked: Sequence[regions.Region], memory: CodeMemory | None
+) -> VariantReport:
     opaque = variant.condition.opaque_because if variant.condition is not None else None
     if opaque is not None and variant.exact is not None:
         opaque = f"{opaque}; compiled for {variant.exact} alone"
@@ -301,6 +330,7 @@ def _variant_report(region: regions.Region, variant: Variant, linked: Sequence[r
         saved=tuple(entry for form in variant.forms for entry in form.lowered.saved),
         collectives=tuple(map(str, issued)),
         collective_bytes=sum(entry.nbytes or 0 for entry in issued),
+        memory=memory,
     )
 
 
@@ -326,6 +356,8 @@ def _region_text(entry: RegionReport) -> str:
         lines.append(line)
         if variant.user_stack:
             lines += [f"    {entry}" for entry in variant.user_stack.splitlines()]
+        if variant.memory is not None and (taken := str(variant.memory)):
+            lines.append(f"    {taken}")
         lines += [f"    {line}" for saved in variant.saved for line in saved.lines()]
         if variant.collectives:
             lines.append(f"    {len(variant.collectives)} collectives of {variant.collective_bytes} bytes in all:")

@@ -85,7 +85,9 @@ inline bool BySize::operator()(const Block* a, size_t size) const { return a->si
 struct Chunk {
   size_t size;
   Physical handle = 0;
-  size_t windows = 0;  // how many windows map it too
+  size_t windows = 0;    // how many windows map it too
+  bool away = false;     // its pool sleeps, and its memory is the device's
+  size_t kept_at = 0;    // where its contents begin in what the host keeps of the pool
 };
 
 struct Segment {

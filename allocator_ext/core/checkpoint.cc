@@ -27,6 +27,7 @@ Outcome unknown_state() { return {Status::invalid, "there is no such state"}; }
 
 // What keeps a pool from being saved or restored; empty: nothing.
 std::string Device::in_the_way(Pool& pool) {
+  if (pool.asleep) return "the pool sleeps";
   DriverGuard in(driver_, context_);
   tend(nullptr);
   std::string found = obstacle(pool);

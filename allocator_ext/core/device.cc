@@ -32,6 +32,7 @@ Device::Device(const Driver& driver, int index, Config config, Context context)
 Device::~Device() {
   DriverGuard guard(driver_, context_, relaxed);
   for (Pool* pool : pool_list_) supply_.take_down(*pool);
+  supply_.give_back_host();
 }
 
 Pool& Device::pool_of(PoolId id) {
@@ -54,6 +55,7 @@ void Device::forget_empty_pools() {
     Pool* pool = pool_list_[i];
     if (pool == default_pool_ || pool->users > 0 || pool->use_on_oom || pool->limit != 0) continue;
     if (!pool->segments().empty() || !pool->windows().empty()) continue;
+    supply_.forget_kept(*pool);
     pool_list_.erase(pool_list_.begin() + static_cast<std::ptrdiff_t>(i));
     PoolId id = pool->id;
     pools_.erase(id);
@@ -85,6 +87,7 @@ Outcome Device::allocate(size_t asked, Stream stream, Address& out) {
   Lock lock = route(stream, scope);
   requests_++;
   Pool& pool = scope == nullptr ? *default_pool_ : pool_of(scope->pool);
+  if (pool.asleep) return {Status::invalid, asleep_text};
   Request request{asked, size_class::rounded(asked), stream, &pool, {}};
   if (watched() || !lifetimes_.idle()) {
     DriverGuard in(driver_, context_);
@@ -342,6 +345,12 @@ Outcome Device::set_reuse(Reuse reuse) {
 void Device::set_oom_callback(std::function<bool(size_t)> callback) {
   Lock lock(mutex_);
   oom_callback_.swap(callback);
+  lock.unlock();
+}
+
+void Device::set_relief(std::function<bool(size_t)> relief) {
+  Lock lock(mutex_);
+  relief_.swap(relief);
   lock.unlock();
 }
 

@@ -4,7 +4,8 @@
 // It ties the parts together. For a request, the scopes say which pool it goes to; `Search` finds free memory that its
 // stream may have; where there is none the ladder is climbed (ladder.cc), for which `Supply` gets more from the driver.
 // For a free, `Lifetimes` brings the block back as soon as that is sure. What is here itself: which addresses are handed
-// out, states of pools and whose frees are ignored (checkpoint.cc), and text about all of it (account.cc).
+// out, states of pools and whose frees are ignored (checkpoint.cc), pools that sleep (sleep.cc), and text about all of it
+// (account.cc).
 //
 // Locks. Each device has one, `mutex_`. Every public function takes it, and every private one is called under it; the
 // parts (`Search`, `Supply`, `Lifetimes`, `Scopes`, pools) have none of their own and are used under it alone. It is given
@@ -80,6 +81,15 @@ class Device {
   std::vector<SavedBlock> live_blocks(PoolId pool);
   std::vector<SavedBlock> segments(PoolId pool);          // runs of mapped memory
 
+  // sleep.cc: a pool's pages go back to the device and its addresses stay. While it sleeps nothing of it is handed out; what
+  // is freed is freed. Both refuse, and change nothing, while a capture is under way.
+  Outcome sleep_pool(PoolId pool, bool keep, size_t& bytes);
+  Outcome wake_pool(PoolId pool, int fill, size_t& bytes);
+  Outcome pool_asleep(PoolId pool, bool& asleep, size_t& bytes);  // bytes that the device has meanwhile
+  Outcome sleep_all(bool keep, size_t& bytes);  // pools that are awake
+  Outcome wake_all(int fill, size_t& bytes);    // those that `sleep_all` has put to sleep
+  size_t give_back_host();                      // pinned memory that is kept for the next sleep
+
   // From now on another device may read and write what is mapped here, and what was mapped before. Only expandable
   // segments ask for it: to plain ones a device has access as soon as its context has.
   Outcome open_to(int other);
@@ -94,6 +104,8 @@ class Device {
   Outcome set_reuse(Reuse reuse);
   // Asked when all else failed; true: try again.
   void set_oom_callback(std::function<bool(size_t)> callback);
+  // Asked before that, once for an allocation and never in a capture. It is called without the lock, too.
+  void set_relief(std::function<bool(size_t)> relief);
 
   // Gives cached segments back to the driver; bytes. Does nothing while a capture is under way.
   size_t empty_cache();
@@ -131,6 +143,7 @@ class Device {
 
   // ladder.cc
   Block* climb(Request& request, Lock& lock, std::string& reason);
+  bool gives(std::function<bool(size_t)> asked, Request& request, Lock& lock, std::string& reason);
   bool recover();
   Block* grow(Request& request, std::string& reason);
   Block* extend(Pool& pool, const Request& request, std::string& reason, bool& no_range);
@@ -139,6 +152,10 @@ class Device {
   void collect_garbage();
   size_t give_back(Pool& pool, uint64_t not_used_since = UINT64_MAX);
   size_t give_back_all();
+
+  // sleep.cc
+  Outcome sleep(const std::vector<Pool*>& pools, bool keep, size_t& bytes);
+  Outcome wake(Pool& pool, int fill, size_t& bytes);
 
   // checkpoint.cc
   std::string in_the_way(Pool& pool);
@@ -166,7 +183,7 @@ class Device {
   Search search_;
   std::string snapshot_path_;
   uint64_t requests_ = 0;
-  std::function<bool(size_t)> oom_callback_;
+  std::function<bool(size_t)> oom_callback_, relief_;
 };
 
 }  // namespace mg

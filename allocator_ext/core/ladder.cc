@@ -1,8 +1,8 @@
 // Where memory for a request comes from, in the order in which the places are tried.
 //
 // cached block -> (garbage goes) -> new segment -> blocks that wait for events -> new segment after cached segments were
-// given back -> pools that are open to others at out-of-memory -> the user's callback, then all of it again -> failure
-// with an account. During captures nothing is waited for and nothing is given back to the driver: waiting would break the
+// given back -> pools that are open to others at out-of-memory -> relief, then all of it again -> the user's callback, then
+// all of it again -> failure with an account. During captures nothing is waited for and nothing is given back to the driver: waiting would break the
 // capture, and memory of the driver may be part of its graph.
 
 #include "core/device.h"
@@ -40,17 +40,24 @@ Block* Device::climb(Request& request, Lock& lock, std::string& reason) {
       }
       if (Block* block = last_resort(request)) return block;
     }
-    if (!oom_callback_ || round == callback_rounds) return nullptr;
-    auto callback = oom_callback_;
-    lock.unlock();
-    PoolId pool = request.pool->id;
-    bool again = callback(request.asked);
-    lock.lock();
-    request.pool = &pool_of(pool);  // the callback may have emptied the cache
-    if (!again) return nullptr;
+    bool relieved = relief_ && round == 0 && quiet() && request.seen.status == Observation::outside &&
+                    gives(relief_, request, lock, reason);
+    if (request.pool->asleep) return nullptr;
+    if (!relieved && (!oom_callback_ || round == callback_rounds || !gives(oom_callback_, request, lock, reason))) return nullptr;
     DriverGuard in(driver_, context_);
     request.seen = tend(request.stream);
   }
+}
+
+// Asks the program, without the lock; whether it gave something up, and the request may be tried again.
+bool Device::gives(std::function<bool(size_t)> asked, Request& request, Lock& lock, std::string& reason) {
+  PoolId pool = request.pool->id;
+  lock.unlock();
+  bool gave = asked(request.asked);
+  lock.lock();
+  request.pool = &pool_of(pool);  // the program may have emptied the cache, or put the pool to sleep
+  if (request.pool->asleep) reason = asleep_text;
+  return gave && !request.pool->asleep;
 }
 
 // Blocks that a destroyed stream has used come back when all work of the device is over.
@@ -107,7 +114,7 @@ Block* Device::extend(Pool& pool, const Request& request, std::string& reason, b
 Block* Device::last_resort(Request& request) {
   if (request.seen.status != Observation::outside) return nullptr;
   for (Pool* pool : pool_list_) {
-    if (!pool->use_on_oom || pool == request.pool) continue;
+    if (!pool->use_on_oom || pool->asleep || pool == request.pool) continue;
     if (Block* block = borrow(*pool, request)) return block;
   }
   return nullptr;

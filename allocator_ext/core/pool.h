@@ -21,6 +21,7 @@
 #include "core/block.h"
 #include "core/free_lists.h"
 #include "core/holes.h"
+#include "core/host_memory.h"
 #include "core/size_class.h"
 #include "core/windows.h"
 
@@ -39,6 +40,10 @@ class Pool {
   size_t reserved = 0;
   size_t tagged = 0;        // free blocks that are not settled
   size_t lent = 0;          // bytes that serve others, until they are over
+  bool asleep = false;      // nothing of it is handed out, and nothing may be used (sleep.cc)
+  bool asleep_with_all = false;
+  size_t away = 0;          // bytes of `reserved` that sleep has given to the device
+  HostCopy kept;            // contents, while asleep
 
   using Kind = size_class::Kind;
 
@@ -93,6 +98,13 @@ class Pool {
   Block* mapped(Block* block, size_t bytes);
   // A chunk that was taken is no longer mapped.
   void unmapped(Block* chunk);
+  // Calls `each(segment, address, chunk)` for what expandable segments have mapped, or had before the pool slept.
+  template <class Each>
+  void each_chunk(Each each) const {
+    for (auto& [address, segment] : segments_) {
+      for (auto& [start, chunk] : segment->chunks) each(*segment, start, chunk);
+    }
+  }
   // The first chunk of an expandable segment from `from` on that is free and settled, of whichever streams; 0: none.
   static Address free_chunk(const Segment& segment, Address from);
   // The chunk of a shared segment that begins here; null: there is none.

@@ -65,7 +65,7 @@ Block* Search::find_shared(Request& request) {
   Run run;
   if (request.seen.view->partial_at == 0) {
     May may(*this, request, May::any);
-    if (config_.stitch && request.size <= size_class::low_limit) run.first = pool.holes().lowest(request.size, may);
+    if (request.size <= size_class::low_limit) run.first = pool.holes().lowest(request.size, may);
     if (run.first == nullptr) run = pool.holes().best(request.size, may);
     if (may_stitch(request) && (run.first == nullptr || cuts_a_page(run, request.size))) {
       if (Block* block = stitch_cached(request, may, run.first != nullptr)) return block;

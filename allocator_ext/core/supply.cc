@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "core/physical.h"
 #include "core/readable.h"
 
 namespace mg {
@@ -133,25 +134,12 @@ void Supply::release_handle(const Chunk& chunk) {
   if (chunk.handle != 0) driver_.physical_release(chunk.handle);
 }
 
-// Where the driver cannot map memory, or not in our pages, all segments are plain from now on. Memory is asked for as
-// torch asks: with a handle that can be given to another process, and for network cards to reach, where the device has that.
+// Where the driver cannot map memory, or not in our pages, all segments are plain from now on.
 bool Supply::can_map() {
   if (asked_) return true;
-  int ordinal = 0, can = 0, shares = 0, remote = 0;
-  size_t grain = 0;
-  if (driver_.device_get(&ordinal, index_) != result::success ||
-      driver_.device_attribute(&can, maps_memory, ordinal) != result::success ||
-      driver_.device_attribute(&shares, shares_by_descriptor, ordinal) != result::success ||
-      driver_.device_attribute(&remote, remote_access_to_mapped, ordinal) != result::success) {
-    return false;  // it may tell the next time
-  }
-  memory_ = {};
-  memory_.type = 1;
-  memory_.location = {1, ordinal};
-  memory_.handle_types = shares != 0 ? by_descriptor : 0;
-  memory_.direct_rdma = remote != 0 ? 1 : 0;
-  if (can != 0 && driver_.granularity(&grain, &memory_, least_granularity) != result::success) return false;
-  asked_ = can != 0 && grain != 0 && page % grain == 0;
+  Maps maps = describe(driver_, index_, memory_);
+  if (maps == Maps::not_told) return false;  // it may tell the next time
+  asked_ = maps == Maps::pages;
   expandable_ = asked_;
   return asked_;
 }
@@ -186,7 +174,8 @@ Window* Supply::window(Pool& pool, const std::vector<Address>& pages) {
 // From its end; where the driver refuses, the rest is still there.
 bool Supply::unmap(Pool& pool, Window& window) {
   while (!window.pages.empty()) {
-    if (driver_.memory_unmap(window.address + (window.pages.size() - 1) * page, page) != result::success) return false;
+    size_t last = window.pages.size() - 1;
+    if (window.mapped(last) && driver_.memory_unmap(window.address + last * page, page) != result::success) return false;
     pool.windows().remove_page(window, pool.chunk_at(window.pages.back()));
   }
   if (driver_.address_free(window.address, window.size) != result::success) return false;
@@ -247,6 +236,12 @@ size_t Supply::give_back_chunks(Segment& segment, Waits& waits) {
     size_t size = mapped.size;
     from = start + size;
     if (mapped.windows != 0) continue;  // it would not go back
+    if (mapped.away) {
+      pool.away -= size;
+      pool.unmapped(pool.take_at(start, size));
+      if (segment.mapped == 0) stats_.segments.add(-1);
+      continue;
+    }
     over = over || waits.for_segment(segment);
     if (!over) break;
     Block* chunk = pool.take_at(start, size);
@@ -271,6 +266,7 @@ bool Supply::stuck_in(const Segment& segment) const {
 }
 
 void Supply::take_down(Pool& pool) {
+  forget_kept(pool);
   while (!pool.windows().empty() && unmap(pool, *pool.windows().begin()->second)) {
   }
   for (auto& [address, segment] : pool.segments()) {
@@ -281,6 +277,7 @@ void Supply::take_down(Pool& pool) {
     }
     unmap_stuck();
     for (auto& [start, chunk] : segment->chunks) {
+      if (chunk.away) continue;
       driver_.memory_unmap(start, chunk.size);
       release_handle(chunk);
     }
@@ -303,9 +300,13 @@ Outcome Supply::open_to(int other, const std::vector<Pool*>& pools) {
   bool all = true;
   for (Pool* pool : pools) {
     for (auto& [address, segment] : pool->segments()) {
-      for (auto& [start, chunk] : segment->chunks) all = all && open(start, chunk.size);
+      for (auto& [start, chunk] : segment->chunks) all = all && (chunk.away || open(start, chunk.size));
     }
-    for (auto& [address, window] : pool->windows()) all = all && (!window->whole() || open(address, window->size));
+    for (auto& [address, window] : pool->windows()) {
+      for (size_t i = 0; i < window->pages.size() && window->whole(); i++) {
+        all = all && (!window->mapped(i) || open(address + i * page, page));
+      }
+    }
   }
   if (all) return {};
   peers_.pop_back();  // some of it may be open already, which harms nobody

@@ -12,7 +12,7 @@
 //
 // Guarantee: a block is mapped and accessible as a whole, or it is an unmapped block. A mapping that the driver refuses
 // half way is undone; what it then does not take back is never used, and tried again before the next mapping. A page that
-// a window maps does not go back. Nothing is given back before what may use it has been waited for.
+// a window maps does not go back, but while its pool sleeps. Nothing is given back before what may use it has been waited for.
 // Lock: the device's is held during all calls. Context: `window` and `open_to` bring the device's themselves, all other
 // calls are made while it is current.
 #pragma once
@@ -23,6 +23,7 @@
 
 #include "core/driver_guard.h"
 #include "core/history.h"
+#include "core/host_memory.h"
 #include "core/outcome.h"
 #include "core/pool.h"
 #include "core/stats.h"
@@ -62,6 +63,16 @@ class Supply {
   // that are free as a whole, ranges of which nothing is mapped, and first the windows that map their pages. Bytes.
   size_t give_back(Pool& pool, uint64_t not_used_since, Waits& waits);
 
+  // sleep.cc: pages go back to the device, and new ones come to the same addresses. Nothing uses the pools. With `keep` their
+  // contents are copied to the host before, and then back. What a sleep or a wake that fails has changed is undone.
+  Outcome sleep(const std::vector<Pool*>& pools, bool keep, size_t& bytes);
+  // New pages are filled with the byte `fill` where nothing was kept; -1: they are as they come.
+  Outcome wake(Pool& pool, int fill, size_t& bytes);
+  // Of a pool that is about to end.
+  void forget_kept(Pool& pool) { host_.give_back(pool.kept); }
+  // Host memory that is kept for the next sleep goes; bytes.
+  size_t give_back_host() { return host_.give_back_all(driver_); }
+
   // All of the pool's memory goes back, whatever uses it: the device's allocator ends. In the relaxed mode.
   void take_down(Pool& pool);
 
@@ -69,6 +80,8 @@ class Supply {
   Outcome open_to(int other, const std::vector<Pool*>& pools);
 
  private:
+  size_t put_away(Pool& pool);
+  Outcome bring_back(Pool& pool, int fill, size_t& bytes);
   bool room_for(const Pool& pool, size_t bytes, std::string& reason) const;
   bool can_map();
   std::vector<MemoryAccess> access(int ordinal) const;
@@ -88,6 +101,7 @@ class Supply {
   History& history_;
   bool asked_ = false;                             // whether the driver maps memory
   PhysicalMemory memory_{};                        // what is asked for then
+  HostMemory host_;
   std::vector<int> peers_;                         // devices that may use what is mapped, as the driver numbers them
   std::vector<std::pair<Address, size_t>> stuck_;  // mapped, in unmapped blocks: the driver did not take them back
 };

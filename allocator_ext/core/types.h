@@ -11,6 +11,8 @@
 //   lent        the state of a block in a shared segment while a block in a window has its memory
 //   borrowed    of a block: its pool, which is open at out-of-memory, serves another pool's request with it
 //   pool        segments that share free lists; one default pool, and one for each id that torch begins
+//   asleep      of a pool: its pages are the device's, its addresses are reserved, its blocks are what they were (sleep.cc)
+//   away        of a chunk, or of a page in a window: not mapped, for its pool sleeps
 //   scope       "allocations of these streams go to that pool", from begin to end
 // Order in captures:
 //   capture     one capture of the driver, known by its id and graph, from when it is first seen
@@ -64,7 +66,7 @@ struct Config {
   bool verify = false;          // prove each reuse again, by brute force
   double garbage_threshold = 0; // part of the limit above which old cached segments are released; 0: never
   bool expandable = false;      // segments are ranges of addresses that grow in place; captures share one of their own
-  bool stitch = true;           // what captures share may be mapped again, so that pieces of pages are one block
+  bool stitch = false;          // what captures share may be mapped again, so that pieces of pages are one block
   size_t history_entries = 0;
 };
 
@@ -77,5 +79,7 @@ struct PoolId {
     return first != other.first ? first < other.first : second < other.second;
   }
 };
+
+constexpr const char* asleep_text = "the pool sleeps: wake it before anything is allocated in it";
 
 }  // namespace mg

@@ -10,7 +10,7 @@
 namespace mg {
 
 std::string Pool::verify() const {
-  size_t bytes = 0, free_blocks = 0, with_tag = 0, listed = 0, holes = 0;
+  size_t bytes = 0, gone = 0, free_blocks = 0, with_tag = 0, listed = 0, holes = 0;
   for (auto& [address, segment] : segments_) {
     bytes += segment->mapped;
     size_t mapped = 0;
@@ -61,7 +61,10 @@ std::string Pool::verify() const {
     if (at != segment->address + segment->size) return "blocks do not fill their segment";
     if (open != segment->open.size()) return "a listed unmapped block is not there";
     if (mapped != segment->mapped) return "mapped bytes are miscounted";
-    for (auto& [start, chunk] : segment->chunks) mapped -= chunk.size;
+    for (auto& [start, chunk] : segment->chunks) {
+      mapped -= chunk.size;
+      if (chunk.away) gone += chunk.size;
+    }
     if (segment->expandable && mapped != 0) return "chunks are not what is mapped";
   }
   if (lists_.keeps_an_empty_list()) return "an empty list is kept";
@@ -70,6 +73,7 @@ std::string Pool::verify() const {
   if (listed != free_blocks) return "a listed block is not free";
   if (with_tag != tagged) return "tagged blocks are miscounted";
   if (bytes != reserved) return "reserved bytes are miscounted";
+  if (gone != away) return "bytes that are away are miscounted";
   return verify_windows();
 }
 
@@ -91,6 +95,11 @@ std::string Pool::verify_windows() const {
   }
   for (auto& [address, window] : windows_) {
     pages += window->pages.size();
+    for (size_t i = 0; i < window->pages.size(); i++) {
+      const Chunk* chunk = chunk_at(window->pages[i]);
+      if (chunk != nullptr && chunk->away && window->mapped(i)) return "a window maps what is away";
+      if (!asleep && !window->mapped(i)) return "a page of a window is away, and its pool is awake";
+    }
     for (Address at : window->pages) {
       if (mapped[at]-- == 0) return "a window maps a page that does not know of it";
     }
@@ -129,7 +138,8 @@ std::string Device::verify() {
   for (Pool* pool : pool_list_) {
     std::string wrong = pool->verify();
     if (!wrong.empty()) return wrong;
-    reserved += pool->reserved;
+    reserved += pool->reserved - pool->away;
+    if (pool->away != 0 && !pool->asleep) return "memory of a pool that is awake is away";
     for (auto& [address, segment] : pool->segments()) {
       if (segment->pool != pool) return "a segment is in another's pool";
       for (Block* block = segment->first; block != nullptr; block = block->next) {

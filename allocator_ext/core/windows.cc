@@ -20,6 +20,7 @@ void Windows::add_page(Window& window, Address home, Chunk& chunk) {
 void Windows::remove_page(Window& window, Chunk* chunk) {
   if (chunk != nullptr) chunk->windows--;
   window.pages.pop_back();
+  if (!window.away.empty()) window.away.pop_back();
   pages_--;
 }
 

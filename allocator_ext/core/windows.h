@@ -37,9 +37,11 @@ struct Window {
   Address address = 0;
   size_t size = 0;
   std::vector<Address> pages;  // by their addresses at home; fewer than `size` has: half made, or half unmapped
+  std::vector<bool> away;      // while the pool sleeps, of each page: whether it is not mapped here; else empty
   Segment* segment = nullptr;  // of the live block
   std::vector<Block*> pieces;  // of the live block, lent
 
+  bool mapped(size_t page) const { return page >= away.size() || !away[page]; }
   bool whole() const { return pages.size() * size_class::page == size; }
 };
 

@@ -6,6 +6,7 @@
 #include "core/device.h"
 #include "cuda/libcuda.h"
 #include "sim/oracle.h"
+#include "torch/relief.h"
 
 using mg::sim::Simulator;
 
@@ -66,6 +67,15 @@ MG_EXPORT int sim_wait(Simulator* sim, void* stream, int event) noexcept {
 MG_EXPORT void sim_run_all(Simulator* sim) noexcept { sim->run_all(); }
 MG_EXPORT void sim_fail_at(Simulator* sim, uint64_t call) noexcept { sim->fail_at(call); }
 MG_EXPORT uint64_t sim_calls(Simulator* sim) noexcept { return sim->calls; }
+// The value that was last written to a byte, 0: none; through the memory that lies behind its address now.
+MG_EXPORT void sim_write(Simulator* sim, uint64_t address, uint64_t value) noexcept { sim->write(address, value); }
+MG_EXPORT uint64_t sim_read(Simulator* sim, uint64_t address) noexcept { return sim->read(address); }
+MG_EXPORT int sim_backed(Simulator* sim, uint64_t address, size_t size) noexcept { return sim->backed(address, size) ? 1 : 0; }
+MG_EXPORT size_t sim_pinned(Simulator* sim) noexcept {
+  size_t bytes = 0;
+  for (auto& [address, size] : sim->pinned) bytes += size;
+  return bytes;
+}
 // Whether a kernel of this device may use an address that lies in a mapping.
 MG_EXPORT int sim_mapped_for(Simulator* sim, int device, uint64_t address) noexcept {
   return sim->mapped_for(device, address, 1) ? 1 : 0;
@@ -81,5 +91,9 @@ MG_EXPORT size_t sim_used(Simulator* sim) noexcept { return sim->used; }
 // With the options that were set last.
 MG_EXPORT mg_device* sim_device(int index) noexcept {
   return new mg::Device(Simulator::table(), index, mg::configured());
+}
+// As torch's own devices are made.
+MG_EXPORT void sim_relieve(mg_device* device) noexcept {
+  device->set_relief([](size_t bytes) { return mg::torch_side::relief(0, bytes); });
 }
 MG_EXPORT void sim_device_delete(mg_device* device) noexcept { delete device; }

@@ -195,9 +195,46 @@ std::vector<Bytes> Simulator::memory_of(Address address, size_t size) const {
   return found;
 }
 
+uint64_t Simulator::place_of(Address address) const {
+  auto found = memory_of(address, 1);
+  return found.empty() ? 0 : found.front().place;
+}
+
+void Simulator::write(Address address, uint64_t value) {
+  std::lock_guard lock(mutex_);
+  contents_[place_of(address)] = value;
+}
+
+uint64_t Simulator::read(Address address) const {
+  auto found = contents_.find(place_of(address));
+  return found == contents_.end() ? 0 : found->second;
+}
+
+// Whether copies that are not done are at work there.
+bool Simulator::is_copied(Address address, size_t size) const {
+  return std::any_of(copies_.begin(), copies_.end(), [&](auto& of_stream) {
+    return std::any_of(of_stream.second.begin(), of_stream.second.end(), [&](const Copy& copy) {
+      return copy.device < address + size && address < copy.device + copy.size;
+    });
+  });
+}
+
+void Simulator::carry_out(const Copy& copy) {
+  auto begin = contents_.lower_bound(copy.to), end = contents_.lower_bound(copy.to + copy.size);
+  contents_.erase(begin, end);
+  if (copy.fill >= 0) {
+    contents_[copy.to] = contents_[copy.to + copy.size - 1] = static_cast<uint64_t>(copy.fill) | (uint64_t{1} << 63);
+    return;
+  }
+  std::vector<std::pair<uint64_t, uint64_t>> found(contents_.lower_bound(copy.from), contents_.lower_bound(copy.from + copy.size));
+  for (auto& [place, value] : found) contents_[copy.to + (place - copy.from)] = value;
+}
+
 // Memory that is neither held nor mapped is the driver's again.
 void Simulator::forget(std::map<Physical, Memory>::iterator memory_) {
   if (memory_->second.held || memory_->second.mappings != 0) return;
+  uint64_t place = memory_->second.place;
+  contents_.erase(contents_.lower_bound(place), contents_.lower_bound(place + memory_->second.size));
   used -= memory_->second.size;
   physical.erase(memory_);
 }
@@ -231,6 +268,10 @@ void Simulator::run_all() {
   while (!pending_.empty()) run(pending_.front());
 }
 
+size_t Simulator::handles() const {
+  return static_cast<size_t>(std::count_if(physical.begin(), physical.end(), [](auto& each) { return each.second.held; }));
+}
+
 bool Simulator::refuse() {
   calls++;
   if (fail_in_ == 0 || --fail_in_ != 0) return false;
@@ -258,6 +299,93 @@ struct Calls {
       }
     }
   };
+
+  static Result device_count(int* out) {
+    *out = Simulator::peers;
+    return result::success;
+  }
+
+  // Never read or written here: what it holds is in `contents_`.
+  static Result host_alloc(void** out, size_t size, unsigned) {
+    In in;
+    if (in.refused || size == 0) return result::out_of_memory;
+    Address address = in.sim->next_address_;
+    in.sim->next_address_ += (size + (1 << 21)) >> 21 << 21;
+    *out = reinterpret_cast<void*>(address);
+    in.sim->pinned[reinterpret_cast<char*>(address)] = size;
+    return result::success;
+  }
+
+  static Result host_free(void* address) {
+    In in;
+    if (in.sim->pinned.erase(static_cast<char*>(address)) == 0) in.sim->fault = true;
+    return in.refused ? invalid : result::success;
+  }
+
+  static bool is_pinned(Simulator& sim, const void* address, size_t size) {
+    auto* first = const_cast<char*>(static_cast<const char*>(address));
+    auto found = sim.pinned.upper_bound(first);
+    return found != sim.pinned.begin() && first + size <= std::prev(found)->first + std::prev(found)->second;
+  }
+
+  // One copy for each piece of memory behind the addresses.
+  static Result copied(Address address, const void* host, size_t size, int fill, bool to_host, Stream stream) {
+    In in;
+    if (in.refused) return invalid;
+    auto queue = in.sim->copies_.find(stream);
+    bool known = queue != in.sim->copies_.end() && (fill >= 0 || is_pinned(*in.sim, host, size));
+    if (!known || !in.sim->backed(address, size) || in.sim->in_use(address, size)) {
+      in.sim->fault = true;
+      return invalid;
+    }
+    uint64_t there = reinterpret_cast<uint64_t>(host);
+    for (const Bytes& part : in.sim->memory_of(address, size)) {
+      queue->second.push_back({to_host ? part.place : there, to_host ? there : part.place, part.size, address, fill});
+      address += part.size;
+      there += part.size;
+    }
+    return result::success;
+  }
+  static Result copy_to_host(void* host, Address address, size_t size, Stream stream) {
+    return copied(address, host, size, -1, true, stream);
+  }
+  static Result copy_from_host(Address address, const void* host, size_t size, Stream stream) {
+    return copied(address, host, size, -1, false, stream);
+  }
+  static Result fill(Address address, unsigned char byte, size_t size, Stream stream) {
+    return copied(address, nullptr, size, byte, false, stream);
+  }
+
+  // For copies alone.
+  static Result stream_create(Stream* out, unsigned flags) {
+    In in;
+    if (in.refused || flags != stream_beside_all) return invalid;
+    *out = reinterpret_cast<Stream>(in.sim->next_address_);
+    in.sim->next_address_ += 1 << 21;
+    in.sim->copies_[*out];
+    return result::success;
+  }
+  static Result stream_synchronize(Stream stream) {
+    In in;
+    in.unsafe();
+    auto queue = in.sim->copies_.find(stream);
+    if (queue == in.sim->copies_.end()) {
+      in.sim->fault = true;
+      return invalid;
+    }
+    if (!in.refused) {
+      for (const Simulator::Copy& copy : queue->second) in.sim->carry_out(copy);
+    }
+    queue->second.clear();  // what failed is not done later either
+    return in.refused ? invalid : result::success;
+  }
+  static Result stream_destroy(Stream stream) {
+    In in;
+    auto queue = in.sim->copies_.find(stream);
+    if (queue == in.sim->copies_.end() || !queue->second.empty()) in.sim->fault = true;
+    if (queue != in.sim->copies_.end()) in.sim->copies_.erase(queue);
+    return in.refused ? invalid : result::success;
+  }
 
   static Result context_current(Context* out) {
     *out = nullptr;
@@ -296,6 +424,7 @@ struct Calls {
 
   static Result memory_alloc(Address* out, size_t size) {
     In in;
+    in.sim->memory_calls++;
     in.unsafe();
     if (in.refused || size == 0 || in.sim->used + size > in.sim->capacity) return result::out_of_memory;
     *out = in.sim->next_address_;
@@ -307,6 +436,7 @@ struct Calls {
 
   static Result memory_free(Address address) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused) return invalid;
     auto found = in.sim->memory.find(address);
     if (found == in.sim->memory.end()) {
@@ -316,6 +446,8 @@ struct Calls {
     in.unsafe();
     in.sim->run_all();
     in.sim->used -= found->second;
+    auto& contents = in.sim->contents_;
+    contents.erase(contents.lower_bound(address), contents.lower_bound(address + found->second));
     in.sim->memory.erase(found);
     return result::success;
   }
@@ -336,6 +468,7 @@ struct Calls {
 
   static Result address_reserve(Address* out, size_t size, size_t, Address, unsigned long long) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused || size == 0) return result::out_of_memory;
     if (!in.sim->maps) in.sim->fault = true;
     *out = in.sim->next_address_;
@@ -346,6 +479,7 @@ struct Calls {
 
   static Result address_free(Address address, size_t size) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused) return invalid;
     auto found = in.sim->ranges.find(address);
     auto inside = in.sim->mappings.lower_bound(address);
@@ -367,6 +501,7 @@ struct Calls {
 
   static Result physical_create(Physical* out, size_t size, const PhysicalMemory* memory, unsigned long long) {
     In in;
+    in.sim->memory_calls++;
     in.unsafe();
     if (memory->type != 1 || memory->location.type != 1 || size % in.sim->granularity != 0) in.sim->fault = true;
     if (!in.sim->shares && (memory->handle_types != 0 || memory->direct_rdma != 0)) return invalid;  // it has no such
@@ -381,6 +516,7 @@ struct Calls {
   // The mapping keeps the memory. A call that fails here has released it all the same: the core asks once.
   static Result physical_release(Physical handle) {
     In in;
+    in.sim->memory_calls++;
     auto found = in.sim->physical.find(handle);
     if (found == in.sim->physical.end() || !found->second.held) {
       in.sim->fault = true;
@@ -393,6 +529,7 @@ struct Calls {
 
   static Result memory_map(Address address, size_t size, size_t offset, Physical handle, unsigned long long) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused) return invalid;
     auto range = in.sim->ranges.upper_bound(address);
     bool inside = range != in.sim->ranges.begin() && address + size <= std::prev(range)->first + std::prev(range)->second;
@@ -411,13 +548,14 @@ struct Calls {
 
   static Result memory_unmap(Address address, size_t size) {
     In in;
+    in.sim->memory_calls++;
     in.unsafe();
     if (in.refused) return invalid;
     auto found = in.sim->mappings.find(address);
     // What has no access yet was never used; else the device must have been waited for. Another thread may have launched
     // something since, which is over other memory.
     if (found == in.sim->mappings.end() || found->second.size != size ||
-        (found->second.accessible() && in.sim->in_use(address, size))) {
+        (found->second.accessible() && in.sim->in_use(address, size)) || in.sim->is_copied(address, size)) {
       in.sim->fault = true;
       return invalid;
     }
@@ -430,6 +568,7 @@ struct Calls {
 
   static Result memory_access(Address address, size_t size, const MemoryAccess* access, size_t count) {
     In in;
+    in.sim->memory_calls++;
     if (in.refused) return invalid;
     for (size_t i = 0; i < count; i++) {
       if (access[i].flags != 3 || access[i].location.type != 1) return invalid;

@@ -100,6 +100,7 @@ class Simulator {
   // The n-th call from now fails once (1: the next); 0: none. `calls` counts them.
   void fail_at(uint64_t n) { fail_in_ = n; }
   uint64_t calls = 0;
+  uint64_t memory_calls = 0;  // of these, what asks for memory and addresses, maps them, or gives them back
   uint64_t failed = 0;
 
   std::vector<std::unique_ptr<SimNode>> nodes;
@@ -124,8 +125,14 @@ class Simulator {
   // Whether a kernel could use all of this; of one device: through its mappings.
   bool backed(Address address, size_t size) const;
   bool mapped_for(int device, Address address, size_t size) const;
+  // Handles of physical memory that were not released.
+  size_t handles() const;
   // The memory that lies behind these addresses now, in their order; nothing where some have none.
   std::vector<Bytes> memory_of(Address address, size_t size) const;
+  // What was last written to a byte of device memory, by whichever address; 0: nothing. What is mapped anew holds nothing.
+  void write(Address address, uint64_t value);
+  uint64_t read(Address address) const;
+  std::map<char*, size_t> pinned;  // memory of the host
   // Devices below this number reach each other.
   static constexpr int peers = 4;
   size_t used = 0;
@@ -146,6 +153,19 @@ class Simulator {
   bool runnable(const SimNode* node) const;
   SimNode* append(SimStream& stream, int tag, bool programmatic);
   bool in_use(Address address, size_t size) const;  // by work outside of captures that has not run
+  uint64_t place_of(Address address) const;         // of a byte, among all that there are
+
+  // Copies between bytes of the device and of the host, by their places; done when their stream is waited for.
+  struct Copy {
+    uint64_t from, to;
+    size_t size;
+    Address device;  // the device's side
+    int fill;        // -1: a copy
+  };
+  bool is_copied(Address address, size_t size) const;
+  void carry_out(const Copy& copy);
+  std::map<uint64_t, uint64_t> contents_;  // by places
+  std::map<Stream, std::vector<Copy>> copies_;
 
   std::recursive_mutex mutex_;
   std::vector<std::unique_ptr<SimGraph>> graphs_;

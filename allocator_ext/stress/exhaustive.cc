@@ -12,7 +12,7 @@
 // Both reductions keep the least of all programs that say the same, so together they lose none.
 //
 //   exhaustive [--operations N] [--reuse own|strict|graph|any] [--start NAME|all] [--odd] [--verify] [--empty-nodes]
-//              [--expandable] [--every-order] [--elsewhere]
+//              [--expandable [--stitch]] [--every-order] [--elsewhere]
 //              [--part I/N] [--from I] [--seconds N] [--stop-after BRANCHES] [--mutant N] [--print]
 // The tree of programs is cut below its first `cut` operations into numbered branches. `--part 0/2` takes every second
 // one; when `--seconds` are over, the branch that was begun is finished and the next one's number is told, for `--from`.
@@ -337,6 +337,7 @@ int main(int count, char** words) {
     }
     else if (word == "--print") settings.print = true;
     else if (word == "--expandable") settings.config.expandable = true;
+    else if (word == "--stitch") settings.config.stitch = true;
     else if (word == "--verify") settings.config.verify = true;
     else if (word == "--empty-nodes") settings.config.empty_nodes = true;
     else if (has_mutants && word == "--mutant") mutant = number(value());

@@ -3,7 +3,9 @@
 // Each program is run with a random rule of reuse, judged by the oracle and launched in random orders over shadow memory.
 // `--each-call` runs each program again and again, and in the n-th time the n-th call of the driver fails.
 //
-//   fuzz [--seed N] [--operations N] [--length N] [--each-call] [--mutant N] [--print]
+// `--sleep`: pools also sleep and wake.
+//
+//   fuzz [--seed N] [--operations N] [--length N] [--each-call] [--sleep] [--mutant N] [--print]
 // Prints one line of JSON; exits with 1 when something was wrong.
 
 #include <chrono>
@@ -28,6 +30,7 @@ constexpr int launches = 3;
 
 struct Totals {
   uint64_t operations = 0, programs = 0, reused = 0, reused_crossed = 0, restored = 0, stitched = 0, lent = 0, again = 0, failed_calls = 0, out_of_memory = 0;
+  uint64_t slept = 0, woken = 0, sleeps_refused = 0, wakes_refused = 0, freed_asleep = 0, kept_through = 0;
   std::string wrong;
 } totals;
 
@@ -48,7 +51,7 @@ Plan plan(std::mt19937_64& random) {
     made.config.reuse = Reuse::any_stream;
     made.config.expandable = true;
   }
-  made.config.stitch = random() % 8 != 0;
+  made.config.stitch = random() % 4 != 0;
   made.capacity = random() % 4 == 0 ? 128 * size_class::mib : size_t{1} << 40;
   return made;
 }
@@ -132,6 +135,12 @@ bool judge(Machine& machine, std::mt19937_64& random, const std::string& what) {
   totals.stitched += machine.device->stats().stitched;
   totals.lent += machine.lent;
   totals.again += machine.again;
+  totals.slept += machine.slept;
+  totals.woken += machine.woken;
+  totals.sleeps_refused += machine.sleeps_refused;
+  totals.wakes_refused += machine.wakes_refused;
+  totals.freed_asleep += machine.freed_asleep;
+  totals.kept_through += machine.kept_through;
   totals.failed_calls += machine.sim.failed;
   totals.out_of_memory += machine.out_of_memory;
   totals.programs++;
@@ -148,7 +157,28 @@ void print(const Machine& machine, const Step& step, int block) {
   fprintf(stderr, "\n");
 }
 
-bool one(uint64_t seed, int length, bool each_call, bool prints) {
+// Mostly when captures and scopes have ended, for else it is refused; soon what sleeps wakes, and all goes on.
+std::vector<Step> sleep_or_wake(const Machine& machine, std::mt19937_64& random) {
+  int pool = static_cast<int>(random() % (pools + 2)) - 1;  // the default one, one of `pools`, or all
+  Step sleep{Op::sleep, pool, random() % 3 != 0 ? 1 : 0};
+  std::vector<Step> steps;
+  if (!machine.anything_asleep() || random() % 8 == 0) {
+    if (random() % 8 == 0) return {sleep};
+    for (int s = 0; s < streams; s++) steps.push_back({Op::end, s});
+    for (int each = 0; each < pools; each++) steps.push_back({Op::pool_end, each});
+    steps.push_back(sleep);
+    if (random() % 2 == 0) steps.push_back({Op::pool_begin, 0});
+    return steps;
+  }
+  for (int each = -1; each < pools; each++) {
+    if (machine.is_asleep(each) && random() % 4 != 0) pool = each;
+  }
+  steps.push_back({Op::wake, pool});
+  steps.push_back({Op::pool_begin, random() % 2 != 0 ? 3 : 0});
+  return steps;
+}
+
+bool one(uint64_t seed, int length, bool each_call, bool sleeps, bool prints) {
   std::mt19937_64 random(seed);
   Plan planned = plan(random);
   if (prints) fprintf(stderr, "reuse %d, capacity %zu\n", static_cast<int>(planned.config.reuse), planned.capacity);
@@ -162,10 +192,17 @@ bool one(uint64_t seed, int length, bool each_call, bool prints) {
     while (static_cast<int>(steps.size()) < length) {
       bool runs = false;
       Step step = propose(machine, random, planned.pieces, runs);
+      std::vector<Step> now;
+      if (sleeps && random() % (machine.anything_asleep() ? 8 : 48) == 0) {
+        now = sleep_or_wake(machine, random);
+        runs = false;
+        step = {Op::save, 0};  // which is always valid, and is not run
+      }
       if (runs) machine.sim.run_one(random());
       if (runs || !machine.valid(step)) continue;
       if (failing && random() % 16 == 0) machine.sim.fail_at(1 + random() % 8);
-      std::vector<Step> now{step};
+      bool others = !now.empty();
+      if (!others) now.push_back(step);
       if (step.op == Op::begin && random() % 4 != 0) {  // most captures are wide from the start
         now.push_back({Op::record, step.a});
         int event = static_cast<int>(machine.sim.events.size());
@@ -174,7 +211,7 @@ bool one(uint64_t seed, int length, bool each_call, bool prints) {
       bool right = true;
       for (size_t i = 0; i < now.size() && right; i++) {
         const Step each = now[i];
-        if (i > 0 && !machine.valid(each)) continue;
+        if ((i > 0 || others) && !machine.valid(each)) continue;
         steps.push_back(each);
         totals.operations++;
         if (prints) print(machine, each, static_cast<int>(machine.held.size()));
@@ -209,7 +246,7 @@ bool one(uint64_t seed, int length, bool each_call, bool prints) {
 int main(int count, char** words) {
   uint64_t seed = 9000, operations = 100000;  // from here on most broken rules show soon
   int length = 400;
-  bool each_call = false, prints = false;
+  bool each_call = false, sleeps = false, prints = false;
   for (int i = 1; i < count; i++) {
     std::string word = words[i];
     auto value = [&] { return i + 1 < count ? strtoull(words[++i], nullptr, 10) : 0; };
@@ -217,6 +254,7 @@ int main(int count, char** words) {
     else if (word == "--operations") operations = value();
     else if (word == "--length") length = static_cast<int>(value());
     else if (word == "--each-call") each_call = true;
+    else if (word == "--sleep") sleeps = true;
     else if (word == "--print") prints = true;
     else if (has_mutants && word == "--mutant") mutant = static_cast<int>(value());
     else {
@@ -225,12 +263,14 @@ int main(int count, char** words) {
     }
   }
   auto began = std::chrono::steady_clock::now();
-  while (totals.operations < operations && one(seed, length, each_call, prints)) seed++;
+  while (totals.operations < operations && one(seed, length, each_call, sleeps, prints)) seed++;
   double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   auto n = [](uint64_t value) { return static_cast<unsigned long long>(value); };
   printf("{\"operations\": %llu, \"programs\": %llu, \"reused\": %llu, \"reused_crossed\": %llu, \"restored\": %llu, \"stitched\": %llu, \"lent\": %llu, \"again\": %llu, \"failed_calls\": %llu, "
+         "\"slept\": %llu, \"woken\": %llu, \"sleeps_refused\": %llu, \"wakes_refused\": %llu, \"freed_asleep\": %llu, \"kept_through\": %llu, "
          "\"out_of_memory\": %llu, \"seconds\": %.2f, \"wrong\": \"%s\"}\n",
          n(totals.operations), n(totals.programs), n(totals.reused), n(totals.reused_crossed), n(totals.restored), n(totals.stitched), n(totals.lent), n(totals.again), n(totals.failed_calls),
+         n(totals.slept), n(totals.woken), n(totals.sleeps_refused), n(totals.wakes_refused), n(totals.freed_asleep), n(totals.kept_through),
          n(totals.out_of_memory), seconds, totals.wrong.c_str());
   return totals.wrong.empty() ? 0 : 1;
 }

@@ -8,17 +8,17 @@ namespace mg::stress {
 
 namespace {
 constexpr int lending = 3;
-PoolId id_of(int pool) { return {0, static_cast<uint64_t>(7 + pool)}; }
+PoolId id_of(int pool) { return pool < 0 ? PoolId{} : PoolId{0, static_cast<uint64_t>(7 + pool)}; }
 bool names_block(Op op) { return op == Op::use || op == Op::use_early || op == Op::mark || op == Op::release ||
                                    op == Op::release_elsewhere; }
 bool names_pool(Op op) { return op == Op::pool_begin || op == Op::pool_end || op == Op::save || op == Op::restore ||
-                                  op == Op::hand_over; }
+                                  op == Op::hand_over || op == Op::sleep || op == Op::wake; }
 }
 
 std::string printed(const Step& step) {
   const char* names[] = {"allocate", "use", "use_early", "record_stream", "free", "record", "wait",
                          "pool_begin", "pool_end", "replace", "begin", "begin_body", "end", "save", "restore", "free_elsewhere",
-                         "hand_over", "begin_again", "launch", "destroy"};
+                         "hand_over", "begin_again", "launch", "destroy", "sleep", "wake"};
   return std::string(names[static_cast<int>(step.op)]) + "(" + std::to_string(step.a) + "," + std::to_string(step.b) +
          ")";
 }
@@ -124,6 +124,9 @@ bool Machine::valid(const Step& step) {
   if (names_stream && asks && stream.destroyed) return false;
   // Where a call has failed, a restore may have brought fewer blocks back than when the program was made.
   if (names_block(step.op) && static_cast<size_t>(step.b) >= held.size()) return false;
+  bool uses = step.op == Op::use || step.op == Op::use_early;
+  if (uses && lies_asleep(static_cast<size_t>(step.b))) return false;
+  if (step.op == Op::launch && !asleep_.empty()) return false;
   switch (step.op) {
     case Op::allocate:
       return true;
@@ -179,6 +182,8 @@ bool Machine::valid(const Step& step) {
       return stream.capture == nullptr && at(step.b).capture != nullptr &&
              (seen_.count(at(step.b).capture->id) != 0 || announced(at(step.b).capture->id, true));
     case Op::save:
+    case Op::sleep:
+    case Op::wake:
       return true;
     case Op::restore:
       return static_cast<size_t>(step.a) < saved.size() && saved[static_cast<size_t>(step.a)].state != 0 &&
@@ -255,11 +260,14 @@ bool Machine::allocate(int stream, size_t bytes) {
   Address address = 0;
   pool_of_request_ = pool_of(stream);
   Outcome outcome = device->allocate(bytes, streams[static_cast<size_t>(stream)], address);
+  if (is_asleep(pool_of(stream)) && outcome.status == Status::ok) return fail("a block was handed out while its pool sleeps");
+  if (outcome.status == Status::invalid && !is_asleep(pool_of(stream))) return fail("a pool is taken to sleep that is awake");
   if (outcome.status != Status::ok) {
     out_of_memory++;
     held.push_back({});  // so that later steps name the same blocks
     allocations.push_back({});
-    if (sim.failed == 0 && memory_left(bytes)) return fail("memory is out, and some lies idle");
+    if (outcome.status == Status::invalid) return true;
+    if (sim.failed == 0 && asleep_.empty() && memory_left(bytes)) return fail("memory is out, and some lies idle");
     return sim.failed != 0 || sim.capacity < (size_t{1} << 40) ? true : fail("no memory: " + outcome.message);
   }
   if (expected && sim.used != before) return fail("a block that is proven free was not used again");
@@ -425,6 +433,7 @@ bool Machine::restore(Saved& to) {
 
 // While a pool is held its graphs may be launched, so what their kernels write at an address is what it was.
 bool Machine::still_mapped(int pool) {
+  if (is_asleep(pool)) return true;
   for (size_t i = 0; i < held.size(); i++) {
     if (!held[i].replayed || held[i].pool != pool) continue;
     const sim::Allocation& of = allocations[i];
@@ -574,6 +583,7 @@ bool Machine::run(const Step& step) {
     case Op::release:
     case Op::release_elsewhere: {
       Held& block = held[static_cast<size_t>(step.b)];
+      freed_asleep += lies_asleep(static_cast<size_t>(step.b));
       block.live = false;
       bool elsewhere = step.op == Op::release_elsewhere;
       block.markers_known = !elsewhere || block.users.size() == 1;
@@ -660,12 +670,167 @@ bool Machine::run(const Step& step) {
       return save(step.a);
     case Op::restore:
       return restore(saved[static_cast<size_t>(step.a)]);
+    case Op::sleep:
+      return sleep(step.a, step.b != 0);
+    case Op::wake:
+      return wake(step.a);
   }
   return false;
 }
 
+bool Machine::is_asleep(int pool) const { return asleep_.count(pool) != 0; }
+
+bool Machine::lies_asleep(size_t block) const {
+  return std::any_of(asleep_.begin(), asleep_.end(), [&](int pool) { return in_pool(block, pool); });
+}
+
+void Machine::look_who_sleeps() {
+  asleep_.clear();
+  for (int pool = -1; pool < pools; pool++) {
+    bool asleep = false;
+    size_t away = 0;
+    device->pool_asleep(id_of(pool), asleep, away);
+    if (asleep) asleep_.insert(pool);
+  }
+}
+
+// Each live block has something of its own at both of its ends before. Refused, all of it is as it was; else it may only be
+// looked at again after the wake.
+bool Machine::sleep(int pool, bool keep) {
+  size_t before = sim.failed;
+  std::map<size_t, uint64_t> stamps;
+  for (size_t i = 0; i < held.size(); i++) {
+    const sim::Allocation& of = allocations[i];
+    if (!held[i].live || of.address == 0 || lies_asleep(i)) continue;
+    stamps[i] = last_stamp_ += 2;
+    sim.write(of.address, last_stamp_ - 1);
+    if (of.size > 1) sim.write(of.address + of.size - 1, last_stamp_);
+  }
+  for (size_t i = 0; i < allocations.size(); i++) {
+    const sim::Allocation& of = allocations[i];
+    if (of.address == 0 || of.memory.empty() || sim.memory_of(of.address, of.size) != of.memory) continue;
+    int lies_in = held[i].pool;  // where it lay in a window, whose block is no more
+    for (int each = -1; each < pools; each++) {
+      if (in_pool(i, each)) lies_in = each;
+    }
+    mapped_[i] = lies_in;
+  }
+  look_who_sleeps();
+  std::set<int> awake = asleep_;
+  size_t bytes = 0, used = sim.used;
+  Outcome done = pool == pools ? device->sleep_all(keep, bytes) : device->sleep_pool(id_of(pool), keep, bytes);
+  look_who_sleeps();
+  for (auto each = mapped_.begin(); each != mapped_.end();) each = is_asleep(each->second) ? std::next(each) : mapped_.erase(each);
+  std::string books = device->verify();
+  if (!books.empty()) return fail(books + ", after a sleep");
+  if (done.status != Status::ok) {
+    sleeps_refused++;
+    bool more = !std::includes(awake.begin(), awake.end(), asleep_.begin(), asleep_.end());
+    if (more) return fail("a pool sleeps though that was refused");
+    for (auto& [i, stamp] : stamps) {
+      if (!sim.backed(allocations[i].address, allocations[i].size)) return fail("a sleep that was refused has taken memory");
+    }
+    return true;
+  }
+  slept++;
+  if (pool < pools && !is_asleep(pool)) return fail("a pool that was put to sleep is awake");
+  if (sim.used + bytes > used) return fail("less went back than a sleep says");
+  for (int each : asleep_) {
+    if (awake.count(each) == 0 && in_use(each)) return fail("a pool sleeps that a capture under way uses");
+    if (awake.count(each) != 0 || sim.failed != before) continue;
+    for (auto& run : device->segments(id_of(each))) {
+      if (sim.memory.count(run.address) != 0) continue;  // a plain segment
+      auto first = sim.mappings.lower_bound(run.address);
+      if (first != sim.mappings.end() && first->first < run.address + run.size) return fail("a pool sleeps and has memory");
+    }
+  }
+  for (auto& [i, stamp] : stamps) {
+    if (keep && lies_asleep(i)) stamps_[i] = stamp;
+  }
+  size_t unused = 0;
+  Outcome twice = pool == pools ? device->sleep_all(keep, unused) : device->sleep_pool(id_of(pool), keep, unused);
+  return twice.status != Status::ok || fail("a pool was put to sleep twice");
+}
+
+bool Machine::wake(int pool) {
+  look_who_sleeps();  // pools that were let go of are no more
+  bool expected = pool == pools || is_asleep(pool);
+  size_t bytes = 0, failures = sim.failed;
+  Outcome done = pool == pools ? device->wake_all(-1, bytes) : device->wake_pool(id_of(pool), -1, bytes);
+  look_who_sleeps();
+  std::string books = device->verify();
+  if (!books.empty()) return fail(books + ", after a wake");
+  if (!expected && done.status == Status::ok) return fail("a pool was woken that is awake");
+  if (done.status != Status::ok) {
+    wakes_refused++;
+    if (pool < pools && expected && !is_asleep(pool)) return fail("a wake was refused, and the pool is awake");
+    bool captures = std::any_of(sim.streams.begin(), sim.streams.end(), [](auto& s) { return s->capture != nullptr; });
+    bool roomy = sim.capacity >= (size_t{1} << 40) && sim.failed == failures;
+    if (pool < pools && expected && roomy && !captures && seen_.empty()) return fail("a wake was refused: " + done.message);
+  } else {
+    woken++;
+  }
+  if (!moved_alike()) return false;
+  for (auto each = stamps_.begin(); each != stamps_.end();) {
+    auto [i, stamp] = *each;
+    const sim::Allocation& of = allocations[i];
+    bool over = !held[i].live || !lies_asleep(i);
+    if (held[i].live && over) {
+      kept_through++;
+      if (sim.read(of.address) != stamp - 1 || (of.size > 1 && sim.read(of.address + of.size - 1) != stamp)) {
+        return fail("allocation " + std::to_string(i) + " has lost its contents while its pool slept");
+      }
+    }
+    each = over ? stamps_.erase(each) : std::next(each);
+  }
+  return true;
+}
+
+// All that was mapped before a sleep lies over new memory, of which what was one byte is one, and what was two are two.
+bool Machine::moved_alike() {
+  struct Part {
+    uint64_t from, to;
+    size_t size;
+  };
+  std::vector<Part> parts;
+  for (auto each = mapped_.begin(); each != mapped_.end();) {
+    size_t i = each->first;
+    sim::Allocation& of = allocations[i];
+    bool needed = held[i].live || held[i].replayed;
+    if (is_asleep(each->second)) {
+      ++each;
+      continue;
+    }
+    std::vector<sim::Bytes> now = sim.memory_of(of.address, of.size);
+    if (now.empty() && needed) return fail("a wake has left a block without memory");
+    size_t a = 0, b = 0, a_at = 0, b_at = 0;
+    while (a < of.memory.size() && b < now.size()) {
+      size_t size = std::min(of.memory[a].size - a_at, now[b].size - b_at);
+      parts.push_back({of.memory[a].place + a_at, now[b].place + b_at, size});
+      if ((a_at += size) == of.memory[a].size) a_at = 0, a++;
+      if ((b_at += size) == now[b].size) b_at = 0, b++;
+    }
+    if (!now.empty()) of.memory = now;
+    each = mapped_.erase(each);
+  }
+  for (size_t i = 0; i < parts.size(); i++) {
+    for (size_t j = 0; j < i; j++) {
+      const Part &one = parts[i], &two = parts[j];
+      bool were = one.from < two.from + two.size && two.from < one.from + one.size;
+      bool are = one.to < two.to + two.size && two.to < one.to + one.size;
+      if (were != are || (were && one.to - one.from != two.to - two.from)) return fail("a wake has mapped memory elsewhere");
+    }
+  }
+  return true;
+}
+
 bool Machine::finish() {
   sim::Simulator::enter(&sim);
+  if (held.size() % 2 == 0) {  // else what sleeps is freed asleep
+    for (int pool : std::set<int>(asleep_)) {
+      if (!wake(pool)) return false;
+    }
+  }
   for (size_t i = 0; i < held.size(); i++) {
     if (!held[i].live) continue;
     Step last{Op::use, allocations[i].stream, static_cast<int>(i)};
@@ -701,6 +866,12 @@ bool Machine::finish() {
   device->set_use_on_oom(id_of(lending), false);
   for (; lending_held_ > 0; lending_held_--) device->release_pool(id_of(lending));
   device->empty_cache();
+  for (int pool : std::set<int>(asleep_)) {
+    size_t bytes = 0;
+    if (device->wake_pool(id_of(pool), -1, bytes).status == Status::ok && bytes != 0) return fail("free memory was woken");
+  }
+  device->give_back_host();
+  if (!sim.pinned.empty()) return fail("memory of the host was not given back in the end");
   books = device->verify();
   if (!books.empty()) return fail(books + ", in the end");
   if (!sim.memory.empty() || !sim.ranges.empty() || !sim.physical.empty() || sim.used != 0) return fail("memory was not given back in the end");

@@ -40,6 +40,8 @@ enum class Op : unsigned char {
   begin_again,        // a: stream, b: twice the number of a graph, one more where it goes on behind all that is there
   launch,             // a: stream, b: the number of a graph
   destroy,            // a: stream
+  sleep,              // a: which of `pools`, -1: the default pool, `pools`: all that are awake; b: 1: contents are kept
+  wake,               // the same
 };
 
 struct Step {
@@ -107,6 +109,9 @@ class Machine {
   size_t restored = 0;
   size_t lent = 0;          // allocations outside of captures over memory that graphs use
   size_t again = 0;         // captures into the graph of an earlier one
+  size_t slept = 0, woken = 0, sleeps_refused = 0, wakes_refused = 0, freed_asleep = 0, kept_through = 0;
+  bool is_asleep(int pool) const;
+  bool anything_asleep() const { return !asleep_.empty(); }
 
  private:
   sim::SimStream& at(int stream) { return *sim.streams[static_cast<size_t>(stream)]; }
@@ -135,6 +140,11 @@ class Machine {
   std::vector<SimNode*> leaves(const sim::SimGraph* graph) const;
   bool launched(int stream, const sim::SimGraph* graph);
   bool memory_left(size_t bytes);
+  bool lies_asleep(size_t block) const;
+  bool sleep(int pool, bool keep);
+  bool wake(int pool);
+  bool moved_alike();
+  void look_who_sleeps();
 
   std::vector<int> scopes_;            // pools, the innermost last
   std::vector<uint64_t> scope_numbers_;                   // of these, in the order in which they began
@@ -148,6 +158,10 @@ class Machine {
   };
   std::vector<Launch> launches_;
   int lending_held_ = 0;
+  std::set<int> asleep_;               // pools, -1: the default one
+  std::map<size_t, uint64_t> stamps_;  // by block: what was written to it before its pool slept, where that is kept
+  std::map<size_t, int> mapped_;       // allocations that lay where memory was, then, and the pools that this was of
+  uint64_t last_stamp_ = 0;
   bool destroyed_ = false, second_thread_ = false;
   std::set<uint64_t> seen_;            // of these, the ones in which memory was allocated
   bool odd_ = false;  // replaced dependencies or programmatic edges occurred

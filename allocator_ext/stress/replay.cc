@@ -10,10 +10,10 @@
 //   run                              (everything launched outside of captures has run)
 //   # anything
 //
-//   replay LOG [--reuse own|strict|graph|any] [--expandable] [--capacity MIB]
+//   replay LOG [--reuse own|strict|graph|any] [--expandable] [--stitch] [--capacity MIB]
 // Prints one line of JSON; exits with 1 when something was wrong. `bound` is computed without the allocator: the most bytes
 // that were live at once, each block rounded to 512. `fragmentation` is the part of what is reserved at its peak that is
-// above it.
+// above it. `driver_calls` are those about memory and addresses, `handles` those of the driver that are kept at the end.
 
 #include <algorithm>
 #include <chrono>
@@ -54,6 +54,7 @@ class Replay {
   uint64_t operations = 0, out_of_memory = 0;
   size_t bound = 0;
   std::string wrong;
+  const sim::Simulator& driver() const { return sim_; }
 
   bool line(const std::string& text) {
     std::istringstream in(text);
@@ -149,6 +150,8 @@ int main(int count, char** words) {
     std::string word = words[i];
     if (word == "--expandable") {
       config.expandable = true;
+    } else if (word == "--stitch") {
+      config.stitch = true;
     } else if (word == "--capacity" && i + 1 < count) {
       capacity = strtoull(words[++i], nullptr, 10) * size_class::mib;
     } else if (word == "--reuse" && i + 1 < count) {
@@ -181,10 +184,11 @@ int main(int count, char** words) {
   auto n = [](auto value) { return static_cast<unsigned long long>(value); };
   double reserved = static_cast<double>(stats.reserved_bytes.peak), bound = static_cast<double>(replay.bound);
   printf("{\"operations\": %llu, \"bound\": %llu, \"peak_live\": %llu, \"peak_active\": %llu, \"peak_reserved\": %llu, "
-         "\"fragmentation\": %.4f, \"segments\": %llu, \"proven\": %llu, \"out_of_memory\": %llu, \"seconds\": %.4f, "
-         "\"wrong\": \"%s\"}\n",
+         "\"fragmentation\": %.4f, \"segments\": %llu, \"proven\": %llu, \"stitched\": %llu, \"driver_calls\": %llu, "
+         "\"handles\": %llu, \"out_of_memory\": %llu, \"seconds\": %.4f, \"wrong\": \"%s\"}\n",
          n(replay.operations), n(replay.bound), n(stats.allocated_bytes.peak), n(stats.active_bytes.peak),
          n(stats.reserved_bytes.peak), reserved > 0 ? 1 - bound / reserved : 0.0, n(stats.segments.peak), n(stats.proven),
-         n(replay.out_of_memory), seconds, wrong.c_str());
+         n(stats.stitched), n(replay.driver().memory_calls), n(replay.driver().handles()), n(replay.out_of_memory), seconds,
+         wrong.c_str());
   return wrong.empty() ? 0 : 1;
 }

@@ -124,7 +124,10 @@ int main(int count, char** words) {
   std::string wrong = run(config, operations / 2);
   config.reuse = Reuse::any_stream;
   config.expandable = true;
-  if (wrong.empty()) wrong = run(config, operations / 2);
+  for (bool stitch : {false, true}) {
+    config.stitch = stitch;
+    if (wrong.empty()) wrong = run(config, operations / 4);
+  }
   printf("{\"operations\": %d, \"wrong\": \"%s\"}\n", operations * workers, wrong.c_str());
   return wrong.empty() ? 0 : 1;
 }

@@ -8,6 +8,7 @@
 
 #include "abi.h"
 #include "cuda/libcuda.h"
+#include "torch/relief.h"
 
 namespace mg::torch_side {
 
@@ -68,6 +69,7 @@ Device* device_of(int index, std::string& reason) {
   if (!snapshot_path.empty()) {
     made->snapshot_at_oom(index == 0 ? snapshot_path : snapshot_path + "." + std::to_string(index));
   }
+  made->set_relief([index](size_t bytes) { return relief(index, bytes); });
   devices[index].store(made, std::memory_order_release);
   // torch copies between devices by kernels that read the other's memory, and asks the runtime for that, which does not
   // open what is mapped. So devices that this process allocates on are open to each other, where they can be.

@@ -18,7 +18,9 @@ one line says so, `status()` has the reason, and torch's own allocator serves.  
 
     library.py      the shared library: found, loaded, its version checked, its functions typed
     installing.py   install, status
-    pools.py        pool
+    sleeping.py     sleep, wake: of the whole process; what sleeps, for whoever reads it
+    pools.py        pool, and sleep and wake of one
+    relief.py       what is asked to give memory up before an allocation fails
     statistics.py   memory_stats and the rest
     stacks.py       record_memory_history: Python's stacks in snapshots
 
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 from multigraph_backend.allocator.installing import REUSE_RULES, Status, install, status
 from multigraph_backend.allocator.pools import Pool, pool
+from multigraph_backend.allocator.sleeping import Asleep, sleep, wake
 from multigraph_backend.allocator.stacks import record_memory_history
 from multigraph_backend.allocator.statistics import (
     empty_cache,
@@ -46,6 +49,7 @@ from multigraph_backend.allocator.statistics import (
 
 __all__ = [
     "REUSE_RULES",
+    "Asleep",
     "Pool",
     "Status",
     "empty_cache",
@@ -60,5 +64,7 @@ __all__ = [
     "pool",
     "record_memory_history",
     "reset_peak_memory_stats",
+    "sleep",
     "status",
+    "wake",
 ]

@@ -64,8 +64,8 @@ class Status:
 
     installed: it is the process's allocator.  usable: its library is there and can be used, so `pool()` draws on it.
     reason: why it is not installed.  reuse: the rule of reuse in captures.  expandable: segments are ranges of
-    addresses where the driver can map memory.  out_of_memory: the type of error that is raised.  lost: what torch
-    cannot do while it is installed.
+    addresses where the driver can map memory.  stitch: free pieces of several pages may be one block.  out_of_memory:
+    the type of error that is raised.  lost: what torch cannot do while it is installed.
     """
 
     installed: bool
@@ -77,13 +77,14 @@ class Status:
     expandable: bool | None = None
     out_of_memory: str = "torch.OutOfMemoryError"
     lost: tuple[str, ...] = ()
+    stitch: bool | None = None
 
     def __bool__(self) -> bool:
         return self.installed
 
     def __str__(self) -> str:
         if self.installed:
-            kind = "expandable" if self.expandable else "plain"
+            kind = ("expandable, stitched" if self.stitch else "expandable") if self.expandable else "plain"
             said = f"installed: reuse in captures is {self.reuse!r}, segments are {kind}"
             said = f"{said}, out of memory is a {self.out_of_memory}"
             return f"{said}; torch cannot do meanwhile: {'; '.join(self.lost)}"
@@ -117,7 +118,9 @@ def status() -> Status:
     found = library.load()
     if _installed is not None:
         reuse, expandable = _installed.reuse, _installed.expandable
-        return Status(True, True, None, found.path, found.abi, reuse, expandable, _installed.out_of_memory, LOST)
+        stitch = _installed.options.expandable == 2
+        oom = _installed.out_of_memory
+        return Status(True, True, None, found.path, found.abi, reuse, expandable, oom, LOST, stitch)
     reason = found.reason or unusable(found.library)
     return Status(False, reason is None, _failure or reason or NOT_ASKED, found.path, found.abi)
 
@@ -142,7 +145,7 @@ def install(
     *,
     reuse: Rule = "any_stream",
     expandable: bool = True,
-    stitch: bool = True,
+    stitch: bool = False,
     history: int = 0,
     snapshot_at_oom: str | os.PathLike[str] | None = None,
     garbage_threshold: float = 0.0,
@@ -153,10 +156,11 @@ def install(
     whose uses are proven over, to their own stream; "graph_wide" the same, asked of all capturing streams;
     "any_stream" also to other streams.  expandable: segments are ranges of addresses that grow, which leaves fewer
     holes; with "any_stream", the streams of a pool's captures share one.  Plain ones serve where the driver cannot map
-    memory.  stitch: in that one, pages may be mapped a second time, so that free pieces of several are one block.
-    history: how many events `memory_snapshot` shows, at most 1,500,000.  snapshot_at_oom: a file for a snapshot, as
-    JSON, whenever device 0 is out of memory; device N writes to the same name with ".N".  garbage_threshold: part of
-    the memory limit above which cached segments are given back, 0 (never) to below 1.
+    memory.  stitch: in that one, pages are mapped one by one, and may be a second time, so that free pieces of several
+    are one block: for captures over several streams with blocks of many sizes from 1 to 10 MiB.  history: how many
+    events `memory_snapshot` shows, at most 1,500,000.  snapshot_at_oom: a file for a snapshot, as JSON, whenever device
+    0 is out of memory; device N writes to the same name with ".N".  garbage_threshold: part of the memory limit above
+    which cached segments are given back, 0 (never) to below 1.
 
     Where it cannot be done, one line is logged, torch's own allocator goes on, and the result is false with the reason.
     A second call changes nothing.  Raises ValueError for a wrong argument, TypeError for a flag that is no bool.
@@ -173,7 +177,7 @@ def install(
         raise ValueError(f"install: garbage_threshold lies between 0 and 1, got {garbage_threshold!r}")
     options = Options(
         reuse=REUSE_RULES.index(reuse),
-        expandable=(1 if stitch else 2) if expandable else 0,  # as mg_options counts
+        expandable=(2 if stitch else 1) if expandable else 0,  # as mg_options counts
         garbage_threshold=garbage_threshold,
         history=history,
     )

@@ -8,7 +8,10 @@ Three kinds, opened alike by `with`:
 - the extension is installed: a pool of the extension.  torch's MemPool refuses a pluggable allocator.
 - the extension cannot be used: torch's MemPool alone, or nothing where there is no GPU; one line says so.
 
-Invariant: while a pool of torch's holds a segment of the extension, what frees that segment is there.
+A pool that was made with `sleeps` can give its pages back and have them again, at the same addresses (`Pool.sleep`).
+
+Invariants: while a pool of torch's holds a segment of the extension, what frees that segment is there; while a pool
+sleeps, nothing opens it.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ from typing import Any, Protocol
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.allocator import installing, library
-from multigraph_backend.allocator.library import Library, Refused
+from multigraph_backend.allocator import installing, library, sleeping
+from multigraph_backend.allocator.library import Block, Library, Refused
+from multigraph_backend.allocator.sleeping import Asleep, Keep, Sleeper
+from multigraph_backend.allocator.statistics import segments_of
 
 PoolId = tuple[int, int]
 
@@ -46,10 +51,14 @@ class _Kind(Protocol):
 
     id: PoolId | None
     mem_pool: torch.cuda.MemPool | None
+    index: int
 
     def opened(self) -> contextlib.AbstractContextManager[None]: ...
     def reserved(self) -> tuple[int, int]: ...
     def lent(self) -> int: ...
+    def ranges(self) -> tuple[sleeping.Range, ...]: ...
+    def sleep(self, keep: bool) -> int: ...
+    def wake(self) -> int: ...
     def empty_cache(self) -> int: ...
     def close(self) -> None: ...
 
@@ -61,27 +70,32 @@ class Pool:
     into it.  Tensors may outlive it; its memory is given back when it is closed or gone, and they are gone.
     """
 
-    def __init__(self, kind: _Kind, reason: str | None) -> None:
+    def __init__(self, kind: _Kind, reason: str | None, sleeps: bool = False) -> None:
         self.reason = reason
         """Why the extension does not supply its memory; None if it does."""
-        self._kind = kind
+        self._kind, self._sleeps = kind, sleeps
+        self._lock = threading.Lock()  # of the two that follow
+        self._open = 0
+        self._asleep = False
         self._opened = threading.local()
-        self._close = weakref.finalize(self, kind.close)
+        self._close = weakref.finalize(self, _end, kind)
         self._close.atexit = False
 
     @property
     def id(self) -> PoolId | None:
-        """As `torch.cuda.graph` takes it; None without a GPU."""
+        """As `torch.cuda.graph` takes it; None without a GPU.  Raises `Asleep` while it sleeps."""
+        self._awake()
         return self._kind.id
 
     @property
     def mem_pool(self) -> torch.cuda.MemPool | None:
-        """torch's object, where torch's allocator is current."""
+        """torch's object, where torch's allocator is current.  Raises `Asleep` while it sleeps."""
+        self._awake()
         return self._kind.mem_pool
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of segments that the extension supplies to it now; 0 where it supplies none."""
+        """Bytes of segments that the extension supplies to it now; 0 where it supplies none, or while it sleeps."""
         return self._kind.reserved()[0]
 
     @property
@@ -102,25 +116,94 @@ class Pool:
         if not self._close.alive:
             raise RuntimeError("this pool is closed")
         opened = self._kind.opened()
-        opened.__enter__()
+        with self._lock:
+            if self._asleep:
+                raise Asleep(_WAKE_FIRST)
+            self._open += 1
+        try:
+            opened.__enter__()
+        except BaseException:
+            self._closed()
+            raise
         self._stack().append(opened)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stack().pop().__exit__(kind, error, traceback)
+        try:
+            self._stack().pop().__exit__(kind, error, traceback)
+        finally:
+            self._closed()
+
+    def _closed(self) -> None:
+        with self._lock:
+            self._open -= 1
+
+    def _awake(self) -> None:
+        if self._asleep:
+            raise Asleep(_WAKE_FIRST)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether its pages are the device's now."""
+        return self._asleep
+
+    def sleep(self, keep: Keep = "host") -> int:
+        """Give its pages back to the device and keep its addresses; bytes.  `wake()` brings them back.
+
+        What lies in it (parameters, buffers, what a graph that was captured into it uses) may not be used before the
+        wake, and is valid then, with its views, recordings and CUDA graphs.  Tensors may die meanwhile.  keep: "host"
+        copies the contents to pinned memory of the host before, and back after; with "nothing" they are undefined after
+        the wake (with MULTIGRAPH_DEBUG=poison: NaN).
+
+        The device is waited for.  Raises `Asleep`, and has changed nothing, where it sleeps already, is open (`with`),
+        is used by a capture that is under way, or by a call of compiled code, or where the host has no memory for the
+        contents; RuntimeError where it was not made with `sleeps=True`, or the extension does not supply its memory.
+        """
+        keeps = sleeping.checked(keep)
+        if not self._sleeps:
+            raise RuntimeError("this pool cannot sleep: make it with pool(sleeps=True)")
+        if self.reason is not None:
+            raise RuntimeError(f"this pool cannot sleep, for its memory is not the extension's: {self.reason}")
+        with self._lock:
+            if not self._close.alive:
+                raise RuntimeError("this pool is closed")
+            if self._asleep:
+                raise Asleep("the pool sleeps already")
+            if self._open:
+                raise Asleep("the pool is open: what is allocated now goes there")
+            sleeper = Sleeper(self._kind.index, self._kind.ranges())
+            given = sleeping.fall_asleep(self._kind, sleeper, lambda: self._kind.sleep(keeps))
+            self._asleep = True
+            return given
+
+    def wake(self) -> int:
+        """Map new pages at the addresses of a pool that sleeps, with the contents that were kept; bytes.
+
+        Raises `Asleep` where it does not sleep, or where the device has not enough memory free: then it sleeps on, what
+        was kept is kept, and it can be tried again.
+        """
+        with self._lock:
+            if not self._asleep:
+                raise Asleep("the pool does not sleep")
+            brought = self._kind.wake()
+            self._asleep = False
+            sleeping.woken(self._kind)
+            return brought
 
     def empty_cache(self) -> int:
         """Give its cached segments back to the driver, also while it is held; bytes.
 
         Nothing of a pool into which something was captured: a replay may use it again.  Where torch's allocator is
         current it is `torch.cuda.empty_cache()`, which leaves pools that are held, and what that gave back of this one.
+        Pinned memory of the host that is kept for the next sleep goes too.
         """
         return self._kind.empty_cache()
 
     def close(self) -> None:
-        """Give it up.  Its memory goes back as soon as no tensor is in it."""
+        """Give it up.  Its memory goes back as soon as no tensor is in it.  One that sleeps never wakes again: what is
+        still in it may only die."""
         self._close()
 
     def _stack(self) -> list[contextlib.AbstractContextManager[None]]:
@@ -128,9 +211,18 @@ class Pool:
         return stack
 
 
+def _end(kind: _Kind) -> None:
+    kind.close()
+    sleeping.ended(kind)
+
+
+_WAKE_FIRST = "the pool sleeps: wake it first"
+
+
 def pool(
     *,
     use_on_oom: bool = False,
+    sleeps: bool = False,
     limit: int | None = None,
     reuse_in_captures: bool = False,
     device: torch.device | int | None = None,
@@ -139,35 +231,39 @@ def pool(
 
     use_on_oom: when the device is out of memory, free blocks of this pool serve allocations outside of it, also those
     that graphs captured into it use: replay none of these while `Pool.lent_bytes` is not 0.
+    sleeps: `Pool.sleep` can give its memory back for a while; its tensors cannot be shared with other processes then.
     limit: bytes of segments that it may hold; a pool of torch's without the extension has none.
     reuse_in_captures: switch on torch's own reuse inside captures (`graph_capture_record_stream_reuse`), for the whole
     process.  device: the current one.
 
-    Raises ValueError for a limit that is no positive number.  Where the extension cannot be used, torch's allocator
-    serves the pool and one line is logged.
+    Raises ValueError for a limit that is no positive number, and for `sleeps` with `use_on_oom`, for memory that others
+    use cannot sleep; RuntimeError where the driver maps no memory and the pool is to sleep.  Where the extension cannot
+    be used, torch's allocator serves the pool and one line is logged.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"pool: limit is a number of bytes from 1 on or None, got {limit!r}")
+    if sleeps and use_on_oom:
+        raise ValueError("pool: one that sleeps cannot serve others at out-of-memory (use_on_oom)")
     if torch.version.cuda is None or installing._gpus() == 0:
         reason = "there is no GPU that torch may use"
         events.warn_once("allocator pool", "a pool of the allocator extension does nothing: %s", reason)
-        return Pool(_Nothing(), reason)
+        return Pool(_Nothing(), reason, sleeps)
     torch.cuda.init()
     index = _index(device)
     installed = installing.installed()
     if installed is not None:
-        return Pool(_OfTheExtension(installed.library, index, use_on_oom, limit), None)
+        return Pool(_OfTheExtension(installed.library, index, use_on_oom, limit), None, sleeps)
     if reuse_in_captures:
         reuse_in_captures_of_torch()
     found = library.load()
     lacking: str | None = found.reason or installing.unusable(found.library)
     if found.library is not None and lacking is None:
-        made = _OfTorch.with_segments(found.library, index, use_on_oom, limit)
+        made = _OfTorch.with_segments(found.library, index, use_on_oom, limit, sleeps)
         if made is not None:
-            return Pool(made, None)
+            return Pool(made, None, sleeps)
         lacking = "more pools than the extension can supply at a time"
     events.warn_once("allocator pool", "a pool's memory comes from torch, not from the extension: %s", lacking)
-    return Pool(_OfTorch(index, use_on_oom), lacking)
+    return Pool(_OfTorch(index, use_on_oom), lacking, sleeps)
 
 
 def reuse_in_captures_of_torch() -> bool:
@@ -195,6 +291,7 @@ def _index(device: torch.device | int | None) -> int:
 class _Nothing:
     """No GPU."""
 
+    index = 0
     id: PoolId | None = None
     mem_pool: torch.cuda.MemPool | None = None
 
@@ -205,6 +302,15 @@ class _Nothing:
         return 0, 0
 
     def lent(self) -> int:
+        return 0
+
+    def ranges(self) -> tuple[sleeping.Range, ...]:
+        return ()
+
+    def sleep(self, keep: bool) -> int:
+        return 0
+
+    def wake(self) -> int:
         return 0
 
     def empty_cache(self) -> int:
@@ -227,19 +333,23 @@ class _OfTorch:
     def __init__(
         self, index: int, use_on_oom: bool, allocator: Any = None, loaded: Library | None = None, slot: int = -1
     ) -> None:
-        self._index, self._library, self._slot = index, loaded, slot
+        self.index, self._library, self._slot = index, loaded, slot
         with torch.cuda.device(index):
             self.mem_pool = torch.cuda.MemPool(allocator, use_on_oom=use_on_oom)
         self.id: PoolId | None = self.mem_pool.id
 
     @classmethod
-    def with_segments(cls, loaded: Library, index: int, use_on_oom: bool, limit: int | None) -> _OfTorch | None:
+    def with_segments(
+        cls, loaded: Library, index: int, use_on_oom: bool, limit: int | None, sleeps: bool = False
+    ) -> _OfTorch | None:
         """None: all slots are taken."""
         allocate, release = ctypes.c_void_p(), ctypes.c_void_p()
         slot = loaded.call("mg_segments_open", limit or 0, ctypes.byref(allocate), ctypes.byref(release))
         if slot < 0:
             return None
         try:
+            if sleeps:
+                loaded.call("mg_segments_map", slot, index)
             with _keeping:
                 if slot not in _kept:
                     _kept[slot] = _compat.custom_allocator(allocate.value, release.value)
@@ -252,7 +362,7 @@ class _OfTorch:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         assert self.mem_pool is not None
-        with torch.cuda.use_mem_pool(self.mem_pool, self._index):
+        with torch.cuda.use_mem_pool(self.mem_pool, self.index):
             yield
 
     def reserved(self) -> tuple[int, int]:
@@ -262,14 +372,49 @@ class _OfTorch:
         refused = ctypes.c_uint64()
         outs = [ctypes.byref(out) for out in (current, peak, count, refused)]
         self._library.call("mg_segments_read", self._slot, *outs)
-        return current.value, peak.value
+        asleep, away = ctypes.c_int(), ctypes.c_size_t()
+        self._library.call("mg_segments_asleep", self._slot, ctypes.byref(asleep), ctypes.byref(away))
+        return current.value - away.value, peak.value
 
     def lent(self) -> int:
         return 0
 
+    def ranges(self) -> tuple[sleeping.Range, ...]:
+        assert self._library is not None
+        count = ctypes.c_size_t()
+        self._library.call("mg_segments_list", self._slot, None, 0, ctypes.byref(count))
+        blocks = (Block * count.value)()
+        self._library.call("mg_segments_list", self._slot, blocks, count.value, ctypes.byref(count))
+        return tuple((block.address, block.bytes) for block in blocks)
+
+    def sleep(self, keep: bool) -> int:
+        assert self._library is not None
+        if _captures(self.index):
+            raise Asleep("a capture is under way, and may use the pool")
+        torch.cuda.synchronize(self.index)  # so that torch, too, notes what work is over
+        of_torch = sum(
+            segment["total_size"]
+            for segment in _compat.raw_snapshot(None)["segments"]
+            if tuple(segment["segment_pool_id"]) == self.id
+        )
+        ours = sum(nbytes for _, nbytes in self.ranges())
+        if of_torch > ours:
+            raise Asleep(f"{of_torch - ours} bytes of the pool are segments of torch's own, which cannot sleep")
+        given = ctypes.c_size_t()
+        sleeping.called(self._library.call, "mg_segments_sleep", self._slot, int(keep), ctypes.byref(given))
+        return given.value
+
+    def wake(self) -> int:
+        assert self._library is not None
+        brought = ctypes.c_size_t()
+        sleeping.called(self._library.call, "mg_segments_wake", self._slot, sleeping.fill(), ctypes.byref(brought))
+        return brought.value
+
     def empty_cache(self) -> int:
         before = self.reserved()[0]
         torch.cuda.empty_cache()
+        if self._library is not None:
+            self._library.call("mg_segments_empty_host", ctypes.byref(ctypes.c_size_t()))
         return before - self.reserved()[0]
 
     def close(self) -> None:
@@ -278,13 +423,26 @@ class _OfTorch:
             self._library.call("mg_segments_close", self._slot)
 
 
+def _captures(index: int) -> bool:
+    """Whether a capture is on, as far as torch can tell: on the current stream, or one of torch's pools of streams."""
+    if _compat.is_capturing():
+        return True
+    with torch.cuda.device(index):
+        for priority in (0, -1):
+            for _ in range(32):  # they are handed out in turn
+                with torch.cuda.stream(torch.cuda.Stream(index, priority=priority)):
+                    if _compat.is_capturing():
+                        return True
+    return False
+
+
 class _OfTheExtension:
     """A pool of the installed extension."""
 
     mem_pool: torch.cuda.MemPool | None = None
 
     def __init__(self, loaded: Library, index: int, use_on_oom: bool, limit: int | None) -> None:
-        self._library, self._index = loaded, index
+        self._library, self.index = loaded, index
         self._device = loaded.call("mg_torch_make_device", index)
         if self._device is None:
             raise Refused(loaded.message())
@@ -302,7 +460,7 @@ class _OfTheExtension:
         self._library.call(name, self._device, *self._id, *arguments)
 
     def _begin(self) -> None:
-        self._library.call("mg_torch_begin_pool_on_thread", self._index, *self._id)
+        self._library.call("mg_torch_begin_pool_on_thread", self.index, *self._id)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -314,9 +472,10 @@ class _OfTheExtension:
             self._call("mg_release_pool")
 
     def reserved(self) -> tuple[int, int]:
-        from multigraph_backend.allocator.statistics import segments_of
-
-        now = sum(segment["total_size"] for segment in segments_of(self._library, self._device, self._id))
+        asleep, away = ctypes.c_int(), ctypes.c_size_t()
+        self._library.call("mg_pool_asleep", self._device, *self._id, ctypes.byref(asleep), ctypes.byref(away))
+        segments = segments_of(self._library, self._device, self._id)
+        now = sum(segment["total_size"] for segment in segments) - away.value
         self._peak = max(now, getattr(self, "_peak", 0))
         return now, self._peak
 
@@ -325,10 +484,27 @@ class _OfTheExtension:
         self._library.call("mg_pool_lent", self._device, *self._id, ctypes.byref(lent))
         return lent.value
 
-    def empty_cache(self) -> int:
+    def ranges(self) -> tuple[sleeping.Range, ...]:
+        segments = segments_of(self._library, self._device, self._id)
+        return tuple((segment["address"], segment["total_size"]) for segment in segments)
+
+    def sleep(self, keep: bool) -> int:
         given = ctypes.c_size_t()
+        arguments = (self._device, *self._id, int(keep), ctypes.byref(given))
+        sleeping.called(self._library.call, "mg_pool_sleep", *arguments)
+        return given.value
+
+    def wake(self) -> int:
+        brought = ctypes.c_size_t()
+        arguments = (self._device, *self._id, sleeping.fill(), ctypes.byref(brought))
+        sleeping.called(self._library.call, "mg_pool_wake", *arguments)
+        return brought.value
+
+    def empty_cache(self) -> int:
+        given, of_the_host = ctypes.c_size_t(), ctypes.c_size_t()
         self._library.call("mg_empty_pool", self._device, *self._id, ctypes.byref(given))
+        self._library.call("mg_empty_host", self._device, ctypes.byref(of_the_host))
         return given.value
 
     def close(self) -> None:
-        self._library.call("mg_torch_release_pool", self._index, *self._id)
+        self._library.call("mg_torch_release_pool", self.index, *self._id)

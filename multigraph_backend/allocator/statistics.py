@@ -101,7 +101,8 @@ def reset_peak_memory_stats(device: torch.device | int | None = None) -> None:
 
 def empty_cache() -> int:
     """Give cached segments back to the driver, on all devices; bytes.  Does nothing while a capture is under way, and
-    leaves the segments of pools that somebody holds.  Where torch's allocator is current: torch's, and 0."""
+    leaves the segments of pools that somebody holds.  Pinned memory of the host that is kept for the next sleep goes
+    too.  Where torch's allocator is current: torch's, and 0."""
     installed = installing.installed()
     if installed is None:
         torch.cuda.empty_cache()
@@ -111,6 +112,7 @@ def empty_cache() -> int:
         given = ctypes.c_size_t()
         installed.library.call("mg_empty_cache", handle, ctypes.byref(given))
         total += given.value
+        installed.library.call("mg_empty_host", handle, ctypes.byref(given))
     return total
 
 
@@ -182,7 +184,7 @@ def table(stats: dict[str, int]) -> str:
     lines = [f"{'':<16} {'now':>12} {'most':>12} {'added':>12} {'taken away':>12}"]
     for level in _LEVELS:
         numbers = [stats[f"{level}.all.{number}"] for number in _NUMBERS]
-        shown = [_readable(number) if level.endswith("_bytes") else str(number) for number in numbers]
+        shown = [readable(number) if level.endswith("_bytes") else str(number) for number in numbers]
         name = level.removesuffix("_bytes")
         lines.append(f"{name:<16} " + " ".join(f"{text:>12}" for text in shown))
     others = [name for name in stats if ".all." not in name]
@@ -190,7 +192,8 @@ def table(stats: dict[str, int]) -> str:
     return "\n".join(lines)
 
 
-def _readable(count: int) -> str:
+def readable(count: int) -> str:
+    """Bytes for people."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(amount) < 1024:

@@ -3,6 +3,6 @@
 The way of the data: `partition` reads what may be recorded of a graph's code into a `GraphSpec`; `output_code` makes a
 piece of each part and puts them where the code was called (`opened` takes apart what they are given, `direct_call` is
 the short way from the dispatcher to them); `recordings` run, over one of `devices`, with one tree per device
-(`runtime`) and the `limits` that the user sets; `account` is what `explain()` shows of them, and `memory_map` where
-their memory lies.
+(`runtime`) and the `limits` that the user sets; `account` is what `explain()` shows of them, `memory_map` where their
+memory lies, and `snapshot` names them in a snapshot of memory.
 """

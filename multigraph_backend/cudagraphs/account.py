@@ -1,14 +1,17 @@
-"""What is recorded, and why the rest is not: the part of `explain()` about recordings."""
+"""What is recorded, what memory that takes, and why the rest is not: the part of `explain()` about recordings."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from multigraph_backend.allocator.statistics import readable
 from multigraph_backend.cudagraphs import memory_map
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut
+from multigraph_backend.cudagraphs.recordings import memory
+from multigraph_backend.cudagraphs.recordings.memory import PoolMemory, RecordingMemory
 from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL
@@ -43,10 +46,14 @@ class PieceReport:
 class DeviceReport:
     """The recordings of one device.
 
+    `pool_bytes`: held by all of its pools; `pools` says what of it is in use, `memory` what each recording takes of it;
+    `graph_bytes`: what the driver took for the graphs themselves, see `Device.graph_bytes`.
+
     `moved`: outputs that were held when their memory was needed; `again`: recordings beyond the first of a piece at one
-    key after the same one; `evicted`: given up for others; `unprofitable`: given up because they did not pay; `shared`:
-    how often several threads came to call; `copies`: whether all outputs are copies now because they do; `tree`: one
-    line a recording, children indented below the one that they follow; `nodes`: the same as data, with its memory.
+    key after the same one; `evicted`: given up for others; `gave_way`: given up for larger ones, in whose memory they
+    are made again; `unprofitable`: given up because they did not pay; `shared`: how often several threads came to call;
+    `copies`: whether all outputs are copies now because they do; `tree`: one line a recording, children indented below
+    the one that they follow; `nodes`: the same as data, with its memory.
     """
 
     device: int
@@ -56,12 +63,16 @@ class DeviceReport:
     again: int
     failed: int
     evicted: int
+    gave_way: int
     unprofitable: int
     shared: int
     copies: bool
     pieces: tuple[PieceReport, ...]
     tree: tuple[str, ...]
     nodes: tuple[memory_map.RecordingReport, ...] = ()
+    pools: tuple[PoolMemory, ...] = ()
+    memory: tuple[RecordingMemory, ...] = ()
+    graph_bytes: int = 0
 
     def __str__(self) -> str:
         megabytes = self.pool_bytes / (1 << 20)
@@ -71,10 +82,12 @@ class DeviceReport:
             "recorded again": self.again,
             "failed": self.failed,
             "given up for others": self.evicted,
+            "gave way to larger ones": self.gave_way,
             "given up because they did not pay": self.unprofitable,
         }
         if any(rare.values()):
             lines[0] += "; " + ", ".join(f"{count} {name}" for name, count in rare.items() if count)
+        lines += [f"  {line}" for line in self._memory_lines()]
         if self.shared:
             now = "all outputs are copies" if self.copies else "no more"
             lines.append(f"  several threads called {self.shared} times; now: {now}")
@@ -93,6 +106,17 @@ class DeviceReport:
                 said = f"not recorded, {count} calls" if why == piece.refused else f"{count} calls unrecorded"
                 lines += [f"    {said}: {why}", *_stack(piece.stacks.get(why), "      ")]
         return "\n".join([*lines, *(f"  {line}" for line in self.tree)])
+
+    def _memory_lines(self) -> list[str]:
+        lines = []
+        for pool in self.pools:
+            name = "pool" if len(self.pools) == 1 else f"pool {pool.generation}"
+            parts = {"live": pool.live, "lent": pool.lent, "dead": pool.dead}
+            text = f"{name}: {readable(pool.held)} held: " + ", ".join(f"{readable(n)} {of}" for of, n in parts.items())
+            lines.append(f"{text}, {readable(pool.warm)} of what is live from first calls" if pool.warm else text)
+        if self.graph_bytes:
+            lines.append(f"graphs: {readable(self.graph_bytes)} of the driver's own")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -131,27 +155,86 @@ def of(tree: Tree) -> DeviceReport:
     """The account of one tree, now."""
     with tree.lock:
         nodes = [node for node in tree.root.below() if node.keyed is not None]
+        pools, taken = memory.of_pools(tree), memory.of_recordings(tree)
+        given_up = [node for node, found in taken.items() if found.given_up]
         return DeviceReport(
             device=tree.device.index,
             recordings=tree.size,
-            pool_bytes=tree.device.pool_bytes(),
+            pool_bytes=sum(pool.held for pool in pools),
             moved=tree.counts["clones"],
             again=tree.counts["recorded again"],
             failed=tree.counts["failed"],
             evicted=tree.counts["evicted"],
+            gave_way=tree.counts["gave way"],
             unprofitable=tree.counts["not worth it"],
             shared=tree.counts["shared"],
             copies=tree.shared,
             pieces=tuple(_piece(piece, nodes) for piece in sorted(tree.pieces, key=lambda piece: piece.spec.label)),
-            tree=tuple(f"{'  ' * (node.depth - 1)}{_label(node)}: {node.calls} replays" for node in nodes),
-            nodes=tuple(memory_map.of(node, _label(node)) for node in nodes),
+            tree=(
+                *(f"{'  ' * (node.depth - 1)}{_line(node, taken[node])}" for node in nodes),
+                *(f"given up, with outputs alive: {_line(node, taken[node])}" for node in given_up),
+            ),
+            nodes=tuple(memory_map.of(node, memory.label(node)) for node in nodes),
+            pools=pools,
+            memory=tuple(taken.values()),
+            graph_bytes=tree.device.graph_bytes(),
         )
 
 
-def _label(node: Node) -> str:
-    assert node.keyed is not None
-    key = ", ".join(map(str, node.keyed.key))
-    return node.keyed.piece.spec.label + (f" [{key}]" if key else "")
+def _line(node: Node, taken: RecordingMemory) -> str:
+    kept = f"keeps {readable(taken.kept)}" + (f" ({readable(taken.alive)} alive)" if taken.alive else "")
+    peak = f"peak {readable(taken.peak)}" + (f" ({readable(taken.shared)} shared)" if taken.shared else "")
+    grown = f", made the pool {readable(taken.grown)} larger" if taken.grown else ""
+    return f"{taken.label}: {node.calls} replays; {kept}, {peak}{grown}"
+
+
+@dataclass(frozen=True)
+class CodeMemory:
+    """What the recordings of some compiled code take, added up: of `peak`, the largest is meant.  `constants`: bytes of
+    tensors that the code holds itself, outside of any pool."""
+
+    recordings: int = 0
+    kept: int = 0
+    alive: int = 0
+    peak: int = 0
+    constants: int = 0
+
+    def __str__(self) -> str:
+        parts = []
+        if self.recordings:
+            parts.append(f"{self.recordings} {'recording' if self.recordings == 1 else 'recordings'}")
+            parts.append(f"keeps {readable(self.kept)}" + (f" ({readable(self.alive)} alive)" if self.alive else ""))
+            parts.append(f"peak {readable(self.peak)}")
+        if self.constants:
+            parts.append(f"constants {readable(self.constants)}")
+        return ", ".join(parts)
+
+
+def of_pieces(trees: Iterable[Tree]) -> dict[PieceState, list[RecordingMemory]]:
+    """What each recording of each piece takes, also of those that were given up and have outputs alive."""
+    found: dict[PieceState, list[RecordingMemory]] = {}
+    for tree in trees:
+        with tree.lock:
+            for node, taken in memory.of_recordings(tree).items():
+                assert node.keyed is not None
+                found.setdefault(node.keyed.piece, []).append(taken)
+    return found
+
+
+def of_code(codes: Iterable[RecordedCode], of_piece: Mapping[PieceState, Sequence[RecordingMemory]]) -> CodeMemory:
+    """What the recordings of `codes` take, and their constants."""
+    codes = list(codes)
+    taken = [entry for code in codes for piece in code.pieces for entry in of_piece.get(piece, ())]
+    constants = {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes() for code in codes for value in code.constants()
+    }
+    return CodeMemory(
+        recordings=len(taken),
+        kept=sum(entry.kept for entry in taken),
+        alive=sum(entry.alive for entry in taken),
+        peak=max((entry.peak for entry in taken), default=0),
+        constants=sum(constants.values()),
+    )
 
 
 def _piece(piece: PieceState, nodes: list[Node]) -> PieceReport:

@@ -102,6 +102,11 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- what torch asks of compiled code
 
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors that the code holds itself."""
+        held = getattr(self.inner, "constants", None) or {}
+        return [value for value in held.values() if isinstance(value, torch.Tensor)]
+
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         graph_kwargs = {**graph_kwargs, "cudagraphs": _compat.BoxedBool(False)}  # torch's own trees stay out
         cached = self.inner.current_callable is None
@@ -202,16 +207,16 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                 part, function = opened.spec(part), opened.function(function)
             facts, names, of_graph = part, part.names, part.inputs
         tree.device.prepare(len(names) - len(facts.static))
+        reused = frozenset(at for at, index in enumerate(of_graph) if index is None or spec.is_backward)
+        changes = reused or facts.mutated or spec.random or spec.collectives or spec.not_known
         known = PieceSpec(
             names=names,
             visible=facts.visible,
             traces=tuple(None if index is None else spec.inputs[index].stack_trace for index in of_graph),
             static=frozenset(facts.static),
             mutated=frozenset(facts.mutated),
-            reused=frozenset(at for at, index in enumerate(of_graph) if index is None or spec.is_backward),
-            constants=tuple(
-                value for value in (self.inner.constants or {}).values() if isinstance(value, torch.Tensor)
-            ),
+            reused=reused,
+            constants=tuple(self.constants()),
             is_backward=spec.is_backward,
             label=self.label if number is None else f"{self.label}, piece {number}",
             random=spec.random,
@@ -220,6 +225,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             most=self.wanted.most,
             groups=facts.groups,
             copies=self.wanted.copies,
+            repeatable=spec.pure and not changes,
         )
         piece = Piece(tree, function, known, limits_of(tree, self.wanted.limits))
         return piece, piece if opened is None else opened.caller(piece)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.allocator import installing
+from multigraph_backend.allocator import installing, relief, sleeping, statistics
 from multigraph_backend.cudagraphs.devices.device import Device
-from multigraph_backend.cudagraphs.limits import LEAST, Limits, by_field
-from multigraph_backend.cudagraphs.recordings import poison
+from multigraph_backend.cudagraphs.limits import AMOUNTS, LEAST, Limits, accepts, by_field
+from multigraph_backend.cudagraphs.recordings import memory, poison
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 
+log = logging.getLogger(__name__)
+
+_PATIENCE = 1.0  # seconds that who asks for numbers waits for a call
 _lock = threading.Lock()
 _trees: dict[int, Tree] = {}
 _limits = Limits()
+_measured: dict[int, dict[events.Gauge, int]] = {}  # by device, when they were last read
 
 
 def unavailable() -> str | None:
@@ -48,6 +55,8 @@ def tree(index: int, make: Callable[[int], Device] | None = None) -> Tree:
             # asked for inside a compile, under its modes
             with _compat.disable_current_modes(), torch.inference_mode(False), torch.no_grad():
                 _trees[index] = Tree(make(index), _limits, _compat.step_marks, poison.asked(os.environ))
+                _trees[index].memory_sleeps(sleeping.asleep(index))
+                relief.ask(_give_way)
         return _trees[index]
 
 
@@ -57,9 +66,32 @@ def trees() -> list[Tree]:
         return list(_trees.values())
 
 
+def bytes_now() -> dict[events.Gauge, int]:
+    """What all pools and graphs take, for `events.stats`; of a device whose recordings are busy, what was read last."""
+    total: Counter[events.Gauge] = Counter()
+    for entry in trees():
+        if entry.lock.acquire(timeout=_PATIENCE):
+            try:
+                pools = memory.of_pools(entry)
+                _measured[entry.device.index] = {
+                    "pool_held_bytes": sum(pool.held for pool in pools),
+                    "pool_live_bytes": sum(pool.live for pool in pools),
+                    "pool_lent_bytes": sum(pool.lent for pool in pools),
+                    "pool_dead_bytes": sum(pool.dead for pool in pools),
+                    "graph_bytes": entry.device.graph_bytes(),
+                }
+            finally:
+                entry.lock.release()
+        total.update(_measured.get(entry.device.index, {}))
+    return dict(total)
+
+
+events.gauge(bytes_now)
+
+
 def limit_recordings(
     count: int | None = None,
-    pool_bytes: int | None = None,
+    pool_bytes: float | None = None,
     *,
     depth: int | None = None,
     failures: int | None = None,
@@ -67,27 +99,34 @@ def limit_recordings(
     unreplayed: int | None = None,
     idle: float | None = None,
     patience: float | None = None,
+    keep_free: float | None = None,
 ) -> None:
     """Limit what recordings of this process may cost on each device, from the next recording on.
 
-    count: recordings (1024).  pool_bytes: bytes of device memory for their pool; no limit.  Beyond `count` the least
-    recently used are given up; each is made again when it is needed again.  What does not fit into `pool_bytes` beside
-    what is there runs unrecorded.  depth: recordings that follow one another in a step (64).  failures: failed
-    recordings of one function before it is not tried again (2).  copied_bytes: bytes of inputs from which on their
-    copies are measured with care (16 MiB).  unreplayed: recordings of one piece, hardly replayed, before only what
-    comes again is recorded (32).  idle: seconds without a call of other threads after which outputs are no copies any
-    more (10).  patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it (1).
+    count: recordings (1024).  pool_bytes: memory for their pools; no limit.  Beyond `count` the least recently used are
+    given up; each is made again when it is needed again.  What does not fit into `pool_bytes` beside what is there runs
+    unrecorded, until it is worth more than those that would have to go for it.  depth: recordings that follow one
+    another in a step (64).  failures: failed recordings of one function before it is not tried again (2).
+    copied_bytes: bytes of inputs from which on their copies are measured with care (16 MiB).  unreplayed: recordings of
+    one piece, hardly replayed, before only what comes again is recorded (32).  idle: seconds without a call of other
+    threads after which outputs are no copies any more (10).  patience: seconds that a call waits for one of another
+    thread, before it runs unrecorded beside it (1).  keep_free: memory of the device that recordings leave to others:
+    where one would leave less, its call runs unrecorded (0.05).
 
+    `pool_bytes` and `keep_free` are bytes, or a fraction of the device as a float (0.5 is half of it).
     What is None, or not named, has its default.  `options={"limits": {...}}` says the same of one model.
     Raises ValueError for a number below what makes sense.
     """
     global _limits
     given = {
         "count": count, "pool_bytes": pool_bytes, "depth": depth, "failures": failures, "copied_bytes": copied_bytes,
-        "unreplayed": unreplayed, "idle": idle, "patience": patience,
+        "unreplayed": unreplayed, "idle": idle, "patience": patience, "keep_free": keep_free,
     }  # fmt: skip
     for name, value in given.items():
-        if value is not None and not value >= LEAST[name]:
+        if name in AMOUNTS:
+            if value is not None and not accepts(name, value):
+                raise ValueError(f"limit_recordings: {name} must be {AMOUNTS[name]}, got {value!r}")
+        elif value is not None and not value >= LEAST[name]:
             raise ValueError(f"limit_recordings: {name} must be a number from {LEAST[name]} on or None, got {value!r}")
     with _lock:
         _limits = Limits(**by_field({name: value for name, value in given.items() if value is not None}))
@@ -99,3 +138,43 @@ def forget() -> None:
     """Give up all recordings; outputs that are alive stay valid."""
     for entry in trees():
         entry.forget()
+
+
+def release() -> int:
+    """Give up all recordings, and give their memory back to the device; bytes.  The next calls record again.
+
+    Outputs that are alive are moved to memory of their own first, where that can be done: not while the device is busy,
+    or another thread is in the midst of a call.  Then their pool stays until they are gone, which is logged; recordings
+    of a device on which a call is under way are given up at the end of that call.
+    Raises `allocator.Asleep` while all memory of a device sleeps.
+    """
+    for entry in trees():
+        if entry.sleepers.all:
+            raise sleeping.Asleep("recordings whose memory sleeps have none to give back; wake it first")
+    before = sum(entry.device.reserved_bytes() for entry in trees())
+    forget()
+    if torch.cuda.is_initialized():
+        gc.collect()  # what is left of failed calls may hold graphs
+        statistics.empty_cache()
+    for entry in trees():
+        alive = sum(node.alive() for node in entry.path)
+        if entry.forgets:
+            log.info("recordings of device %d are given up when the call that is under way ends", entry.device.index)
+        elif alive:
+            log.info("outputs of %d recordings of device %d are alive: their pool stays", alive, entry.device.index)
+    return max(0, before - sum(entry.device.reserved_bytes() for entry in trees()))
+
+
+def _memory_sleeps(index: int, now: Sequence[sleeping.Sleeper]) -> None:
+    entry = _trees.get(index)
+    if entry is not None:
+        entry.memory_sleeps(now)
+
+
+def _give_way(index: int, lacking: int) -> bool:
+    """Before an allocation of `lacking` bytes fails."""
+    entry = _trees.get(index)
+    return entry is not None and entry.give_way()
+
+
+sleeping.listeners.append(_memory_sleeps)

@@ -21,6 +21,7 @@ import functools
 import logging
 import math
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,7 @@ class Lowered:
     `direct`: a shorter way to what `run` runs, known after the first call.
     `saved`: what became of the tensors that it saves for backward, where there are rules for them.
     `issued`: its collectives, where the graph has any, over symbols of the compile; `sizes` says what these are.
+    `codes`: what of it can be recorded, while that is there; a backward that is compiled late comes later.
     """
 
     run: CompiledFunction
@@ -78,6 +80,7 @@ class Lowered:
     saved: tuple[SavedTensors, ...] = ()
     issued: Issued | None = None
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
+    codes: Sequence[weakref.ref[RecordedCode]] = ()
 
     @property
     def shortest(self) -> CompiledFunction:
@@ -227,27 +230,29 @@ class CompileJob:
             fresh = fresh_inputs.build(graph, self.known, self.args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
             with _noting_floats(graph, fresh), _compat.tracing(context):
-                run, direct, codes = self._call_compiler(fresh, context)
+                run, direct, codes, alive = self._call_compiler(fresh, context)
             relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
         if self.hooked and any(said.packed for said in saved):
             run = without_hooks(run)
-        made = Lowered(run, relied_on, time.perf_counter() - started, direct, tuple(saved))
+        made = Lowered(run, relied_on, time.perf_counter() - started, direct, tuple(saved), codes=alive)
         if not graph.communicates:
             return made
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
 
     def _call_compiler(
         self, fresh: FreshInputs, context: Any
-    ) -> tuple[CompiledFunction, DirectCall | None, Sequence[RecordedCode]]:
-        """Code over the graph's arguments, a shorter way to it where there is one, and what of it can be recorded."""
+    ) -> tuple[CompiledFunction, DirectCall | None, Sequence[RecordedCode], Sequence[weakref.ref[RecordedCode]]]:
+        """Code over the graph's arguments, a shorter way to it where there is one, and what of it can be recorded; the
+        last also for those who may not keep it, with what is compiled late."""
         graph, options = self.graph, self.options
+        alive: list[weakref.ref[RecordedCode]] | None = [] if self.recorded else None
         # other ranks would wait for the collectives of a backward that is compiled when it is needed
-        when_needed = None if graph.communicates else self._when_needed()
+        when_needed = None if graph.communicates else self._when_needed(alive)
         if options.compiler != "inductor" or not (self.recorded or graph.communicates):
             compiled = compile_module(
                 fresh.module, fresh.inputs, options, ignore_shape_env=True, when_needed=when_needed
             )
-            return _over_arguments(compiled, fresh), None, ()
+            return _over_arguments(compiled, fresh), None, (), ()
         from multigraph_backend.cudagraphs import direct_call, output_code
 
         label = f"{graph.user_code}, {self.name}"
@@ -257,31 +262,42 @@ class CompileJob:
                 fresh.module, fresh.inputs, options, label, how, ignore_shape_env=True, when_needed=when_needed
             )
             run = _over_arguments(compiled, fresh)
+        alive = [] if alive is None else alive
+        alive += map(weakref.ref, codes)
         direct = None if fresh.divided else direct_call.find(run, codes, context.fw_metadata)
-        return (run, None, codes) if direct is None else (direct.first, direct, codes)
+        return (run, None, codes, alive) if direct is None else (direct.first, direct, codes, alive)
 
-    def _when_needed(self) -> _WhenNeeded:
-        return _WhenNeeded(self.state, self.cache_tag, self.bundled, self.options.compile_timeout)
+    def _when_needed(self, alive: list[weakref.ref[RecordedCode]] | None) -> _WhenNeeded:
+        return _WhenNeeded(self.state, self.cache_tag, self.bundled, self.options.compile_timeout, alive)
 
 
 @dataclass(frozen=True, eq=False)
 class _WhenNeeded:
     """Runs a backward's compile when a call first needs it, in the state of the first compile.
 
-    Code keeps it, so it holds nothing of the call that its job was for.
+    Code keeps it, so it holds nothing of the call that its job was for.  `alive`: where it notes what it has compiled;
+    None where nothing is recorded.
     """
 
     state: CompileState
     cache_tag: str
     bundled: bool
     timeout: float | None
+    alive: list[weakref.ref[RecordedCode]] | None
 
     def __call__(self, compile_backward: BackwardCompile) -> Any:
         return compile_within(self.timeout, functools.partial(self._run, compile_backward), self.state.context())
 
     def _run(self, compile_backward: BackwardCompile, process_wide: contextlib.ExitStack) -> Any:
         with self.state.restored(process_wide, self.cache_tag, autograd_cache=False, bundled=self.bundled):
-            return compile_backward(process_wide)
+            if self.alive is None:
+                return compile_backward(process_wide)
+            from multigraph_backend.cudagraphs import output_code
+
+            with output_code.attached() as codes:
+                made = compile_backward(process_wide)
+            self.alive.extend(map(weakref.ref, codes))
+            return made
 
 
 def _identity(graph: CapturedGraph, args: Sequence[Any], options: Options, cache_tag: str, grad: bool) -> str:

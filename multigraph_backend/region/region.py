@@ -22,6 +22,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, events, sealing
+from multigraph_backend.allocator.sleeping import Asleep
 from multigraph_backend.capture import declared, size_names
 from multigraph_backend.capture.aliasing import Sharing, sharing
 from multigraph_backend.capture.graph import CapturedGraph, NamedSize
@@ -263,7 +264,7 @@ class Region:
         draw_again = _draw_again(args) if once is None else None
         try:
             outputs = form.lowered.run(*args)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, Asleep):
             raise
         except Exception as error:
             if from_outside(error):  # it says nothing of the code, and does not come again where the call is run again

@@ -29,7 +29,7 @@ def test_blocks_of_a_path_as_the_tree_knows_them() -> None:
     nodes = report.nodes
     assert json.loads(json.dumps(asdict(report)))["nodes"][0]["label"] == "first"
     assert [(node.label, node.replays) for node in nodes] == [
-        (line.strip().split(":")[0], int(line.split()[-2])) for line in report.tree
+        (line.strip().split(":")[0], int(line.split(": ")[1].split()[0])) for line in report.tree
     ]
     assert [node.parent for node in nodes] == [None, nodes[0].number, nodes[1].number]
     assert [(block.kind, block.name, block.bytes) for block in nodes[0].blocks] == [

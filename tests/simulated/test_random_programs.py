@@ -17,17 +17,20 @@ import torch
 
 from multigraph_backend.cudagraphs.devices import bracket
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
-from multigraph_backend.cudagraphs.recordings import planning, recording, replay
+from multigraph_backend.cudagraphs.recordings import memory, planning, recording, replay
 from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
+from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.room import Room
+from multigraph_backend.cudagraphs.recordings.sharing import Sharing
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.tree import Tree
+from multigraph_backend.cudagraphs.recordings.warm_up import WarmUp
 from multigraph_backend.process import garbage
 from tests.support.simulated.random_programs import Wrong, run
 
-SLICE = range(100)
+SLICE = range(140)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +59,10 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "evicted": 50,
         "failed recordings": 20,
         "recordings with managed inputs": 5,
-        "recordings with inputs that die in them": 5,
+        "recordings with inputs that die in them": 2,
+        "warm-ups in the pool": 100,
+        "gave way": 20,
+        "moved from warm-ups": 20,
         "recordings that hand out copies": 20,
         "shared": 20,
         "not shared any more": 5,
@@ -69,8 +75,16 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "calls whose outputs are copies": 200,
         "recordings with parameters of a class": 20,
         "pieces dropped": 10,
+        "accounts with something alive": 500,
+        "accounts of what warm-ups left": 100,
+        "accounts of what was given up": 50,
         "calls in a capture of the caller": 20,
         "calls with a float": 80,
+        "calls that ran out of memory": 20,
+        "ran out of memory": 5,
+        "gave way to others": 5,
+        "changes of free memory": 50,
+        "warm-ups elsewhere": 3,
         "interruptions": 50,
         "calls that others waited for": 50,
         "calls that raised": 10,
@@ -163,6 +177,13 @@ def _storages_are_trusted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(replay, "_elsewhere", lambda device, made, names: [])
 
 
+def _warm_ups_are_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
+    def watch(warm: WarmUp, blocks: object) -> None:
+        warm.watched = ()
+
+    patch.setattr(WarmUp, "_watch", watch)
+
+
 def _copies_are_not_made(patch: pytest.MonkeyPatch) -> None:
     _pieces_are_taken_for(patch, copies=False)
 
@@ -248,9 +269,63 @@ def _pools_are_left_with_recordings_in_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Room, "leave_pools", leaves)
 
 
+def _recordings_give_way_whose_outputs_are_alive(patch: pytest.MonkeyPatch) -> None:
+    make_way, give_way = Tree._make_way, Sharing.give_way
+
+    def blind(tree: Tree, keyed: KeyedPiece, inputs: list[object]) -> bool:
+        path, tree.path = tree.path, []
+        try:
+            return make_way(tree, keyed, inputs)
+        finally:
+            tree.path = path
+
+    def leaves_it_all(sharing: Sharing, keyed: KeyedPiece) -> None:
+        sharing._room._recorded_in.clear()
+        give_way(sharing, keyed)
+
+    patch.setattr(Tree, "_make_way", blind)
+    patch.setattr(Sharing, "give_way", leaves_it_all)
+
+
+def _what_gave_way_is_found(patch: pytest.MonkeyPatch) -> None:
+    def give_way(sharing: Sharing, keyed: KeyedPiece) -> None:
+        sharing._nodes.device.new_pool()
+        sharing._nodes.device.leave(sharing._nodes.device.generation - 1)
+
+    patch.setattr(Sharing, "give_way", give_way)
+
+
 def _what_is_given_up_is_not_given_up_below(patch: pytest.MonkeyPatch) -> None:
     below = Node.below
     patch.setattr(Node, "below", lambda node: iter([node]) if node.parent else below(node))
+
+
+def _what_was_resized_counts_as_alive(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(memory, "alive", lambda tree, slot: slot.alive(tree.use_count))
+
+
+def _what_was_given_up_is_not_in_the_account(patch: pytest.MonkeyPatch) -> None:
+    read = memory.of_recordings
+    patch.setattr(
+        memory, "of_recordings", lambda tree: {node: it for node, it in read(tree).items() if not it.given_up}
+    )
+
+
+def _limits_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Room, "keep", lambda room, keyed, made, limits, had: room.grew(had))
+
+
+def _what_has_outgrown_a_limit_stays(patch: pytest.MonkeyPatch) -> None:
+    keep = Room.keep
+    patch.setattr(Room, "keep", lambda room, *args: keep(room, *args) or 0)
+
+
+def _nothing_gives_way(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Room, "give_way", lambda room: None)
+
+
+def _all_code_is_run_again(patch: pytest.MonkeyPatch) -> None:
+    _pieces_are_taken_for(patch, repeatable=True)
 
 
 MUTANTS = [
@@ -265,6 +340,7 @@ MUTANTS = [
     _outputs_are_moved_under_work_on_other_streams,
     _moved_outputs_are_not_waited_for,
     _storages_are_trusted,
+    _warm_ups_are_taken_for_dead,
     _copies_are_not_made,
     _changed_inputs_are_copied,
     _expanded_dimensions_are_forgotten,
@@ -275,12 +351,25 @@ MUTANTS = [
     _each_has_a_switch_of_its_own,
     _the_lock_is_held_while_code_runs,
     _pools_are_left_with_recordings_in_them,
+    _recordings_give_way_whose_outputs_are_alive,
+    _what_gave_way_is_found,
     _what_is_given_up_is_not_given_up_below,
+    _what_was_resized_counts_as_alive,
+    _what_was_given_up_is_not_in_the_account,
+    _limits_are_not_kept,
+    _what_has_outgrown_a_limit_stays,
+    _nothing_gives_way,
+    _all_code_is_run_again,
 ]
 
 
 #: where the first programs that show it are known: few have what it concerns
-FROM = {_floats_are_keys_by_what_they_equal: 100}
+FROM = {
+    _floats_are_keys_by_what_they_equal: 100,
+    _what_has_outgrown_a_limit_stays: 34,
+    _nothing_gives_way: 18,
+    _all_code_is_run_again: 23,
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import pickle
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import multigraph_backend
-from multigraph_backend import events
+from multigraph_backend import events, report
 from multigraph_backend.cudagraphs import account, output_code, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
@@ -66,6 +67,32 @@ def test_a_device_that_cannot_be_set_up_costs_the_recordings_alone(monkeypatch: 
     monkeypatch.setattr(runtime, "tree", fail)
     made = code(SPEC, "no device")
     assert (made.pieces, made([2])) == ((), ["ran", 2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_piece", "repeatable"),
+    [
+        ({}, {}, True),
+        ({"pure": False}, {}, False),
+        ({"random": True}, {}, False),
+        ({"is_backward": True}, {}, False),  # it may use the memory of what it is given again
+        ({"not_known": "an operator that may issue some"}, {}, False),
+        ({"mutated": (0,)}, {"mutated": (0,)}, False),
+        ({"whole": False}, {"inputs": (None,), "outputs": (0,)}, False),  # of a temporary, too
+    ],
+)
+def test_only_a_piece_that_changes_nothing_may_be_run_again(
+    changes: dict[str, Any], of_piece: dict[str, Any], repeatable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
+    monkeypatch.setattr(
+        Inner, "recursively_apply_fns", lambda self, wrappers: [wrap(self) for wrap in wrappers], raising=False
+    )
+    spec = dataclasses.replace(SPEC, pure=True, random=False, pieces=(dataclasses.replace(PIECE, **of_piece),))
+    (piece,) = code(dataclasses.replace(spec, **changes), "label").pieces
+    assert piece.spec.repeatable == repeatable
 
 
 def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +168,57 @@ def test_the_account_has_cuts_and_refusals(monkeypatch: pytest.MonkeyPatch) -> N
     assert {report.label for report in explanation.graphs} >= {"a", "b"}
     assert said[1] in str(explanation)
     assert json.loads(explanation.to_json())["graphs"]
+
+
+def test_the_account_of_a_variant_is_of_all_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recordings, which are others than those of other variants, and tensors that its code holds."""
+    bench = Bench()
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
+    monkeypatch.setattr(runtime, "trees", lambda: [bench.tree])
+
+    class Repeats(Inner):
+        def __call__(self, inputs: list[Any]) -> Any:
+            (x,) = inputs
+            inputs.clear()
+            return (x.repeat(self.times),)
+
+        def __init__(self, times: int, constants: dict[str, Any]) -> None:
+            self.times, self.constants = times, constants
+
+    table = torch.zeros(100)
+    held = {"table": table, "part": table[3:7], "name": "no tensor"}
+    with output_code.attached() as codes:
+        made = [RecordedCode(Repeats(n, held), SPEC, f"repeats {n}", WANTED, inference=True) for n in (2, 4)]
+        other = RecordedCode(Repeats(3, {}), SPEC, "of another variant", WANTED, inference=True)
+    assert codes == [*made, other]
+    for _ in range(2):
+        for entry in codes:
+            entry([torch.ones(8)])
+    output = made[1]([torch.ones(8)])
+    assert output is not None
+    of_piece = account.of_pieces([bench.tree])
+    found = account.of_code(made, of_piece)
+    assert (found.recordings, found.kept, found.alive, found.constants) == (2, 32 * (2 + 4), 32 * 4, 400)
+    assert found.peak == max(entry.peak for code in made for piece in code.pieces for entry in of_piece[piece])
+    assert account.of_code([other], of_piece).constants == 0
+    whole = account.of(bench.tree)
+    assert sum(entry.kept for entry in whole.memory) == found.kept + account.of_code([other], of_piece).kept
+    assert sum(pool.live for pool in whole.pools) == found.alive
+
+    variant = SimpleNamespace(forms=[SimpleNamespace(lowered=SimpleNamespace(codes=[weakref.ref(c) for c in made]))])
+    of_variant = report._memory_of_variants()
+    assert of_variant(variant) == found
+    none = SimpleNamespace(forms=[SimpleNamespace(lowered=SimpleNamespace(codes=()))])
+    assert of_variant(none) is None
+    entry = report.VariantReport("generic", "ready", 3, 0.0, None, ("True",), memory=found)
+    region = report.RegionReport(0, (), None, "f", "f.py", 1, {}, (), entry, (), ())
+    assert str(report.Explanation((region,))) == (
+        "graph 0: f (f.py:1)\n"
+        "  generic  ready            3 calls  compiled in 0.00 s\n"
+        f"    2 recordings, keeps 192 B (128 B alive), peak {found.peak} B, constants 400 B"
+    )
+    assert report.Explanation((region,)).to_dict()["regions"][0]["generic"]["memory"]["kept"] == 192
 
 
 def test_require_raises_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

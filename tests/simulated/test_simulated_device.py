@@ -698,11 +698,12 @@ def test_cyclic_garbage_is_no_leak(device: SimulatedDevice) -> None:
     assert len(capture(device, program).blocks) == 1
 
 
-def test_a_failed_capture_gives_the_pools_memory_back(device: SimulatedDevice) -> None:
+def test_a_failed_capture_gives_its_blocks_back_and_the_pool_keeps_the_memory(device: SimulatedDevice) -> None:
     with pytest.raises(CaptureFailed):
         capture(device, raises)
     assert device.calls("allocate") == [128]
-    assert device.pool_bytes() == 0
+    assert device._pool.arena.blocks == {}
+    assert device.pool_bytes() == 128
 
 
 def test_errors_in_the_choice_of_outputs_are_the_cause(device: SimulatedDevice) -> None:

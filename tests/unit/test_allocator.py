@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 
 import multigraph_backend
 from multigraph_backend import _compat, allocator
-from multigraph_backend.allocator import installing, library, pools, statistics
+from multigraph_backend.allocator import installing, library, pools, sleeping, statistics
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.doctor.allocator import AllocatorFacts
 from multigraph_backend.doctor.allocator import allocator as findings
@@ -71,6 +71,71 @@ def test_wrong_arguments_are_errors() -> None:
         allocator.pool(limit=0)
 
 
+def test_sleep_without_a_gpu_says_why() -> None:
+    with pytest.raises(ValueError, match=r"keep is 'host' or 'nothing', got 'hosts' \(did you mean 'host'\?\)"):
+        allocator.sleep("hosts")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one that sleeps cannot serve others"):
+        allocator.pool(sleeps=True, use_on_oom=True)
+    for call in (allocator.sleep, allocator.wake):
+        with pytest.raises(RuntimeError, match=r"of the installed extension; here a pool\(sleeps=True\) can sleep"):
+            call()
+    if torch.cuda.is_available():
+        return
+    pool, plain = allocator.pool(sleeps=True), allocator.pool()
+    with pytest.raises(RuntimeError, match=r"make it with pool\(sleeps=True\)"):
+        plain.sleep()
+    with pytest.raises(RuntimeError, match="its memory is not the extension's: there is no GPU"):
+        pool.sleep()
+    with pytest.raises(allocator.Asleep, match="does not sleep"):
+        pool.wake()
+    assert not pool.asleep
+    with pool, pool:
+        pass
+
+
+def test_a_pool_that_sleeps_is_not_opened_and_one_that_is_open_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    class Kind(pools._Nothing):
+        index = 63
+
+        def sleep(self, keep: bool) -> int:
+            calls.append(keep)
+            return 5
+
+        def wake(self) -> int:
+            if calls[-1] == "full":
+                raise allocator.Asleep("the device has no memory")
+            return 5
+
+    pool = pools.Pool(Kind(), None, sleeps=True)
+    with pool, pytest.raises(allocator.Asleep, match="the pool is open"):
+        pool.sleep()
+    assert pool.sleep() == 5
+    assert pool.asleep
+    for call in (pool.__enter__, lambda: pool.id, lambda: pool.mem_pool):
+        with pytest.raises(allocator.Asleep, match="wake it first"):
+            call()
+    with pytest.raises(allocator.Asleep, match="sleeps already"):
+        pool.sleep()
+    calls.append("full")
+    with pytest.raises(allocator.Asleep, match="has no memory"):
+        pool.wake()
+    assert pool.asleep
+    assert sleeping.asleep(63)
+    calls.append("room")
+    assert pool.wake() == 5
+    assert not sleeping.asleep(63)
+    pool.sleep(keep="nothing")
+    pool.close()
+    assert not sleeping.asleep(63)
+    assert calls == [True, "full", "room", False]
+    monkeypatch.setenv("MULTIGRAPH_DEBUG", "poison")
+    assert sleeping.fill() == 0xFF
+    monkeypatch.delenv("MULTIGRAPH_DEBUG")
+    assert sleeping.fill() == -1
+
+
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int, int]] = []
 
@@ -83,7 +148,7 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     installing.install_as_asked(
         {installing.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7}'}
     )
-    installing.install_as_asked({installing.OPTIONS_VARIABLE: '{"stitch": false}'})
+    installing.install_as_asked({installing.OPTIONS_VARIABLE: '{"stitch": true}'})
     assert asked == [("any_stream", 1, 0), ("own_stream", 0, 7), ("any_stream", 2, 0)]
     for said, error in (
         ('{"expendable": false}', r"install takes no 'expendable' \(did you mean 'expandable'\?\)"),

@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 
 import multigraph_backend
 from multigraph_backend.cudagraphs import runtime
-from multigraph_backend.cudagraphs.limits import LEAST, Limits
+from multigraph_backend.cudagraphs.limits import LEAST, Limits, in_bytes
 from multigraph_backend.cudagraphs.output_code import limits_of
 from multigraph_backend.declare.predicates import And, Eq, In, MultipleOf, Range
 from multigraph_backend.options import Options, OptionsError
@@ -471,7 +471,7 @@ print("torch" in sys.modules)
 def test_all_limits_of_recordings_are_options() -> None:
     names = {"per_device" if name == "count" else name for name in LEAST}
     assert names == {field.name for field in dataclasses.fields(Limits)}
-    given = {"count": 3, "pool_bytes": None, "patience": 0, "idle": 2.5, "unreplayed": 7}
+    given = {"count": 3, "pool_bytes": None, "patience": 0, "idle": 2.5, "unreplayed": 7, "keep_free": 0.1}
     options = build({"limits": given})
     assert dict(options.limits) == given
     assert options.recording != build().recording
@@ -486,7 +486,12 @@ def test_all_limits_of_recordings_are_options() -> None:
         ({"deptj": 3}, "option 'limits': unknown limit 'deptj' (did you mean 'depth'?); limits: count, "),
         ({"count": 0}, "option \"limits['count']\": expected a number from 1 on, got 0"),
         ({"depth": True}, "option \"limits['depth']\": expected a number from 1 on, got True"),
-        ({"pool_bytes": 1.5}, "option \"limits['pool_bytes']\": expected a number from 1 on or None, got 1.5"),
+        ({"pool_bytes": 1.5}, "option \"limits['pool_bytes']\": expected a number of bytes from 1 on, a fraction "),
+        ({"pool_bytes": 0.0}, "option \"limits['pool_bytes']\": expected a number of bytes from 1 on, a fraction "),
+        ({"pool_bytes": True}, "option \"limits['pool_bytes']\": expected a number of bytes from 1 on, a fraction "),
+        ({"keep_free": 1.0}, "option \"limits['keep_free']\": expected a number of bytes from 0 on, or a fraction "),
+        ({"keep_free": -1}, "option \"limits['keep_free']\": expected a number of bytes from 0 on, or a fraction "),
+        ({"keep_free": None}, "option \"limits['keep_free']\": expected a number of bytes from 0 on, or a fraction "),
         ({"copied_bytes": None}, "option \"limits['copied_bytes']\": expected a number from 0 on, got None"),
         ({"patience": -1}, "option \"limits['patience']\": expected a number of seconds from 0 on, got -1"),
         ({"idle": math.inf}, "option \"limits['idle']\": expected a number of seconds from 0 on, got inf"),
@@ -494,6 +499,11 @@ def test_all_limits_of_recordings_are_options() -> None:
 )
 def test_a_wrong_limit_is_an_error(value: object, text: str) -> None:
     assert error({"limits": value}).startswith(text)
+
+
+@pytest.mark.parametrize(("amount", "bytes_of_1000"), [(1, 1), (1.0, 1000), (0.05, 50), (5000, 5000), (0, 0), (0.0, 0)])
+def test_an_amount_of_memory_is_bytes_or_a_fraction_by_its_type(amount: float, bytes_of_1000: int) -> None:
+    assert in_bytes(amount, 1000) == bytes_of_1000
 
 
 def test_limits_of_the_process_and_of_one_model() -> None:
@@ -507,6 +517,12 @@ def test_limits_of_the_process_and_of_one_model() -> None:
         assert limits_of(bench.tree, ())() is bench.tree.limits
         with pytest.raises(ValueError, match="limit_recordings: idle must be a number from 0 on or None, got -1"):
             multigraph_backend.limit_recordings(idle=-1)
+        with pytest.raises(ValueError, match=r"limit_recordings: pool_bytes must be a number of bytes .*, got 1\.5"):
+            multigraph_backend.limit_recordings(pool_bytes=1.5)
+        with pytest.raises(ValueError, match=r"limit_recordings: keep_free must be a number of bytes .*, got 1\.0"):
+            multigraph_backend.limit_recordings(keep_free=1.0)
+        multigraph_backend.limit_recordings(pool_bytes=0.5, keep_free=1 << 30)
+        assert runtime._limits == Limits(pool_bytes=0.5, keep_free=1 << 30)
     finally:
         multigraph_backend.limit_recordings()
     assert runtime._limits == Limits()

@@ -12,7 +12,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from multigraph_backend.cudagraphs.devices.device import (
     CaptureFailed,
     DeviceFailed,
     Graph,
+    HeldPool,
     Layout,
     PoolState,
     is_plain,
@@ -51,6 +52,8 @@ class CudaDevice:
         self._left: dict[int, MemoryPool] = {}
         self._broken: list[torch.cuda.CUDAGraph] = []
         self._pooled: frozenset[int] = frozenset()
+        self._owned_bytes = 0  # of the owners that the last `restore` made
+        self._graph_bytes = 0
         self._pool: MemoryPool
         self.same_addresses = _compat.same_addresses
         self.use_count = _compat.storage_use_count
@@ -138,8 +141,15 @@ class CudaDevice:
             self.leave(later)
 
     def leave(self, generation: int) -> None:
-        self._left[generation].leave()  # which may fail, and is tried again then
-        del self._left[generation]
+        if not self.capturing():
+            # where the pool's memory is unmapped, and not freed, torch waits for the stream that it was allocated on
+            self._capture_stream.wait_stream(torch.cuda.current_stream(self.index))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.device(self.index))
+            with contextlib.suppress(OSError):  # memory goes back to the driver
+                stack.enter_context(_beside_captures())
+            self._left[generation].leave()  # which may fail, and is tried again then
+            del self._left[generation]
 
     def empty_state(self) -> PoolState:
         return self._pool.empty
@@ -148,6 +158,7 @@ class CudaDevice:
         self, state: PoolState, blocks: Collection[int], owned: Sequence[tuple[int, int]] = ()
     ) -> list[torch.UntypedStorage]:
         assert isinstance(state, State)
+        self._owned_bytes = sum(nbytes + _ROUNDING for _, nbytes in owned)
         try:
             return self._pool.restore(state, blocks, owned)
         except BaseException as error:
@@ -157,16 +168,74 @@ class CudaDevice:
             raise DeviceFailed(_first_line(error)) from error
 
     def pool_bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self._pool.segments())
+        return self._pool.held()
 
     def reserved_bytes(self) -> int:
-        return statistics.memory_reserved(self.index)
+        return self._totals().reserved
+
+    def pools(self) -> tuple[HeldPool, ...]:
+        there = sorted({**self._left, self.generation: self._pool}.items())
+        return tuple(HeldPool(generation, pool.id, pool.held(), pool.lent()) for generation, pool in there)
+
+    def graph_bytes(self) -> int:
+        return self._graph_bytes
+
+    def _totals(self) -> _Totals:
+        """Quick: nothing is walked, and nothing waited for."""
+        if installing.installed() is None:
+            nested = torch.cuda.memory_stats_as_nested_dict(self.index)
+            return _Totals(*(nested[level]["all"][number] for level, number in _NAMES))
+        flat = statistics.memory_stats(self.index)
+        return _Totals(*(flat.get(f"{level}.all.{number}", 0) for level, number in _NAMES))
+
+    def _free_memory(self) -> int | None:
+        """Bytes that the device has left, None where the driver does not say."""
+        try:
+            with _beside_captures():  # one may be on in this thread
+                return torch.cuda.mem_get_info(self.index)[0]
+        except (OSError, RuntimeError):
+            return None
+
+    def total_bytes(self) -> int:
+        return int(self._fraction() * torch.cuda.get_device_properties(self.index).total_memory)
+
+    def free_bytes(self) -> int:
+        with _beside_captures():
+            free, total = torch.cuda.mem_get_info(self.index)
+        fraction = self._fraction()
+        return free if fraction == 1.0 else min(free, int(fraction * total) - self.reserved_bytes())
+
+    def _fraction(self) -> float:
+        """The part of the device that torch's allocator may take (`set_per_process_memory_fraction`)."""
+        pluggable = torch.cuda.get_allocator_backend() == "pluggable"
+        return 1.0 if pluggable else torch.cuda.get_per_process_memory_fraction(self.index)
+
+    def cached_bytes(self) -> int:
+        return self.reserved_bytes() - statistics.memory_allocated(self.index)
+
+    def empty_cache(self) -> None:
+        statistics.empty_cache()
 
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
         for address, nbytes in poison.others(self._pool.segments(), kept):
             self.maker(Layout((nbytes,), (1,), 0, torch.uint8))(self.storage_at(address, nbytes)).fill_(poison.BYTE)
 
-    # ---------------------------------------------------------------- recording
+    # ---------------------------------------------------------------- running and recording
+
+    def run_in_pool(self, function: Callable[[], Any]) -> Any:
+        # on the stream of captures: the allocator keeps what is free apart by stream, and they are to find it
+        current = torch.cuda.current_stream(self.index)
+        with torch.cuda.device(self.index), _own_workspaces():
+            self._capture_stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._capture_stream), self._pool.allocating():
+                    return function()
+            finally:
+                current.wait_stream(self._capture_stream)
+
+    def unowned(self) -> dict[int, int]:
+        adopted = self._pool.adopted
+        return {address: nbytes for address, nbytes in self._pool.blocks().items() if address not in adopted}
 
     def capture(
         self,
@@ -201,9 +270,12 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
+        self._have_blas_handle()
         with _undisturbed(self.index), contextlib.ExitStack() as stack:
             current, uses = torch.cuda.current_stream(self.index), self._pool.uses()
             self._capture_stream.wait_stream(current)
+            before = after = self._totals()
+            taken = 0
 
             def begin() -> None:
                 free = None if random else stack.enter_context(generator_set_free(self.index, current))
@@ -211,8 +283,16 @@ class CudaDevice:
                 if free is not None:
                     free()
 
+            def end() -> None:
+                nonlocal after, taken
+                totals, left = self._totals(), self._free_memory()
+                graph.capture_end()  # makes the driver's graph
+                now, after = self._free_memory(), self._totals()
+                if left is not None and now is not None and after.reserved_taken == totals.reserved_taken:
+                    taken = max(left - now, 0)  # else another thread's allocation came in between
+
             with torch.cuda.stream(self._capture_stream):
-                outcome = bracket.captured(begin, function, graph.capture_end, self.capturing)
+                outcome = bracket.captured(begin, function, end, self.capturing)
                 if outcome.broken:
                     graph.reset()  # lets go of the pool as far as it has it
                     self._pool.stop(uses)
@@ -242,7 +322,22 @@ class CudaDevice:
             raise CaptureFailed(_first_line(problem)) from problem
         state = self._pool.adopt(live_out.values())
         blocks = {address: storage.nbytes() for address, storage in live_out.items()}
-        return Captured(cast(Graph, graph), result, blocks, freed, state)
+        self._graph_bytes += taken
+        peak = max(before.most_until(after) + self._owned_bytes, sum(blocks.values()))
+        grown = max(after.reserved - before.reserved, 0)
+        return Captured(cast(Graph, graph), result, blocks, freed, state, peak, grown)
+
+    def _have_blas_handle(self) -> None:
+        """Have torch make this thread's handle of cuBLAS, which it could not while capturing.
+
+        With it comes a workspace of tens of MiB, so it is made in the pool, where the recording finds that memory.
+        """
+        having: set[int] = _handles.__dict__.setdefault("devices", set())
+        if self.index not in having:
+            stream = self._capture_stream
+            with torch.cuda.device(self.index), torch.cuda.stream(stream), self._pool.allocating():
+                torch.cuda.current_blas_handle()
+            having.add(self.index)
 
     def _let_go(self, problem: BaseException, broken: bool) -> None:
         """After a failed capture: free what it allocated, or go on in another pool where this one is spoilt."""
@@ -311,10 +406,32 @@ class CudaDevice:
         return self._pooled
 
 
+_ROUNDING = 511  # bytes by which a block may be larger than what was asked for
+#: what `_Totals` has, by torch's names
+_NAMES = (("reserved_bytes", "current"), ("reserved_bytes", "allocated"), ("allocated_bytes", "current"),
+          ("allocated_bytes", "peak"), ("allocated_bytes", "allocated"))  # fmt: skip
+
+
+class _Totals(NamedTuple):
+    """What the allocator says of a device as a whole, in bytes; what is taken is counted since the process began."""
+
+    reserved: int
+    reserved_taken: int
+    allocated: int
+    allocated_most: int
+    allocated_taken: int
+
+    def most_until(self, later: _Totals) -> int:
+        """How much was allocated at once since then, at most, where nothing of before was freed."""
+        return max(min(later.allocated_taken - self.allocated_taken, later.allocated_most - self.allocated), 0)
+
+
 def _quietly(function: Callable[[], None]) -> None:
     with contextlib.suppress(Exception):
         function()
 
+
+_handles = threading.local()  # `devices`: those of which this thread has a handle of cuBLAS
 
 _RELAXED = 2  # the driver's CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -354,13 +471,18 @@ def _captures(streams: Iterable[int]) -> bool:
 def _undisturbed(index: int) -> Iterator[None]:
     """Around a capture: no garbage collection (it may free what must not be freed then), and cuBLAS workspaces inside
     the recording and nowhere else."""
-    with garbage.paused(), torch.cuda.device(index):
-        torch.cuda.current_blas_handle()  # cannot be made while capturing, and each thread has its own
+    with garbage.paused(), torch.cuda.device(index), _own_workspaces():
+        yield
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Workspaces of cuBLAS that are made inside go at the end, and it finds none of before."""
+    _compat.clear_cublas_workspaces()
+    try:
+        yield
+    finally:
         _compat.clear_cublas_workspaces()
-        try:
-            yield
-        finally:
-            _compat.clear_cublas_workspaces()
 
 
 def _clear_frames(error: BaseException) -> None:

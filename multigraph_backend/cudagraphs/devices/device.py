@@ -13,7 +13,7 @@ address: once `capture` has returned, no storage frees pool memory by dying; `fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,6 +84,9 @@ class Captured:
     `result`: what the captured function returned.  `blocks`: address and bytes of each block that is still allocated
     in the pool because of this capture (outputs), now owned by the runtime.  `freed`: addresses of blocks whose owners
     (see `restore`) died during the capture.  `state`: the pool right after.
+
+    `peak`: bytes of the pool that it had allocated at once, at most; what was alive before is not counted.  An upper
+    bound where the allocator does not tell.  `grown`: bytes by which the allocator's reserved memory grew meanwhile.
     """
 
     graph: Graph
@@ -91,6 +94,21 @@ class Captured:
     blocks: dict[int, int]
     freed: frozenset[int]
     state: PoolState
+    peak: int = 0
+    grown: int = 0
+
+
+@dataclass(frozen=True)
+class HeldPool:
+    """One pool as its allocator knows it.
+
+    `id`: as snapshots of memory name it.  `held`: bytes reserved of the device.  `lent`: those that serve others now.
+    """
+
+    generation: int
+    id: tuple[int, int]
+    held: int
+    lent: int
 
 
 class Device(Protocol):
@@ -170,9 +188,29 @@ class Device(Protocol):
     def reserved_bytes(self) -> int:
         """The same, and what the allocator has reserved for others; a quick question."""
 
+    def total_bytes(self) -> int:
+        """All memory of the device that this process may use."""
+
+    def free_bytes(self) -> int:
+        """Of that, what nobody has reserved."""
+
+    def cached_bytes(self) -> int:
+        """Bytes that the allocator has reserved, for pools or others, and that no block is allocated in."""
+
+    def empty_cache(self) -> None:
+        """Give back to the device what is cached outside of pools that are in use.  The device has been waited for."""
+
     #: which pool is in use, counted from 0.  A failed capture may leave a pool in which nothing can be recorded any
     #: more; `capture` then begins a new one.  What was recorded in the old one lives on there, out of the way of others
     generation: int
+
+    def pools(self) -> tuple[HeldPool, ...]:
+        """All pools that are there, by generation.  Quick while nobody has reserved memory since the last time."""
+
+    def graph_bytes(self) -> int:
+        """Bytes by which the device's free memory fell while graphs were instantiated, in all: what the driver took for
+        them.  It takes whole pages, of 2 MiB mostly, and keeps them for later graphs; so most graphs cost nothing that
+        can be seen, and nothing is told of one."""
 
     def new_pool(self) -> None:
         """Begin an empty pool, of a generation after all that are there; the old one stays until `leave`."""
@@ -186,7 +224,19 @@ class Device(Protocol):
     def leave(self, generation: int) -> None:
         """Give an old pool's memory back: nothing recorded in it is left, and nothing in it is alive."""
 
-    # ---------------------------------------------------------------- recording
+    # ---------------------------------------------------------------- running and recording
+
+    def run_in_pool(self, function: Callable[[], Any]) -> Any:
+        """Run `function` with all that it allocates on the calling thread coming from the pool, which `restore` has put
+        into the state to begin in.  Nothing of that is owned: its storages free it by dying, as ever.  Until all of it
+        is free, which `unowned` tells, nothing may be captured, restored or replayed here.
+
+        Raises what `function` raises.
+        """
+
+    def unowned(self) -> Mapping[int, int]:
+        """Address and bytes of each block that is allocated in the pool and not owned by the runtime; not a quick
+        question."""
 
     def capture(
         self,

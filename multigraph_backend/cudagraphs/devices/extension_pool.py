@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,8 +117,20 @@ class ExtensionPool:
         self.adopted -= freed
         return freed
 
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        self._library.call("mg_torch_begin_pool_on_thread", self.index, *self.id)
+        try:
+            yield
+        finally:
+            self._call("mg_end_pool")
+            self._call("mg_release_pool")
+
+    def blocks(self) -> dict[int, int]:
+        return dict(self._runs("mg_pool_blocks"))
+
     def holds_only(self, addresses: Collection[int]) -> bool:
-        return {address for address, _ in self._runs("mg_pool_blocks")} == set(addresses)
+        return self.blocks().keys() == set(addresses)
 
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
         live_out = {storage._cdata: storage for storage in storages}
@@ -158,6 +170,14 @@ class ExtensionPool:
     def segments(self) -> list[tuple[int, int]]:
         return self._runs("mg_pool_segments")
 
+    def held(self) -> int:
+        return sum(nbytes for _, nbytes in self.segments())
+
+    def lent(self) -> int:
+        lent = ctypes.c_size_t()
+        self._call("mg_pool_lent", ctypes.byref(lent))
+        return lent.value
+
     def _runs(self, name: str) -> list[tuple[int, int]]:
         count = ctypes.c_size_t()
         self._call(name, None, 0, ctypes.byref(count))
@@ -176,3 +196,6 @@ class ExtensionPool:
         if self._is_held:
             self._is_held = False
             self._library.call("mg_torch_release_pool", self.index, *self.id)
+            # to the device: another pool has no use for it. What a graph still keeps goes when the cache is emptied
+            with contextlib.suppress(Refused):
+                self._call("mg_empty_pool", ctypes.byref(ctypes.c_size_t()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -50,6 +50,12 @@ class MemoryPool(Protocol):
     def holds_only(self, addresses: Collection[int]) -> bool:
         """Whether these blocks are allocated and no others are."""
 
+    def allocating(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, what the calling thread allocates on the device comes from here, and its storages free it."""
+
+    def blocks(self) -> dict[int, int]:
+        """Address and bytes of each block that is allocated."""
+
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
         """Own the blocks of `storages`, and those of owners that live; the state of now."""
 
@@ -65,6 +71,12 @@ class MemoryPool(Protocol):
 
     def segments(self) -> list[tuple[int, int]]:
         """Address and bytes of each run of memory that is reserved."""
+
+    def held(self) -> int:
+        """Bytes of these; a quick question while nobody reserves memory of the device or gives any back."""
+
+    def lent(self) -> int:
+        """Bytes of it that serve others now."""
 
     def leave(self) -> None:
         """Free all that is adopted.  The pool serves no further captures."""
@@ -117,6 +129,24 @@ def capture_anchor(
     return flag
 
 
+class Reserved(NamedTuple):
+    """Bytes that torch's allocator has reserved of a device: now, and of all time what it took and what it gave back.
+    As long as these are what they were, nobody's segments have changed."""
+
+    now: int
+    taken: int
+    given_back: int
+
+
+def reserved(index: int) -> Reserved | None:
+    """See `Reserved`; a quick question, which walks nothing.  None where CUDA is of no use, as in a forked process."""
+    told = torch.cuda.memory_stats_as_nested_dict(index)
+    if not told:
+        return None
+    found = told["reserved_bytes"]["all"]
+    return Reserved(found["current"], found["allocated"], found["freed"])
+
+
 class TorchPool:
     """A `torch.cuda.MemPool`, with the calls that torch made for its own trees.
 
@@ -131,6 +161,8 @@ class TorchPool:
         self.id: tuple[int, int] = self._pool.id
         self.adopted: set[int] = set()
         self._owners: list[tuple[int, StorageWeakRef]] = []
+        self._looked_at: Reserved | None = None
+        self._held = 0
         self._written = capture_anchor(index, self.id, anchor, stream)
         self.empty = State(self._now(), frozenset())
 
@@ -157,6 +189,17 @@ class TorchPool:
 
     def holds_only(self, addresses: Collection[int]) -> bool:
         return bool(_compat.pool_holds_only(self.index, self.id, set(addresses)))
+
+    def allocating(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.use_mem_pool(self._pool, self.index)
+
+    def blocks(self) -> dict[int, int]:
+        return {
+            block["address"]: block["size"]
+            for segment in self._segments()
+            for block in segment["blocks"]
+            if block["state"] != "inactive"  # those that wait for a stream are taken too
+        }
 
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> State:
         live_out = list(storages)
@@ -187,13 +230,29 @@ class TorchPool:
             _compat.release_pool(self.index, self.id)
 
     def segments(self) -> list[tuple[int, int]]:
+        return [(segment["address"], segment["total_size"]) for segment in self._segments()]
+
+    def held(self) -> int:
+        now = reserved(self.index)  # first: another thread may reserve memory meanwhile, and is seen the next time
+        if now is not None and now != self._looked_at:
+            self._held = sum(nbytes for _, nbytes in self.segments())
+            self._looked_at = now
+        return self._held
+
+    def lent(self) -> int:
+        return 0
+
+    def _segments(self) -> list[Any]:
         # of everything: asked for one pool by its id, torch 2.11 drops references that it does not hold, and the
         # numbers of that id are freed while they are in use
         found = _compat.raw_snapshot(None)["segments"]
-        own = [segment for segment in found if tuple(segment["segment_pool_id"]) == self.id]
-        return [(segment["address"], segment["total_size"]) for segment in own]
+        return [segment for segment in found if tuple(segment["segment_pool_id"]) == self.id]
 
     def leave(self) -> None:
         for address in self.adopted:
             _compat.free_block(address)
         self.adopted.clear()
+        # in this order: when the pool's object goes, torch gives back what no graph keeps any more; what a graph still
+        # keeps then stays reserved until the cache is emptied or memory is short
+        self._anchor.reset()
+        self.__dict__.pop("_pool", None)

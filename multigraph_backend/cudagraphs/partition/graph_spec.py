@@ -117,6 +117,7 @@ class GraphSpec:
     devices: indices of the devices that recordings would be made on; empty: nothing runs on such a device
     refused: why nothing of it can be recorded
     collectives: what it issues, in order; `not_known`: why that cannot be told
+    pure: whether all operators are known to leave nothing behind but results, what they write to and random numbers
     """
 
     is_backward: bool
@@ -133,6 +134,7 @@ class GraphSpec:
     random: bool = True
     collectives: tuple[Collective, ...] = ()
     not_known: str | None = None
+    pure: bool = False
 
     @property
     def groups(self) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from multigraph_backend import _compat
+from multigraph_backend.capture import effects
 from multigraph_backend.cudagraphs.partition import cuts
 from multigraph_backend.cudagraphs.partition.cuts import CutRules
 from multigraph_backend.cudagraphs.partition.generated_code import GeneratedCode, NotUnderstood, Parameters, PieceCall
@@ -87,6 +88,7 @@ def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRu
         random=draws(gm),
         collectives=collectives,
         not_known=not_known,
+        pure=effects.impure(gm) is None,
     )
     return Taken(
         graph, tuple(sorted({op.name() for op in never})), {f"torch.ops.{op}": why for op, why in never.items()}

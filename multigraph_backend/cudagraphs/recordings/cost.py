@@ -4,7 +4,8 @@ A replay costs the host the staging of inputs, a launch and the outputs, and the
 host's time for the code itself, which for a kernel or two is less.  All of it is measured: the code while it is
 captured, the first replays, and one copy of the inputs between two events of the device.
 
-In:  those times.  Out: a verdict, once.  A piece that loses runs unrecorded from then on.
+In:  those times.  Out: a verdict, once.  A piece that loses runs unrecorded from then on.  And what a recording saves
+at each call, for choosing among recordings that do not all fit into memory (`room`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,18 @@ class Trial:
             f"it does not pay: a replay takes {self.best:.1f} us{copying}, its code {self.code_us:.1f} us "
             "(record_small=True records it all the same)"
         )
+
+
+#: of the host's time for the code, what a replay is taken to save where replays were not timed
+_SAVED = 0.8
+
+
+def saved_us(code_us: float, trial: Trial | None) -> float:
+    """Microseconds of the host that a replay saves: as the first replays were timed, where they were; else estimated
+    from the time for the code while it was captured, `code_us`, most of which are launches and allocations."""
+    if trial is None or not trial.replays:
+        return _SAVED * code_us
+    return max(trial.code_us - trial.best - (trial.copies() or 0.0), 0.0)
 
 
 NOT_REPLAYED = (

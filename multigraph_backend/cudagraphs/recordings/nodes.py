@@ -47,8 +47,8 @@ class Node:
     """
 
     __slots__ = ("__weakref__", "_parent", "after", "calls", "children", "dead", "depth", "destroyed", "final",
-                 "generation", "holds", "keyed", "number", "queued", "ready", "recording", "run", "slots", "state",
-                 "tree", "trial", "used", "watched")  # fmt: skip
+                 "generation", "holds", "keyed", "number", "queued", "ready", "recording", "run", "slept", "slots",
+                 "state", "tree", "trial", "used", "watched")  # fmt: skip
 
     def __init__(
         self, tree: Nodes, state: PoolState, parent: Node | None = None, keyed: KeyedPiece | None = None,
@@ -68,6 +68,7 @@ class Node:
         self.ready = self.destroyed = False
         self.run: Run = not_built
         self.holds: Holds = lambda inputs: False
+        self.slept: Holds | None = None  # what `holds` is again when memory that it reads wakes (see `asleep`)
         self.trial = None if recording is None or tree.poisons else recording.trial
 
     @property

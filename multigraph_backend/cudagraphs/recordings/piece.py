@@ -15,7 +15,10 @@ from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
+import torch
+
 from multigraph_backend.cudagraphs.limits import Limits
+from multigraph_backend.cudagraphs.recordings.out_of_memory import Given, inputs_again
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
 from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
 from multigraph_backend.cudagraphs.recordings.tree import Tree
@@ -34,6 +37,7 @@ class Piece(PieceState):
     ) -> None:
         super().__init__(function, spec, (lambda: tree.limits) if limits is None else limits)
         self.tree, self.is_backward = tree, spec.is_backward
+        self._passing = tuple(index for index in range(len(spec.names)) if index not in spec.static)
         tree.pieces.add(self)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
@@ -67,9 +71,21 @@ class Piece(PieceState):
                     return chosen.run(chosen, inputs)
         return self._out_of_turn(inputs, mine)
 
-    def _as_it_is(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run its code unrecorded."""
-        outputs: Sequence[Any] = self.tree.as_it_is(self._copying if self.spec.copies else self.function, inputs)
+    def _as_it_is(self, inputs: list[Any], in_turn: bool) -> Sequence[Any]:
+        """Run its code unrecorded; once more, where memory ran out and recordings gave way."""
+        code, warming = (self._copying, None) if self.spec.copies else (self.function, self if in_turn else None)
+        given = Given(inputs, self._passing) if self.spec.repeatable else None
+        outputs: Sequence[Any]
+        try:
+            outputs = self.tree.as_it_is(code, inputs, warming)
+        except torch.OutOfMemoryError as error:
+            again = inputs_again(given, error, self.tree)
+            if again is None:
+                raise
+        else:
+            return outputs
+        inputs.clear()
+        outputs = self.tree.as_it_is(code, again)
         return outputs
 
     def _copying(self, inputs: list[Any]) -> Sequence[Any]:
@@ -81,9 +97,9 @@ class Piece(PieceState):
         tree, call = self.tree, Call(self.tree.turns)
         try:
             if call.begin(self.awaited, tree.patience(self.spec.required, self.limits)):
-                return self._as_it_is(inputs) if chosen else self(inputs)
+                return self._as_it_is(inputs, True) if chosen else self(inputs)
             if not chosen:
                 tree.count_aside(self, inputs)
-            return self._as_it_is(inputs)
+            return self._as_it_is(inputs, False)
         finally:
             call.end()

@@ -27,7 +27,8 @@ class PieceSpec:
     draws random numbers.  required: whether a call that runs unrecorded after the first is an error.  must_pay: whether
     a recording that costs more than it saves is given up.  most: recordings at one key after the same parent, or as
     deep in a step, before inputs at new addresses are copied.  groups: names of the process groups whose collectives
-    it issues.  copies: whether what a user may hold is never memory of the pool, but a copy.
+    it issues.  copies: whether what a user may hold is never memory of the pool, but a copy.  repeatable: whether its
+    code, where it ended with an error, may be run again: it changes nothing but what it returns.
     """
 
     names: tuple[str, ...]
@@ -45,6 +46,7 @@ class PieceSpec:
     most: int = MOST
     groups: tuple[str, ...] = ()
     copies: bool = False
+    repeatable: bool = False
 
     def trace(self, index: int) -> str | None:
         """Where the user's code first uses input `index`, if that is known."""

@@ -27,7 +27,10 @@ class KeyedPiece:
     `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
     inputs that came at too many addresses.  `reasons`: skip reasons, why calls ran unrecorded, counted; `refused`: the
     skip reason of all calls to come; `unprofitable`: it is that a recording costs more than it saves.
+    `warms_up`: its next call is to run in the pool, as it is.
     `nodes`: recordings of it that may be found; `needs`: bytes that one was seen to need of an empty pool.
+    `nbytes`: bytes of its inputs; `gave_way`: recordings of it that gave way to larger ones and were not made again
+    since; `settled`: whether a fragmented pool waits, or has waited, for it (see `sharing`).
     `recorded_at`: how often it was recorded at each depth of a step; `_lay_at`: where its static inputs lay then.
     """
 
@@ -35,8 +38,11 @@ class KeyedPiece:
         self.piece, self.key = piece, key
         self.called = False
         self.failures = self.nodes = self.needs = 0
+        self.nbytes = self.gave_way = 0
+        self.settled = False
         self.refused: str | None = None
         self.unprofitable = False
+        self.warms_up = False
         self.addresses: dict[int, int] = {}
         self.copied: set[int] = set()
         self.reasons: Counter[str] = Counter()

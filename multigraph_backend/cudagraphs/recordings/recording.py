@@ -107,7 +107,8 @@ class Recording:
     """See the module's text.
 
     buffers: per copied input, a tensor over its place in the pool; stage: what copies into them; trial: of one that has
-    to pay for itself.  overridden: whether a call asks things of an input whose class answers itself.
+    to pay for itself. code_us: microseconds that its code took the host while it was captured. overridden: whether a
+    call asks things of an input whose class answers itself. peak, grown: see `Captured`.
     """
 
     graph: Graph
@@ -121,6 +122,9 @@ class Recording:
     stage: Callable[..., object] | None = None
     trial: Trial | None = None
     overridden: bool = False
+    peak: int = 0
+    grown: int = 0
+    code_us: float = 0.0
 
 
 def record(
@@ -248,6 +252,9 @@ def record(
         stage=stage,
         trial=trial,
         overridden=any(overrides_functions(inputs[index]) for index in asked),
+        peak=captured.peak,
+        grown=captured.grown,
+        code_us=seconds * 1e6,
     )
 
 

@@ -51,6 +51,7 @@ import torch
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.devices.device import Device, Layout
 from multigraph_backend.cudagraphs.recordings import poison
+from multigraph_backend.cudagraphs.recordings.cost import Trial
 from multigraph_backend.cudagraphs.recordings.nodes import Holds, Node, Nodes, Run, not_built
 from multigraph_backend.cudagraphs.recordings.recording import Constant, Empty, OfInput, OfSlot, Recording
 from multigraph_backend.cudagraphs.recordings.slot import Slot
@@ -70,6 +71,13 @@ def build(node: Node) -> None:
         node.run = functools.partial(_try, node.run)
     node.watched = tuple(slot for slot in node.slots if not slot.copied)
     node.ready = True
+
+
+def watch(node: Node, trial: Trial) -> None:
+    """Let `trial`, which has to do with the one that `node` is on, see its replays from now on."""
+    if node.trial is None and node.ready:
+        node.run = functools.partial(_try, node.run)
+    node.trial = trial
 
 
 def renew(node: Node, slot: Slot, resized: bool = True) -> None:

@@ -33,6 +33,8 @@ runs; see `turns`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -44,18 +46,22 @@ from typing import Any, Protocol
 import torch
 
 from multigraph_backend import _compat, events, sealing
+from multigraph_backend.allocator.sleeping import Asleep, Sleeper
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.limits import Limits
-from multigraph_backend.cudagraphs.recordings import planning, recording, replay
+from multigraph_backend.cudagraphs.recordings import out_of_memory, planning, recording, replay
+from multigraph_backend.cudagraphs.recordings.asleep import Sleepers
 from multigraph_backend.cudagraphs.recordings.callers import Callers
 from multigraph_backend.cudagraphs.recordings.collectives import Collectives
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded
-from multigraph_backend.cudagraphs.recordings.room import Room
+from multigraph_backend.cudagraphs.recordings.room import RAN_OUT, Room
+from multigraph_backend.cudagraphs.recordings.sharing import Sharing
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
+from multigraph_backend.cudagraphs.recordings.warm_up import MOST_CALLS, WarmSlot, WarmUp
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
 
@@ -108,6 +114,7 @@ class Tree(Nodes):
         self._dropped: deque[PieceState] = deque()
         self._not_before = 0.0  # when the device is next waited for
         self.room = Room(self, self.unlocked)
+        self.sharing = Sharing(self, self.room)
         self.turns = Turns(self.lock)
         self.collectives = Collectives(self, self.turns, lambda: self._last_stream)
         self.stream = self._last_stream = device.stream()
@@ -116,6 +123,7 @@ class Tree(Nodes):
         self.forgets = False  # all recordings are given up before anything else is recorded
         self.step_mark = self.step_marks.mark_step_counter
         self.callers = Callers(self)
+        self.sleepers = Sleepers(device)
 
     # ---------------------------------------------------------------- every call
 
@@ -154,6 +162,8 @@ class Tree(Nodes):
 
     def choose(self, keyed: KeyedPiece, inputs: list[object]) -> Node | None:
         """What answers a call off the recorded paths, beginning a new step or recording; None: the code, as it is."""
+        if self.sleepers.any:
+            self.sleepers.refuse(inputs, keyed.piece.spec.label, keyed.piece.spec.constants)
         if keyed.unprofitable and keyed.refused is not None:  # at each call: no more than needs to be done
             self._count_unrecorded(keyed, keyed.refused)
             return None
@@ -193,19 +203,29 @@ class Tree(Nodes):
             call.end()
         return node
 
-    def as_it_is(self, code: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
-        """Run code unrecorded, without the lock.
+    def as_it_is(self, code: Callable[[list[Any]], Any], inputs: list[Any], warming: PieceState | None = None) -> Any:
+        """Run code unrecorded, without the lock; `warming`: the piece that it is of, where it may warm up in the pool.
 
         Another thread may record and replay meanwhile.  What `code` reads of the pool stays alive until it has
         launched all that reads it; and the next call on another stream waits for that.
         """
         began = False
         held: list[torch.Tensor] = []
+        if self.sleepers.any:
+            self.sleepers.refuse(inputs)
         try:
             with self.lock:
                 stream = self.device_stream()
                 if stream != self.stream:
                     self._wait_for_others(stream)
+                self._running, began = self._running + 1, True
+                keyed = None if warming is None else warming.keyed_for(inputs)
+                warm = None if keyed is None else self._warm_up(keyed)
+                if keyed is not None and warm is not None:
+                    # nothing of these is held here: a backward frees what was saved for it as it goes
+                    outputs = self._warmed_up(warm, keyed, code, inputs)
+                    if outputs is not None:
+                        return outputs
                 if self.path:
                     handles = {slot.handle for node in self.path for slot in node.slots}
                     held += [
@@ -213,7 +233,6 @@ class Tree(Nodes):
                         for value in inputs
                         if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in handles
                     ]
-                self._running, began = self._running + 1, True
             return code(inputs)
         finally:
             if began:
@@ -223,6 +242,110 @@ class Tree(Nodes):
                         self._streams.add(stream)
                         self.stream = _NO_STREAM
             del held
+
+    def _warm_up(self, keyed: KeyedPiece) -> WarmUp | None:
+        """Where this call, which is the first of its kind or follows such a one, warms up; None: in ordinary memory."""
+        wanted, keyed.warms_up = keyed.warms_up, False
+        limits = keyed.piece.limits
+        if not wanted or self.shared or self.turns.aside or limits.pool_bytes is not None:
+            return None
+        last = self.path[-1] if self.path else None
+        if last is not None and not (isinstance(last, WarmUp) and last.generation == self.device.generation):
+            return None
+        if not self.room.may_warm_up(limits):
+            self.counts["warm-ups elsewhere"] += 1
+            return None
+        if isinstance(last, WarmUp):
+            return last
+        try:
+            self.device.restore(self.device.empty_state(), (), ())
+        except DeviceFailed as error:
+            log.debug("no room to warm up in: %s", error)
+            return None
+        warm = WarmUp(self)
+        self.room.warms_up(warm)
+        self.path.append(warm)
+        return warm
+
+    def _warmed_up(
+        self, warm: WarmUp, keyed: KeyedPiece, code: Callable[[list[Any]], Any], inputs: list[Any]
+    ) -> Sequence[Any] | None:
+        """Outputs of the code, run in the pool; None: it did not begin to run, for the driver failed."""
+        warm.calls_of[keyed] += 1
+        self.room.warmed_up(keyed)
+        outputs: Sequence[Any] = ()
+        began, had = False, self.room.reserved()
+
+        def run() -> Any:
+            nonlocal began
+            began = True
+            self.counts["warm-ups in the pool"] += 1
+            warm.begin()
+            try:
+                self.lock.release()
+                return code(inputs)
+            finally:
+                self.lock.acquire()
+
+        try:
+            outputs = self.device.run_in_pool(run)
+            self.sharing.warmed_up(next(iter(warm.calls_of)), self.room.reserved() - had)
+        except (DeviceFailed, RuntimeError) as error:
+            if began or from_outside(error):
+                raise
+            log.debug("nothing warms up in the pool: %s", error)
+            return None
+        finally:  # where it failed, the error holds frames, and they hold tensors
+            self.room.grew(had)
+            if began:
+                warm.running -= 1
+            with _compat.without_torch_function():  # of outputs whose classes answer what is asked about them
+                warm.took(outputs, keyed.piece.spec.visible)
+        return outputs
+
+    def _end_warm_up(self, warm: WarmUp, keyed: KeyedPiece) -> None:
+        """Before a call of `keyed` behind `warm`: end it, if nothing of it is alive, or if the step begins again and
+        what is alive can be moved out."""
+        warm.look()
+        if not warm.alive():
+            self._shorten()
+            return
+        if not keyed.called or (self.shared and threading.get_ident() != self.callers.first):
+            return
+        # what autograd has saved is soon read by a backward, or belongs to one that never comes
+        if warm.calls_of[keyed] >= MOST_CALLS or all(slot.visible for slot in warm.slots if slot.alive(self.use_count)):
+            self._restart()
+
+    def holds_memory(self) -> bool:
+        """Whether recordings, or first calls, may have memory that serves nobody else."""
+        return self.room.holds_memory()
+
+    def make_way(self) -> None:
+        """Code of a call that runs unrecorded has run out of memory: let recordings give way.  While another thread is
+        in the midst of a call, that is left to the end of it."""
+        with self.lock:
+            self.counts["ran out of memory"] += 1
+            if self.turns.choosing or self.turns.owner not in (None, threading.get_ident()):
+                self.forgets = True
+                return
+            self._look()
+            self._shorten()
+            self.room.give_way()
+
+    def _look(self) -> None:
+        """See what of a warm-up is still there."""
+        for node in self.path:
+            if isinstance(node, WarmUp):
+                node.look()
+
+    def _abandon_pool(self) -> None:
+        """Leave the pool to blocks in it that nobody knows: recordings there would write over them."""
+        self.unlink_all()
+        self.device.new_pool()
+        self.counts["abandoned pools"] += 1
+        log.info(
+            "something that is no output of compiled code has stayed in the memory of recordings, which begin anew"
+        )
 
     def copied_out(self, piece: PieceState, outputs: Sequence[Any]) -> Sequence[Any]:
         """Outputs of unrecorded code with copies in place of what lies in the pool and a user may hold."""
@@ -269,13 +392,20 @@ class Tree(Nodes):
             raise NotRecorded(keyed.refused)
         if self.collectives.ending is not None and keyed.piece.spec.groups:
             raise NotRecorded(self.collectives.ending)
+        if self.path and isinstance(last := self.path[-1], WarmUp):
+            self._end_warm_up(last, keyed)
+            last = self.root  # a pool is left when its last node is gone
         first, keyed.called = not keyed.called, True
-        if first and keyed.piece.warms_up:
+        if (first and keyed.piece.warms_up) or (self.path and isinstance(self.path[-1], WarmUp)):
+            keyed.warms_up = True
             planning.look(self.device, keyed, inputs)
+            if keyed.piece.limits.pool_bytes is None:  # else it warms up elsewhere
+                self._make_way(keyed, inputs)
             raise NotRecorded(FIRST_CALL)
         if self.path and self._new_step(keyed, inputs):
             self._restart()
         parent = self.path[-1] if self.path else self.root
+        anew = self.sharing.settled(keyed) and self._make_way(keyed, inputs)
         found = self._child(parent, keyed, inputs)
         if found is not None:
             return found
@@ -293,10 +423,25 @@ class Tree(Nodes):
             raise NotRecorded(BESIDE)
         if (late := sealing.refused(f"{keyed.piece.spec.label} is recorded")) is not None:
             raise NotRecorded(late)
+        self.room.hear(keyed, limits)
         self.room.make(limits)
-        if limits.pool_bytes is not None:
-            self.room.find(keyed, inputs, plan, limits.pool_bytes)
-        return self._record(parent, keyed, inputs, plan, first)
+        anew = self._make_way(keyed, inputs) or anew
+        self.room.admit(keyed, inputs, plan, limits)
+        return self._record(parent, keyed, inputs, plan, first, anew)
+
+    def _make_way(self, keyed: KeyedPiece, inputs: list[object]) -> bool:
+        """Let all recordings give way to the one of this call, where that saves memory, nothing in the pool is alive
+        and nobody else has to do with it: other threads, or other ranks, which record collectives as often as this.
+        Whether they did."""
+        if self.path:
+            return False
+        self.sharing.look(keyed, inputs)
+        if self.shared or self._running or self.turns.aside or keyed.piece.spec.groups:
+            return False
+        if not self.sharing.asks(keyed) or self.collectives.held():
+            return False
+        self.sharing.give_way(keyed)
+        return True
 
     def _child(self, parent: Node, keyed: KeyedPiece, inputs: list[object]) -> Node | None:
         """The child of `parent` that answers this call, perhaps after its code was built again."""
@@ -350,7 +495,8 @@ class Tree(Nodes):
         use_count = self.device.use_count
         alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
         held = [slot for _, slot in alive if slot.lies(self.device)]
-        if not all(slot.movable for slot in held) or (alive and self._running) or (held and not self._settled()):
+        busy = alive or any(isinstance(node, WarmUp) and node.running for node in self.path)
+        if not all(slot.movable for slot in held) or (busy and self._running) or (held and not self._settled()):
             return
         try:
             # any of the device's calls may fail: then those before are moved, and the path goes on
@@ -359,14 +505,24 @@ class Tree(Nodes):
         finally:
             if held:  # another stream may be ordered behind the work that made them, but not behind these copies
                 self.device.finish()
+        strangers = any(isinstance(node, WarmUp) and node.strangers for node in self.path)
         self.path.clear()
+        if strangers:
+            self._abandon_pool()
         for node in {id(node): node for node, _ in alive}.values():
-            replay.build(node)
+            if node.recording is not None:
+                replay.build(node)
 
     def _move(self, node: Node, slot: Slot) -> None:
         """Give what is alive over `slot` other memory, if the user has not done so."""
-        assert node.keyed is not None
         lies = slot.lies(self.device)
+        if isinstance(slot, WarmSlot):
+            if lies and (storage := slot.held()) is not None:
+                moved = self.device.move_out(storage)
+                assert moved, "memory of a warm-up could not be moved out"
+                self.counts["moved from warm-ups"] += 1
+            return
+        assert node.keyed is not None
         if lies:
             moved = self.device.move_out(slot.storage)
             assert moved, "memory of a recording could not be moved out"
@@ -393,8 +549,9 @@ class Tree(Nodes):
     # ---------------------------------------------------------------- recording
 
     def _record(
-        self, parent: Node, keyed: KeyedPiece, inputs: list[object], plan: recording.InputPlan, first: bool
+        self, parent: Node, keyed: KeyedPiece, inputs: list[object], plan: recording.InputPlan, first: bool, anew: bool
     ) -> Node:
+        """`first`: this is its first call; `anew`: all others have given way to it."""
         use_count, generation = self.device.use_count, self.device.generation
         alive = frozenset(
             slot.address
@@ -416,13 +573,16 @@ class Tree(Nodes):
             if not slot.alive(use_count) and id(slot) not in surely_dead
         ]
         again = bool(parent.children.get(keyed))
-        limit = keyed.piece.limits.pool_bytes
-        had = self.device.reserved_bytes() if limit is not None else 0
+        had = self.room.reserved()
         try:
-            made = self._captured(keyed.piece, inputs, plan, state, alive)
+            made = self._captured(keyed.piece, inputs, plan, state, alive, anew)
         except NotRecorded as why:
             self.counts["failed"] += 1
             events.count("failed_recordings")
+            taken = self.room.grew(had)
+            if out_of_memory.is_behind(why):
+                self.room.ran_out(keyed, taken)
+                raise NotRecorded(RAN_OUT) from why
             if first:  # it may be what a first call does
                 keyed.piece.warms_up = keyed.piece.each_warms_up = True
                 raise NotRecorded(FIRST_CALL) from why
@@ -433,9 +593,8 @@ class Tree(Nodes):
             self.room.used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
         keyed.piece.warms_up = keyed.piece.each_warms_up
-        if limit is not None:
-            self.room.stay_within(limit, had, keyed)
-        if again:
+        grew = self.room.keep(keyed, made, keyed.piece.limits, had)
+        if again and grew is not None:
             planning.note_again(keyed, parent.children[keyed], plan)
             self.counts["recorded again"] += 1
         for slot in made.slots:
@@ -453,7 +612,11 @@ class Tree(Nodes):
         )
         node.holds = replay.build_holds(self.device, made, node.dead)
         replay.build(node)
-        self.room.recorded(node)
+        self.room.recorded(node, grew or 0)
+        if keyed.piece.spec.groups:
+            self.collectives.recorded(node)
+        if grew is None:  # it is launched once, and no call finds it
+            return node
         siblings = parent.children.get(keyed, [])
         if len(siblings) < keyed.piece.spec.most:
             # what moves was seen to move elsewhere: one copying recording serves
@@ -461,11 +624,10 @@ class Tree(Nodes):
                 self.unlink(other)
         self.room.used = True
         self.link(node)
+        self.sharing.recorded(node, self.path[0] if self.path else node, self.room.reserved() - had)
         node.final = keyed.piece.uses.recorded(node)
         self.counts["recordings"] += 1
         events.count("recordings")
-        if keyed.piece.spec.groups:
-            self.collectives.recorded(node)
         return node
 
     def _captured(
@@ -475,11 +637,18 @@ class Tree(Nodes):
         plan: recording.InputPlan,
         state: PoolState,
         alive: frozenset[int],
+        anew: bool,
     ) -> recording.Recording:
         """The recording; captured again where it has to pay for large copies and the pool grew, for then its code was
-        timed with finding memory, but not where it issues collectives: all ranks capture these as often."""
+        timed with finding memory, and where memory ran out that was only cached; but not where it issues collectives:
+        all ranks capture these as often.
 
-        def capture() -> recording.Recording:
+        `anew`: it is the first in its pool, which is to be no larger than one that a warm-up has made.  So it is
+        captured without its copied inputs first: their buffers find room beside what else it needs, but segments of
+        their own have no room for that.
+        """
+
+        def capture(plan: recording.InputPlan = plan) -> recording.Recording:
             self._catch_up()
             return recording.record(
                 self.device,
@@ -491,15 +660,22 @@ class Tree(Nodes):
                 self.unlocked,
             )
 
+        def captured(plan: recording.InputPlan = plan) -> recording.Recording:
+            return capture(plan) if piece.spec.groups else self.room.captured(functools.partial(capture, plan))
+
+        if anew and plan.copied:
+            captured(dataclasses.replace(plan, copied=())).graph.reset()
         copied = sum(value.nbytes for index in plan.copied if isinstance(value := inputs[index], torch.Tensor))
         if not piece.spec.must_pay or piece.spec.groups or not copied or copied < piece.limits.copied_bytes:
-            return capture()
-        had = self.device.reserved_bytes()
-        made = capture()
-        if self.device.reserved_bytes() <= had:
+            return captured()
+        had = self.room.reserved()
+        made = captured()
+        if self.room.reserved() <= had:
             return made
         made.graph.reset()
-        return capture()
+        again = captured()
+        again.grown += made.grown
+        return again
 
     # ---------------------------------------------------------------- giving recordings up
 
@@ -508,7 +684,7 @@ class Tree(Nodes):
         self._dropped.extend(pieces)
         if self.lock.acquire(blocking=False):
             try:
-                if not self.turns.choosing:
+                if not self.turns.choosing and not self.sleepers.all:
                     self._sweep()
             finally:
                 self.lock.release()
@@ -525,16 +701,47 @@ class Tree(Nodes):
         for piece in gone:  # nobody calls it any more
             piece.end()
         self._shorten()
+        self.room.used = self.room.used or (self.room.warmed and not self.path)
         self.room.leave_pools()
 
     def forget(self) -> None:
         """Give up all recordings.  What is alive stays valid.  While another thread is in the midst of a call, or a
         recording is made, this is left to the end of that call, or to the next one that is not replayed."""
         with self.lock:
-            if self.turns.choosing or self.turns.owner not in (None, threading.get_ident()):
+            if self.sleepers.all or self.turns.choosing or self.turns.owner not in (None, threading.get_ident()):
                 self.forgets = True
                 return
             self._forget()
+
+    def give_way(self) -> bool:
+        """Give up all recordings that nothing holds, if no call is under way; whether there were any.  Outputs that are
+        alive stay where they are, with their pool.  Waits for nobody."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            idle = self.turns.owner is None and not self.turns.aside and not self._running and not self.sleepers.any
+            if not idle or not self.size:
+                return False
+            self.counts["evicted"] += self.size
+            for _ in range(self.size):
+                events.count("evicted_recordings")
+            self.unlink_all()
+            self._shorten()
+            self.room.used = True
+            self.room.leave_pools()
+            return True
+        finally:
+            self.lock.release()
+
+    def memory_sleeps(self, now: Sequence[Sleeper]) -> None:
+        """All that sleeps on the device from now on.  Raises `Asleep` where it is more, and a call is under way."""
+        with self.lock:
+            idle = self.turns.owner is None and not self.turns.aside and not self._running
+            if not idle and len(now) > len(self.sleepers.now):
+                raise Asleep("a call of compiled code is under way")
+            self.sleepers.change({id(node): node for node in (*self.root.below(), *self.path)}.values(), now)
+            if idle and self.forgets and not self.sleepers.all:  # it was asked for meanwhile
+                self._forget()
 
     def _forget(self) -> None:
         self._follow_stream()
@@ -544,6 +751,7 @@ class Tree(Nodes):
         self.callers.forget()
         self._not_before = 0.0
         self._shorten()
+        self.room.used = self.room.used or (self.room.warmed and not self.path)
         self.room.leave_pools()
         self.forgets = False
 

@@ -58,10 +58,10 @@ def test_random_programs_over_one_shared_range(make: Make, programs: Any, stream
     program = programs.random_program(streams)
     least = programs.bounds(program).own_stream
     allocator = make(reuse=ANY_STREAM, expandable=True, verify=False)
-    assert least <= reserved(programs, program, allocator) <= 1.1 * least
+    # holes between blocks of many sizes are left
+    assert 1.12 * least <= reserved(programs, program, allocator) <= 1.2 * least
     assert allocator.stats.moved > 2_000
-    assert allocator.stats.stitched > 100
-    # without blocks out of pieces of pages, holes between blocks of many sizes are left
-    allocator = make(reuse=ANY_STREAM, expandable=True, stitch=False, verify=False)
-    assert 1.15 * least <= reserved(programs, program, allocator) <= 1.25 * least
     assert allocator.stats.stitched == 0
+    allocator = make(reuse=ANY_STREAM, expandable=True, stitch=True, verify=False)
+    assert least <= reserved(programs, program, allocator) <= 1.1 * least
+    assert allocator.stats.stitched > 100

@@ -34,6 +34,7 @@ with captures.into(pool.id):
 state = pool.adopt([output])
 block = output.data_ptr()
 facts["reserved"] = [sum(nbytes for _, nbytes in pool.segments()), allocator.memory_reserved()]
+facts["account"] = [pool.held(), pool.lent(), [[address == block, nbytes] for address, nbytes in pool.blocks().items()]]
 other = programs.Captures(simulated, driver)
 with other.into((9, 0)):  # somebody else's, which has nothing to do with the pool
     held = storage(MIB)
@@ -91,6 +92,7 @@ def test_a_capture_that_cannot_end_leaves_no_use_and_no_scope_behind(facts: dict
 def test_what_the_pool_has_reserved(facts: dict[str, Any]) -> None:
     own, all_of_it = facts["reserved"]
     assert 0 < own <= all_of_it
+    assert facts["account"] == [own, 0, [[True, 3 << 20]]]
 
 
 def test_another_capture_under_way_is_no_time_to_save_what_a_capture_has_used(facts: dict[str, Any]) -> None:

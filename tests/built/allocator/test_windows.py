@@ -18,7 +18,7 @@ class Capture:
     """Two pages in a pool of a capture: a piece of each is free, at its beginning and at its end, the rest lives."""
 
     def __init__(self, make: Make, **settings: bool | int) -> None:
-        self.allocator = allocator = make(expandable=True, reuse=ANY_STREAM, **settings)
+        self.allocator = allocator = make(**{"expandable": True, "reuse": ANY_STREAM, "stitch": True} | settings)
         self.main, self.side = allocator.stream(), allocator.stream()
         allocator.begin_pool(1, allocator.is_capturing)
         allocator.begin_capture(self.main)

@@ -454,6 +454,15 @@ def test_an_operator_that_inductor_cannot_cut_around_is_in_no_recording_all_the_
     )
 
 
+def test_only_what_torch_itself_has_is_known_to_leave_nothing_behind() -> None:
+    def taken(function: Callable[..., Any]) -> GraphSpec:
+        gm = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(torch.randn(4, 4))
+        return of_inductor.take(gm, (), False, CutRules(device_type="cpu")).graph
+
+    assert taken(lambda x: torch.softmax(x @ x, -1).sum()).pure
+    assert not taken(lambda x: torch.ops.mgparts.attn(x @ x) + 1).pure
+
+
 def test_a_size_that_comes_as_no_number_speaks_against_recording() -> None:
     gm = torch.fx.experimental.proxy_tensor.make_fx(lambda x: x.sin(), tracing_mode="symbolic")(torch.randn(5, 3))
     reason = of_inductor.take(gm, (), False, CutRules(device_type="cpu")).graph.refused

@@ -96,7 +96,7 @@ class Allocator:
         garbage_threshold: float = 0.0,
         history: int = 0,
         expandable: bool = False,
-        stitch: bool = True,
+        stitch: bool = False,
         index: int = 0,
     ) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -108,7 +108,7 @@ class Allocator:
         self._sim = ctypes.c_void_p(self._library.sim_new(ctypes.c_size_t(capacity)))
         self._library.sim_enter(self._sim)
         options = Options(
-            reuse, empty_nodes, verify, (1 if stitch else 2) if expandable else 0, garbage_threshold, history
+            reuse, empty_nodes, verify, (2 if stitch else 1) if expandable else 0, garbage_threshold, history
         )
         if self._library.mg_set_options(ctypes.byref(options)) != OK:
             raise Refused(INVALID, self._library.mg_message().decode())
@@ -215,6 +215,28 @@ class Allocator:
     def driver_bytes(self) -> int:
         return int(self._sim_call("sim_used"))
 
+    def write(self, address: int, value: int) -> None:
+        """Put a value at an address, into the memory that lies behind it now."""
+        self._sim_call("sim_write", ctypes.c_uint64(address), ctypes.c_uint64(value))
+
+    def read(self, address: int) -> int:
+        """The value that was put into the memory behind an address last, 0 where there is none."""
+        self._library.sim_read.restype = ctypes.c_uint64
+        return int(self._sim_call("sim_read", ctypes.c_uint64(address)))
+
+    def backed(self, address: int, nbytes: int) -> bool:
+        return bool(self._sim_call("sim_backed", ctypes.c_uint64(address), ctypes.c_size_t(nbytes)))
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of pinned memory of the host."""
+        self._library.sim_pinned.restype = ctypes.c_size_t
+        return int(self._sim_call("sim_pinned"))
+
+    def relieved_by_torch_s_side(self) -> None:
+        """Ask as torch's allocators ask, before an allocation fails."""
+        self._library.sim_relieve(self._device)
+
     # the allocator's side
 
     def allocate(self, nbytes: int, stream: int) -> int:
@@ -313,6 +335,32 @@ class Allocator:
         nbytes = ctypes.c_size_t()
         self._pool_call("mg_empty_pool", pool, ctypes.byref(nbytes))
         return nbytes.value
+
+    def _bytes(self, name: str, *arguments: Any) -> int:
+        nbytes = ctypes.c_size_t()
+        self._call(name, *arguments, ctypes.byref(nbytes))
+        return nbytes.value
+
+    def sleep(self, pool: int, keep: bool = True) -> int:
+        return self._bytes("mg_pool_sleep", ctypes.c_uint64(0), ctypes.c_uint64(pool), int(keep))
+
+    def wake(self, pool: int, fill: int = -1) -> int:
+        return self._bytes("mg_pool_wake", ctypes.c_uint64(0), ctypes.c_uint64(pool), fill)
+
+    def asleep(self, pool: int) -> tuple[bool, int]:
+        """Whether a pool sleeps, and how many of its bytes the device has meanwhile."""
+        asleep = ctypes.c_int()
+        away = self._bytes("mg_pool_asleep", ctypes.c_uint64(0), ctypes.c_uint64(pool), ctypes.byref(asleep))
+        return bool(asleep.value), away
+
+    def sleep_all(self, keep: bool = True) -> int:
+        return self._bytes("mg_sleep", int(keep))
+
+    def wake_of_all(self, fill: int = -1) -> int:
+        return self._bytes("mg_wake", fill)
+
+    def empty_host(self) -> int:
+        return self._bytes("mg_empty_host")
 
     def peer_access(self, other: int) -> None:
         self._call("mg_peer_access", other)

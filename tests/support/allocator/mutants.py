@@ -379,6 +379,79 @@ MUTANTS = {
             ),
         ),
     ),
+    34: Mutant(
+        "contents that were kept are not copied back",
+        (
+            (
+                "core/sleep.cc",
+                "if (!pool.kept.empty()) copies.from_host",
+                "if (!pool.kept.empty() && !MUTANT) copies.from_host",
+            ),
+        ),
+    ),
+    35: Mutant(
+        "a block is handed out while its pool sleeps",
+        (
+            (
+                "core/device.cc",
+                "if (pool.asleep) return {Status::invalid",
+                "if (pool.asleep && !MUTANT) return {Status::invalid",
+            ),
+        ),
+    ),
+    36: Mutant(
+        "a window wakes over another page",
+        (
+            (
+                "core/sleep.cc",
+                "mapped = driver_.memory_map(at, page, 0, pool.chunk_at(window->pages[i])->handle",
+                "mapped = driver_.memory_map(at, page, 0, pool.chunk_at(window->pages[MUTANT ? 0 : i])->handle",
+            ),
+        ),
+    ),
+    37: Mutant(
+        "contents come back to another chunk",
+        (("core/sleep.cc", "        chunk.kept_at = total;", "        chunk.kept_at = MUTANT ? 0 : total;"),),
+    ),
+    38: Mutant(
+        "a wake that fails loses what was kept",
+        (
+            (
+                "core/sleep.cc",
+                "    put_away(pool);\n    bytes = 0;",
+                "    put_away(pool);\n    if (MUTANT) host_.give_back(pool.kept);\n    bytes = 0;",
+            ),
+        ),
+    ),
+    39: Mutant(
+        "a pool sleeps that a capture under way uses",
+        (
+            (
+                "core/sleep.cc",
+                'if (!quiet()) return {Status::invalid, "a capture is under way, and',
+                'if (!quiet() && !MUTANT) return {Status::invalid, "a capture is under way, and',
+            ),
+            ("core/sleep.cc", "  if (!waits().for_all()) {\n", "  if (!waits().for_all() && !MUTANT) {\n"),
+        ),
+    ),
+    40: Mutant(
+        "free memory that graphs use is not brought back",
+        (("core/sleep.cc", "|| !pool.captured) give_back(pool);", "|| !pool.captured || MUTANT) give_back(pool);"),),
+    ),
+    41: Mutant(
+        "copies that have failed are taken for complete",
+        (("core/host_memory.cc", "  if (stream_ != nullptr) ok_ =", "  if (stream_ != nullptr && !MUTANT) ok_ ="),),
+    ),
+    42: Mutant(
+        "a page goes while a window still maps it",
+        (
+            (
+                "core/sleep.cc",
+                "(window != left.end() && window->second != 0)",
+                "(window != left.end() && window->second != 0 && !MUTANT)",
+            ),
+        ),
+    ),
 }
 
 

@@ -43,7 +43,7 @@ RIGHT: Mapping[str, tuple[Any, ...]] = {
     "record_small": (True, False),
     "copy_outputs": (True, False),
     "max_recordings": (1, 5),
-    "limits": ({}, {"count": 1}, {"pool_bytes": None, "idle": 0}),
+    "limits": ({}, {"count": 1}, {"pool_bytes": None, "idle": 0}, {"pool_bytes": 0.5, "keep_free": 0.1}),
 }
 WRONG: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "compile": ((True, "'lazy' or 'eager'"), (None, "'lazy' or 'eager'")),

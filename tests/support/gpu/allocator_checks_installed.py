@@ -35,7 +35,7 @@ def it_is_the_allocator_of_the_process() -> None:
     expect(status.installed and status.usable and status.reason is None, status)
     expect(status.out_of_memory == "torch.OutOfMemoryError", status.out_of_memory)
     expect(torch.cuda.get_allocator_backend() == "pluggable")
-    expect((status.reuse, status.expandable) == ("any_stream", True), status)
+    expect((status.reuse, status.expandable, status.stitch) == ("any_stream", True, False), status)
 
 
 @check("installed")
@@ -190,8 +190,10 @@ def _program(name: str, rule_bound: float | None = None) -> None:
     before, stitched = private_bytes(), allocator.memory_stats()["multigraph.stitched"]
     run = programs.captured(program, streams)
     reserved = private_bytes() - before
-    if name.startswith("random") and allocator.status().expandable:
+    if name.startswith("random") and allocator.status().stitch:
         expect(allocator.memory_stats()["multigraph.stitched"] > stitched + 50, allocator.memory_stats())
+    elif not allocator.status().stitch:
+        expect(allocator.memory_stats()["multigraph.stitched"] == 0, allocator.memory_stats())
     if name.startswith("random"):  # what looks at the blocks takes memory of its own, which the bound does not know
         run = programs.captured(program, streams, checked=True)
     for _ in range(2):
@@ -218,7 +220,8 @@ def late_frees_are_right() -> None:
 
 
 def _random_bound() -> float | None:
-    return 1.1 if allocator.status().expandable else None
+    status = allocator.status()
+    return 1.1 if status.stitch else 1.25 if status.expandable else None
 
 
 @check("installed")
@@ -627,7 +630,17 @@ def streams_of_a_capture_share_one_range() -> None:
     verified()
 
 
-@check("installed")
+@check("stitched")
+def random_program_on_two_streams_out_of_pieces() -> None:
+    _program("random, 2 streams", _random_bound())
+
+
+@check("stitched")
+def random_program_on_four_streams_out_of_pieces() -> None:
+    _program("random, 4 streams", _random_bound())
+
+
+@check("stitched")
 def pieces_of_pages_are_one_block() -> None:
     def filled(nbytes: int, value: int) -> torch.Tensor:
         return torch.full((nbytes,), value, dtype=torch.uint8, device="cuda")

@@ -25,9 +25,12 @@ from multigraph_backend.allocator import installing, library, statistics
 MIB = 1 << 20
 GIB = 1 << 30
 Check = Callable[[], None]
-CHECKS: dict[str, dict[str, Check]] = {"installed": {}, "plain": {}, "compiled": {}, "recorded": {}, "pools": {}}
+CHECKS: dict[str, dict[str, Check]] = {
+    name: {} for name in ("installed", "stitched", "plain", "compiled", "recorded", "pools")
+}
 MODULES = tuple(
-    f"tests.support.gpu.allocator_checks_{name}" for name in ("installed", "stacks", "forked", "beside", "recorded")
+    f"tests.support.gpu.allocator_checks_{name}"
+    for name in ("installed", "stacks", "forked", "beside", "recorded", "sleep")
 )
 
 
@@ -99,6 +102,8 @@ def start(group: str) -> None:
         expect(bool(allocator.install(reuse="own_stream", expandable=False)), allocator.status())
     if group == "installed" and os.environ.get("MULTIGRAPH_ALLOCATOR") != "1":  # else torch has done so
         expect(bool(allocator.install()), allocator.status())
+    if group == "stitched":
+        expect(bool(allocator.install(stitch=True)), allocator.status())
     if group in ("compiled", "recorded"):
         expect(bool(allocator.install(reuse="any_stream", history=1000)), allocator.status())
     if group != "pools":

@@ -32,9 +32,11 @@ import torch
 import torch._dynamo  # the first kernel without memory would import it, in the midst of a program
 
 from multigraph_backend.cudagraphs.devices.device import DeviceFailed
+from multigraph_backend.cudagraphs.devices.simulated.arena import Segments
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.devices.simulated.memory import bytes_of
-from multigraph_backend.cudagraphs.limits import Limits
+from multigraph_backend.cudagraphs.limits import Limits, in_bytes
+from multigraph_backend.cudagraphs.recordings import memory
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
@@ -240,14 +242,13 @@ class Threads:
 
     def _serve(self, todo: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any]) -> None:
         while (work := todo.get()) is not None:
-            result, error = None, None
+            told: list[Any] = []  # emptied as it is handed over: this thread may be stopped right behind that
             try:
-                result = work()
+                told.append((work(), None))
             except BaseException as caught:
-                error = caught
+                told.append((None, caught))
             del work
-            done.put((result, error))
-            del result, error
+            done.put(told.pop())
 
     def close(self) -> None:
         for entry in self._queues.values():
@@ -331,14 +332,34 @@ class Program:
             idle=rng.choice([0.0, 1e6]),
             patience=0.0,
         )
-        self.device = SimulatedDevice(pool_bytes=rng.choice([1 << 11, 1 << 13, 1 << 13]))
+        #: recordings that give way to larger ones, drawn apart: the programs of a seed stay what they were
+        self.giving = giving = random.Random(f"{seed}, giving way")
+        gives_way = giving.random() < 0.3
+        many = gives_way and giving.random() < 0.8  # recordings of several sizes, most of them dead at the next call
+        if many:
+            self.limits = replace(self.limits, per_device=1024, pool_bytes=None, unreplayed=32)
+        capacity = rng.choice([1 << 11, 1 << 13, 1 << 13])
+        segments = Segments(64, 128, 512, 256, 128) if gives_way and capacity > 1 << 11 else None
+        #: memory that ends, and code that needs some besides while it runs; drawn apart, too
+        self.lack = lack = random.Random(f"{seed}, memory")
+        self.narrow = lack.random() < 0.25
+        if self.narrow:
+            share = lack.choice([0, 0.05, 0.1, 0.1, 256])
+            bounded = lack.choice([None, None, 0.125, 512])
+            self.limits = replace(self.limits, pool_bytes=bounded, keep_free=share)
+        device_bytes = lack.choice([1 << 12, 1 << 13]) if self.narrow else 1 << 62
+        self.device = SimulatedDevice(capacity, segments=segments, device_bytes=device_bytes)
         self.device.failures_spoil_the_pool = rng.random() < 0.3
         self.paying = rng.random() < 0.2  # and then no recording that copies pays
         self.device.copies_us = 1e9
         self.tree = Tree(self.device, self.limits, StepMarks(lambda: self.marks), poisons=rng.random() < 0.3)
+        if gives_way:
+            self.tree.sharing.least = 0  # bytes: of any pool
         #: for what came later; the programs of a seed stay what they were
         self.other = other = random.Random(f"{seed}, what came later")
         self.copies = other.random() < 0.2
+        #: whether the account is read, drawn apart: to read it looks at what is alive
+        self.reading = random.Random(f"{seed}, accounts")
         #: memory of the plain program that compiled code held before the user did, by handle
         self.parted: dict[int, torch.UntypedStorage] = {}
         self.weights = other.choice([None, None, None, Weight, Loaded])  # of which class parameters are
@@ -354,6 +375,13 @@ class Program:
         self.floats = random.Random(f"{seed}, Python floats")
         if self.floats.random() < 0.1:
             self.shapes = [shape if shape.is_backward else self._signed(shape) for shape in self.shapes]
+        self.many = many
+        if many:
+            self.shapes = [
+                shape if shape.positions(kind="key") else replace(shape, inputs=(*shape.inputs, Input("key")))
+                for shape in self.shapes
+            ]
+        self.needs: dict[int, int] = {}
         self.pieces: list[Piece] = []
         self.functions: list[Callable[..., tuple[Any, ...]]] = []
         for shape in self.shapes:
@@ -366,6 +394,8 @@ class Program:
         self.trouble = rng.choice([0.0, 0.0, 0.15, 0.4])
         self.regular = rng.random() < 0.5  # the same pieces in the same order, with the same kinds of inputs
         self.keeping = rng.choice([0.2, 0.6, 0.9])
+        if many:
+            self.callers, self.keeping = giving.choice([1, 1, 1, 2]), giving.choice([0.0, 0.2, 0.6])
         self.marking = rng.choice([0.0, 0.0, 0.1, 0.4])
         self.meddling = rng.choice([0.0, 0.0, 0.2])
         self.rare = rng.choice([0.0, 0.03, 0.1])
@@ -376,6 +406,8 @@ class Program:
         self.thread = self.at = 0
         self._interruption: list[Any] = []
         self.waiting = rng.choice([0.0, 0.0, 0.0, 0.3])
+        if self.narrow and memory.random() < 0.6:  # limits are checked where nothing else goes wrong
+            self.callers, self.trouble, self.meddling, self.waiting = 1, 0.0, 0.0, 0.0
         self._within: Callable[[], None] | None = None
         self._looking: contextlib.AbstractContextManager[None] | None = None
         self._collects = gc.isenabled()
@@ -402,7 +434,9 @@ class Program:
         """A piece of `shape`, at `at` in place of another."""
         content = torch.arange(5.0)
         constant, other = content.clone(), content.clone()
-        function = self._with_calls_within(body(shape, constant))
+        changes = shape.random or shape.positions(mutated=True) or shape.positions(reused=True)
+        needs = self.lack.choice([0, 0, 256, 1024, 2048]) if self.narrow else 0
+        function = self._with_calls_within(self._with_needs(body(shape, constant), needs))
         piece = Piece(
             self.tree,
             boxed(function),
@@ -424,8 +458,10 @@ class Program:
                 must_pay=self.paying,
                 most=self.most,
                 copies=self.copies,
+                repeatable=not (changes or shape.is_backward),
             ),
         )
+        self.needs[len(self.pieces) if at is None else at] = needs
         number = len(self.pieces) if at is None else at
         self.recorded.lasting["constant", number], self.plain.lasting["constant", number] = constant, other
         if at is None:
@@ -444,6 +480,16 @@ class Program:
             return function(*args)
 
         return run
+
+    def _with_needs(self, function: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
+        """`function`, which at last, when it has changed what it changes, needs `nbytes` besides."""
+
+        def run(*args: Any) -> Any:
+            outputs = function(*args)
+            self.device.use(nbytes)
+            return outputs
+
+        return run if nbytes else function
 
     def note(self, text: str) -> None:
         self.steps.append(text)
@@ -509,6 +555,8 @@ class Program:
         if rng.random() < self.rare:
             at = rng.randrange(len(self.pieces))
             yield rng.choice([functools.partial(self._replace, at), self._forget, self._collect])
+        if self.narrow and self.lack.random() < 0.15:
+            yield self._load
         if rng.random() < self.trouble:
             call, after = rng.choice(CALLS), rng.choice([0, 0, 0, 1, 2, 5])
             alarm = rng.random() < 0.3
@@ -520,6 +568,15 @@ class Program:
             self.device.fail_at(call)
         if rng.random() < self.meddling:
             self._interruption = [rng.randrange(6), rng.choice(["mark", "drop", "collect", "frames"])]
+
+    def _load(self) -> None:
+        """Others take memory of the device, or give some back."""
+        device = self.device
+        rest = device.total_bytes() - device.reserved_bytes() + device.cached
+        device.ballast = self.lack.choice([0, rest // 4, rest // 2, rest - rest // 8])
+        device.cached = self.lack.choice([0, (rest - device.ballast) // 2])
+        self.note(f"{device.ballast} bytes are taken, and {device.cached} cached")
+        self.counts["changes of free memory"] += 1
 
     def _work_beside(self, name: int, writes: bool) -> None:
         """Work on a stream of the user's own, with a tensor that he holds until he has waited for it."""
@@ -680,7 +737,7 @@ class Program:
                 other = threading.Thread(target=self._meanwhile, args=(what,))
                 other.start()
                 other.join()
-        if call in IN_CAPTURES and gc.isenabled():
+        if call in IN_CAPTURES and gc.isenabled() and self.device.captures:
             raise Wrong("garbage may be collected inside of a capture")
         self._driver(call, detail)
 
@@ -803,6 +860,8 @@ class Program:
         rng, shape = self.rng, self.shapes[at]
         keys = [2, 2, 2, 3, 1] + [0] * (rng.random() < 0.2)
         key = rng.choice(keys[: 1 if self.regular and rng.random() < 0.8 else None])
+        if self.many and self.giving.random() < 0.7:
+            key = self.giving.choice([1, 2, 3, 4])
         if not shape.positions(kind="key"):
             key = 2
         recipes, handed = self._recipes(at, key)
@@ -840,10 +899,15 @@ class Program:
         before = self.thread
         if backward_thread and self.thread != WITHIN:
             self.thread = AUTOGRAD
+        held, made = self.device.reserved_bytes() - self.device.cached, self.tree.counts["recordings"]
         try:
             outputs = self._on_device(functools.partial(self.pieces[at], args))
         except (DeviceFailed, torch.OutOfMemoryError, Alarm) as error:
             fired = {call for call in pending if call not in self.device._failures}
+            if isinstance(error, torch.OutOfMemoryError) and "injected" not in str(error):
+                self._ran_out(at, recipes, error)
+                args.clear()
+                return
             if not (isinstance(error, Alarm) or fired & RAISING):
                 raise
             self.counts["calls that raised"] += 1
@@ -869,6 +933,7 @@ class Program:
             return
         if args:
             raise Wrong("the list of inputs was not cleared")
+        self._check_limits(held, made)
         torch.manual_seed(seed)
         self.plain.generator.manual_seed(seed)
         expected = self.functions[at](*plain_args)
@@ -884,6 +949,40 @@ class Program:
                     self.parted[value.untyped_storage()._cdata] = value.untyped_storage()
             elif output != value:
                 raise Wrong(f"{output} for {value}")
+
+    @property
+    def _undisturbed(self) -> bool:
+        """Whether no other thread is in the midst of a call, and no driver call fails."""
+        return self.callers == 1 and not (self.waiting or self.trouble or self.meddling)
+
+    def _ran_out(self, at: int, recipes: Sequence[tuple[Any, ...]], error: BaseException) -> None:
+        """The caller has got an error for lack of memory: what the code changes until then is what it is."""
+        self.counts["calls that ran out of memory"] += 1
+        self.note(f"raised {error}")
+        error.__traceback__ = None
+        device = self.device
+        free = device.cached + device.free_bytes()
+        if not any(node.alive() for node in self.tree.path):  # then all pools could go
+            free = device.total_bytes() - device.ballast
+        if self.pieces[at].spec.repeatable and self._undisturbed and self.needs[at] <= free:
+            raise Wrong(f"out of memory with {free} bytes free, of which it needs {self.needs[at]}")
+        self.device._memory.scatter()
+        for entry, recipe in zip(self.shapes[at].inputs, recipes, strict=True):
+            names = self.plain.values if recipe[0] == "value" else self.plain.lasting
+            if (entry.mutated or entry.reused) and recipe[0] in ("value", "lasting") and recipe[1] in names:
+                self.plain.take([recipe])[0].copy_(self.recorded.take([recipe])[0])
+
+    def _check_limits(self, held: int, made: int) -> None:
+        """After a call, before which pools had `held` bytes, and `made` recordings had been made."""
+        tree, device = self.tree, self.device
+        now = device.reserved_bytes() - device.cached
+        if not self.narrow or tree.path or not tree.size or not self._undisturbed:
+            return
+        limit, share = self.limits.pool_bytes, in_bytes(self.limits.keep_free, device.total_bytes())
+        if limit is not None and now > in_bytes(limit, device.total_bytes()):
+            raise Wrong(f"pools have {now} bytes, and {limit} are allowed")
+        if tree.counts["recordings"] > made and now > held and device.free_bytes() + device.cached < share:
+            raise Wrong(f"a recording leaves {device.free_bytes() + device.cached} bytes, and should leave {share}")
 
     def _call_within(self, at: int, rng: random.Random, seed: int) -> None:
         """A call in a thread that the code of another call waits for."""
@@ -944,6 +1043,43 @@ class Program:
                     one, other = found._cdata, value._cdata
                     if handles.setdefault(one, other) != other or sides.setdefault(other, one) != one:
                         raise Wrong(f"{name} shares memory with other values than in the plain program")
+        if self.reading.random() < 0.5:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """The account of memory says what the program holds, and its parts are the whole."""
+        self.counts["accounts"] += 1
+        try:
+            self._account()
+        except Wrong:
+            gc.collect()  # what an error held that was caught is alive until then
+            self._account()
+
+    def _account(self) -> None:
+        with self.tree.lock:
+            pools, recordings = memory.of_pools(self.tree), memory.of_recordings(self.tree).values()
+        held = {generation: pool.arena.high_water for generation, pool in self.device._pools.items()}
+        values = [*self.recorded.values.values(), *self.recorded.lasting.values()]
+        mapped = [found for value in values if (found := self.device._memory.of(_storage_of(value))) is not None]
+        lying = {(found.pool.base, found.offset): found.nbytes for found in mapped}
+        bases = {pool.base: generation for generation, pool in self.device._pools.items()}
+        if {pool.generation: pool.held for pool in pools} != held:
+            raise Wrong(f"pools of {held} bytes are {pools} in the account")
+        for pool in pools:
+            live = sum(nbytes for (base, _), nbytes in lying.items() if bases.get(base) == pool.generation)
+            of_recordings = sum(entry.alive for entry in recordings if entry.generation == pool.generation)
+            self.counts["accounts with something alive"] += live > 0
+            self.counts["accounts of what warm-ups left"] += pool.warm > 0
+            if pool.live != live:
+                raise Wrong(f"{live} bytes are alive, and in the account {pool}")
+            if pool.live != of_recordings + pool.warm:
+                raise Wrong(f"recordings have {of_recordings} bytes alive of {pool}")
+            if min(pool.live, pool.lent, pool.dead) < 0 or pool.live + pool.lent + pool.dead != pool.held:
+                raise Wrong(f"the account does not add up: {pool}")
+        for entry in recordings:
+            self.counts["accounts of what was given up"] += entry.given_up
+            if not 0 <= entry.alive <= entry.kept <= entry.peak or entry.kept + entry.shared != entry.peak:
+                raise Wrong(f"the account does not add up: {entry}")
 
     def _same(self, name: Any, found: torch.Tensor, value: torch.Tensor) -> None:
         if type(found) is not type(value):

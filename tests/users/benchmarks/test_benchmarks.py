@@ -130,10 +130,49 @@ def test_memory(tmp_path: Path) -> None:
     assert all(len(row["numbers"]) >= 3 for row in rows)
 
 
+def test_memory_of_a_series_of_processes(load: Callable[[str], Any]) -> None:
+    memory = load("memory")
+
+    def taken(*used: float) -> tuple[dict[str, Any], str | None]:
+        runs = iter(used)
+        return memory.series(lambda: ({"used_mib": next(runs), "reserved_mib": 10, "numbers": [1.0]}, None), 3)  # type: ignore[no-any-return]
+
+    assert taken(100.0, 101.0) == ({"used_mib": 101.0, "reserved_mib": 10, "numbers": [1.0], "runs": 2}, None)
+    assert taken(100.0, 120.0, 110.0)[0]["used_mib"] == 110.0
+    assert memory.series(lambda: (None, "it broke"), 3) == ({}, "it broke")
+    largest: dict[str, dict[str, Any]] = {}
+    memory.compare("sizes, largest", {"multigraph": {"used_mib": 100.0, "reserved_mib": 50.0}}, largest)
+    rows = {form: {"used_mib": 102.0, "reserved_mib": 52.0} for form in ("inductor", "stock", "multigraph")}
+    memory.compare("sizes, ascending", rows, largest)
+    row = rows["multigraph"]
+    assert (row["over_stock"], row["reserved_over_inductor"]) == (1.0, 1.0)
+    assert (row["over_largest"], row["reserved_over_largest"]) == (1.02, 1.04)
+    assert "over_largest" not in rows["stock"]
+    assert [memory.goals_text(memory.GOALS["sizes, ascending"], row).count(said) for said in ("met", "MISSED")] == [
+        2,
+        1,
+    ]
+
+
+def test_two_gpus_are_needed_where_it_is_sharded(load: Callable[[str], Any], tmp_path: Path) -> None:
+    memory, rows = load("memory"), []
+    results = SimpleNamespace(device="cuda", add=lambda about, values, *more, **named: rows.append((about, values)))
+    memory.measure_all(memory.Runner(["0"], {"quick": True}, tmp_path), ["fsdp2"], [], 1, results)
+    said = "skipped: 2 GPUs are needed, and there is 1 GPU"
+    assert rows == [({"program": "fsdp2", "form": "-"}, {"goals": said})]
+
+
 def test_staging(tmp_path: Path) -> None:
     rows = run("staging", tmp_path)
     assert [(row["inputs"], row["kib"], row["kernel"]) for row in rows] == [(2, 16, "no"), (4, 16, "no")]
     assert positive(rows, "ours_host", "stock_host", "host_ratio")
+
+
+def test_sleep(tmp_path: Path) -> None:
+    rows = run("sleep", tmp_path)
+    forms = ["stock", "stock, to()", "pool, host", "pool, nothing", "process, host"]
+    assert [(row["form"], row["cycles"], row["equal"]) for row in rows] == [(form, 3, "yes") for form in forms]
+    assert positive(rows, "gib", "sleep_s", "wake_s", "first_s", "over_stock")
 
 
 def test_models(tmp_path: Path) -> None:
@@ -166,6 +205,23 @@ def test_allocator(tmp_path: Path) -> None:
     assert [(row["program"], row["form"]) for row in rows] == [(name, "bound") for name in names]
     assert [row["bound_mib"] for row in rows if "random" not in row["program"]] == [4, 10, 3]
     assert positive(rows, "live_mib", "bound_mib", "bound_any_mib")
+
+
+@pytest.mark.slow
+def test_stitching(tmp_path: Path) -> None:
+    rows = run("stitching", tmp_path)
+    forms = ["multigraph, stitched", "multigraph", "stock", "stock, expandable"]
+    names = ["whole steps", "experts, two streams", "large blocks", "no captures"]
+    assert [(row["program"], row["form"]) for row in rows] == [(name, form) for name in names for form in forms]
+    assert all(row["over_bound"] >= 1 for row in rows)
+    found = {(row["program"], row["form"]): row for row in rows}
+    # one stream: nothing but the rules of stock's blocks in plain segments
+    ours, stitched = found["large blocks", "multigraph"], found["large blocks", "multigraph, stitched"]
+    assert ours["reserved_mib"] == stitched["reserved_mib"] == 160
+    assert (ours["handles"], stitched["handles"]) == (0, 80)
+    assert stitched["calls"] > 4 * ours["calls"]
+    outside = found["no captures", "multigraph"], found["no captures", "multigraph, stitched"]
+    assert outside[0]["calls"] == outside[1]["calls"]  # what is outside of captures knows no stitching
 
 
 # ---------------------------------------------------------------- what they are made of
@@ -377,6 +433,67 @@ def test_least_memory_of_programs(load: Callable[[str], Any]) -> None:
     assert {op.stream for op in made} == {0, 1, 2, 3}
 
 
+def test_what_torch_would_reserve_for_a_trace(load: Callable[[str], Any]) -> None:
+    rules, mib = load("stock_rules").StockRules, 1 << 20
+
+    def peak(events: list[tuple[Any, ...]], expandable: bool = False) -> float:
+        return float(rules(expandable).play(events) / mib)
+
+    one = [("allocate", 1, mib + 1, 0)]
+    assert peak([("allocate", 1, 100, 0)]) == 2
+    assert peak(one) == 20
+    assert peak([("allocate", 1, 10 * mib, 0)]) == 10
+    # what is left is cut off, and is one with its neighbours again
+    assert peak([*one, ("allocate", 2, 12 * mib, 0), ("free", 1), ("free", 2), ("allocate", 3, 20 * mib, 0)]) == 20
+    assert peak([*one, ("allocate", 2, 19 * mib, 0)]) == 40
+    # of a large block 1 MiB is not, where segments do not grow
+    near = [("allocate", 1, 9 * mib, 0), ("allocate", 2, 10 * mib, 0), ("free", 2), ("allocate", 3, 10 * mib, 0)]
+    assert peak([*near, ("allocate", 4, mib + 512, 0)]) == 40
+    assert peak([("allocate", 1, 30 * mib, 0), ("free", 1), *near[:2], ("allocate", 3, 11 * mib, 0)]) == 30
+    # streams have their own, and so have pools
+    assert peak([*one, ("free", 1), ("allocate", 2, 2 * mib, 1)]) == 40
+    assert peak([*one, ("free", 1), ("begin", 1, 0), ("allocate", 2, 2 * mib, 0), ("end", 1)]) == 40
+    # what another stream used comes back when a capture has ended, outside when all has run
+    used = [("begin", 1, 0), ("capture", 0), *one, ("record", 1, 1), ("free", 1)]
+    assert peak([*used, ("allocate", 2, 19 * mib, 0)]) == 40
+    ended = [*used, ("captured", 0), ("capture", 0), ("allocate", 2, 19 * mib, 0)]
+    assert peak(ended) == 20
+    assert peak([*one, ("record", 1, 1), ("free", 1), ("run",), ("allocate", 2, 19 * mib, 0)]) == 20
+    # segments that grow are mapped behind what is free at their end
+    assert peak([("allocate", 1, 30 * mib, 0)], expandable=True) == 40
+    assert peak([("allocate", 1, 30 * mib, 0), ("free", 1), ("allocate", 2, 60 * mib, 0)], expandable=True) == 60
+    with pytest.raises(ValueError, match="a trace has no 'alocate'"):
+        peak([("alocate", 1, 512, 0)])
+
+
+def test_traces_are_what_programs_allocate(load: Callable[[str], Any]) -> None:
+    traces, stitching = load("allocation_traces"), load("stitching")
+    with traces._fake(), traces.Trace() as trace:
+        x = torch.empty(1024, dtype=torch.uint8)
+        y = x + 1  # x lives on
+        view = y[:512]
+        del y
+        with trace.pool():
+            z = view * 2
+            del view
+        trace.moved()
+        del z, x
+    words = [event for event in trace.events if event[0] != "kernel"]
+    assert words == [
+        ("allocate", 1, 1024, 0), ("allocate", 2, 1024, 0), ("begin", 1, 1), ("capture", 1), ("allocate", 3, 512, 1),
+        ("free", 2), ("captured", 1), ("end", 1), ("free", 3), ("allocate", 4, 512, 0), ("free", 4),
+        ("free", 1),
+    ]  # fmt: skip
+    assert stitching.bound(trace.events) == 2048 + 512
+    made = traces.programs(True)
+    whole = made["whole steps"]().events
+    assert whole == made["whole steps"]().events  # the same whenever it is taken
+    blocks = [event[1] for event in whole if event[0] == "allocate"]
+    assert sorted(event[1] for event in whole if event[0] == "free") == blocks
+    assert {event[3] for event in whole if event[0] == "allocate"} == {traces.CAPTURES}
+    assert {event[3] for event in made["experts, two streams"]().events if event[0] == "allocate"} == {1, 2}
+
+
 def test_allocators_are_compared_with_stock_and_the_bound(load: Callable[[str], Any]) -> None:
     allocator, measure = load("allocator"), load("measure")
     rows: dict[str, dict[str, Any]] = {"stock": {"reserved_mib": 4226.0}, "multigraph": {"reserved_mib": 264.0}}
@@ -386,6 +503,10 @@ def test_allocators_are_compared_with_stock_and_the_bound(load: Callable[[str], 
     assert measure.goals_text(allocator.goals_of("ping-pong", "multigraph"), rows["multigraph"]) == (
         "reserved <= 258 MISSED"
     )
+    late = {"multigraph": {"reserved_mib": 640.0}}  # an allocator goes by frees
+    allocator.compare("late frees", late, {"live_mib": 640.0, "bound_mib": 640.0})
+    said = measure.goals_text(allocator.goals_of("late frees", "multigraph"), late["multigraph"])
+    assert said == "reserved <= 640 met"
     rows = {"stock": {"ns": 400.0, "ns_8": 90.0}, "multigraph": {"ns": 420.0}}
     allocator.compare("alloc+free", rows, {})
     assert rows["multigraph"] == {"ns": 420, "over_stock": 1.05}
@@ -643,6 +764,7 @@ def test_warnings_are_counted_once_each_without_the_deserved(load: Callable[[str
             ["--layers", "4", "--only", "int8", "--cudagraphs", "auto", "--no-reordering", "--rounds", "3"],
         ),
         ("allocator", ["--only", "stock", "multigraph, plain", "--programs", "no use", "--json", "a.json"]),
+        ("stitching", ["--only", "sizes, random", "--traces", "here", "--json", "a.json"]),
         ("models", ["--models", "llama", "vit", "--modes", "training", "--dtype", "bfloat16", "--no-stock"]),
     ],
 )

@@ -34,18 +34,18 @@ _SCALAR = 16
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 
 
-def _each(change: Callable[[Any], Any], value: Any) -> Any:
+def each(change: Callable[[Any], Any], value: Any) -> Any:
     """`value` (arguments or results of an operation) with `change` applied to its leaves."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_each(change, item) for item in value)
+        return type(value)(each(change, item) for item in value)
     if isinstance(value, dict):
-        return {name: _each(change, item) for name, item in value.items()}
+        return {name: each(change, item) for name, item in value.items()}
     return change(value)
 
 
 def _leaves(value: Any) -> list[Any]:
     leaves: list[Any] = []
-    _each(leaves.append, value)
+    each(leaves.append, value)
     return leaves
 
 
@@ -58,10 +58,10 @@ class Kernel:
     outputs: list[Reference | None]
 
     def run(self) -> None:
-        args, kwargs = _each(lambda leaf: leaf.tensor() if isinstance(leaf, Reference) else leaf, self.arguments)
+        args, kwargs = each(lambda leaf: leaf.tensor() if isinstance(leaf, Reference) else leaf, self.arguments)
         result = self.func(*args, **kwargs)
         if self.func.namespace == "_c10d_functional":
-            result = _each(torch.ops._c10d_functional.wait_tensor, result)
+            result = each(torch.ops._c10d_functional.wait_tensor, result)
         for place, leaf in zip(self.outputs, _leaves(result), strict=True):
             if place is not None:
                 place.tensor().copy_(leaf)
@@ -101,6 +101,7 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
         self.kernels: list[Kernel] = []
         self.outside: set[Outside] = set()
         self.made: dict[int, Mapped] = {}
+        self.bytes = self.peak = 0  # of blocks that it has allocated: now, and the most
         self.touched: set[tuple[int, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,11 +126,11 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
             outputs.append(None)
             return arguments[id(leaf)][1] if id(leaf) in arguments else leaf
 
-        result = _each(realize, result)
+        result = each(realize, result)
         computes = any(outputs) and not func._schema.name.startswith(_EMPTIES)
         if computes or _writes(func) or not func._schema.returns:
             self.driver("launch", str(func))
-            self.kernels.append(Kernel(func, _each(self.reference, (args, kwargs)), outputs))
+            self.kernels.append(Kernel(func, each(self.reference, (args, kwargs)), outputs))
         return result
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -166,7 +167,7 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
                 blanks[id(made)] = (made, leaf)
                 return made
 
-            blank_args, blank_kwargs = _each(blank, (args, {**kwargs, "device": device} if places else kwargs))
+            blank_args, blank_kwargs = each(blank, (args, {**kwargs, "device": device} if places else kwargs))
             with torch.random.fork_rng(devices=()):
                 return func(*blank_args, **blank_kwargs), blanks
 
@@ -193,11 +194,10 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
             return torch.UntypedStorage(0, device="cpu")
         self.driver("allocate", nbytes)
         self.sweep()
-        try:
-            offset = self.pool.arena.allocate(nbytes)
-        except MemoryError as error:
-            raise torch.OutOfMemoryError(f"simulated device: {error}") from None
+        offset = self.pool.allocate(nbytes)
         self.touched.add((offset, self.pool.arena.blocks[offset]))
+        self.bytes += self.pool.arena.blocks[offset]
+        self.peak = max(self.peak, self.bytes)
         storage = self.memory.map(self.pool, offset, nbytes, origin)
         self.made[storage._cdata] = self.memory.mapped[storage._cdata]
         return storage
@@ -206,7 +206,7 @@ class Recorder(_compat.TorchDispatchMode):  # type: ignore[misc]
         """Free what died since."""
         for handle, mapped in list(self.made.items()):
             if mapped.weak.expired():
-                self.pool.arena.free(mapped.offset)
+                self.bytes -= self.pool.arena.free(mapped.offset)
                 del self.made[handle]
                 self.memory.mapped.pop(handle, None)
         for owner in [owner for owner in self.owners if owner.weak.expired()]:

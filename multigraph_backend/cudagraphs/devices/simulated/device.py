@@ -9,6 +9,7 @@ and nothing else; taken and freed ranges are filled with `POISON`.  A tensor of 
 tensor that shows a range of the buffer (`memory.py`): memory that is overwritten while a tensor still uses it
 shows as garbage in that tensor.  A replay fails where a GPU would read what is gone: memory outside of the pool that
 has died, a pool that was left.  Work on a stream that has not waited for the last work on the pool is an error too.
+With `Segments` blocks lie as in torch's pools, else where best fit puts them.
 
 A capture runs nothing: what it sees and refuses is said in `capture.py`.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,14 +37,16 @@ from multigraph_backend.cudagraphs.devices.device import (
     CaptureFailed,
     Device,
     DeviceFailed,
+    HeldPool,
     Layout,
     PoolState,
     is_plain,
 )
 from multigraph_backend.cudagraphs.devices.poison import others
-from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState
+from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState, Segments
 from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED, Recorder
 from multigraph_backend.cudagraphs.devices.simulated.memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
+from multigraph_backend.cudagraphs.devices.simulated.running import Runner
 from multigraph_backend.process import garbage
 from multigraph_backend.process.interruptions import from_outside, without_frames
 
@@ -50,11 +54,15 @@ from multigraph_backend.process.interruptions import from_outside, without_frame
 _FIRST_POOL = 1 << 48
 _POOL_DISTANCE = 1 << 40
 
+#: what the driver takes for each kernel of a graph, and takes at once
+KERNEL_BYTES, PAGE = 1 << 12, 2 << 20
+
 #: the calls that `fail_at` knows
-CALLS = ("capture_begin", "allocate", "launch", "capture_end", "replay", "copy", "restore", "storage_at", "move_out",
-         "fresh_storage", "new_pool", "leave", "wait_for", "finish")  # fmt: skip
+CALLS = ("capture_begin", "run_in_pool", "allocate", "launch", "capture_end", "replay", "copy", "restore", "storage_at",
+         "move_out", "fresh_storage", "new_pool", "leave", "wait_for", "finish")  # fmt: skip
 #: those of them that the driver refuses while the stream of captures captures
-_REFUSED = frozenset({"capture_begin", "replay", "copy", "restore", "move_out", "fresh_storage", "new_pool", "finish"})
+_REFUSED = frozenset({"capture_begin", "run_in_pool", "replay", "copy", "restore", "move_out", "fresh_storage",
+                      "new_pool", "empty_cache", "finish"})  # fmt: skip
 #: and of these what other threads than the one that captures may do on streams of their own
 _ELSEWHERE = frozenset({"copy", "fresh_storage"})
 #: those of them that allocate
@@ -76,6 +84,7 @@ class SimulatedRecording:
         self._kernels = recorder.kernels
         self._outside = recorder.outside
         self.number = next(device._numbers)
+        device._instantiate(self, len(recorder.kernels) * KERNEL_BYTES)
         self.destroyed = False
 
     def reset(self) -> None:
@@ -92,6 +101,8 @@ class SimulatedRecording:
             raise AssertionError(f"recording {self.number} uses memory outside of the pool that has died")
         if self._pool.left:
             raise AssertionError(f"recording {self.number} lives in a pool that was left")
+        if self._pool is device._pool and device.unowned():
+            raise AssertionError(f"recording {self.number} may write over blocks that nobody owns")
         device._catch_up(device.stream())
         self._pool.timeline.work(device.stream(), "replay")
         device._memory.gather()
@@ -109,7 +120,13 @@ class SimulatedDevice:
     calls.
     """
 
-    def __init__(self, pool_bytes: int = 1 << 20, granularity: int = 64) -> None:
+    def __init__(
+        self,
+        pool_bytes: int = 1 << 20,
+        granularity: int = 64,
+        segments: Segments | None = None,
+        device_bytes: int = 1 << 62,
+    ) -> None:
         self.index = 0
         self.generation = -1  # `new_pool` makes it 0
         self.same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool] = self._same_addresses
@@ -120,20 +137,29 @@ class SimulatedDevice:
         self.log: deque[tuple[str, Any]] = deque(maxlen=10_000)
         #: set it to have each failed capture begin a new pool, as one on a GPU may
         self.failures_spoil_the_pool = False
+        #: bytes of the driver that the graphs take which are there, and that it has taken for them
+        self._graphs_live = self._graphs_held = 0
         #: microseconds that `time_copies` tells of
         self.copies_us: float | None = 0.0
         #: set it to make `capturing` say that the user records on his own
         self.user_captures = False
         #: set it to have the device finish nothing any more, as `record_event` tells
         self.stuck = False
+        #: bytes of the device that others hold, and that torch's allocator has cached outside of pools; a pool that was
+        #: left is among these until somebody asks for them
+        self.ballast = self.cached = 0
+        self._device_bytes = device_bytes
         self._capacity = pool_bytes
-        self._granularity = granularity
+        self._granularity, self._segments = granularity, segments
+        #: the most that all pools together have ever had
+        self.most_reserved = 0
         self._numbers = itertools.count()
         #: by generation
         self._pools: dict[int, Pool] = {}
         self._memory = Memory()
         self._recording_in: int | None = None  # the thread whose current stream is the one of captures
         self._stream_captures = False
+        self._serves: int | None = None  # the thread that the pool serves
         self._begun_by: int | None = None  # the thread that began its last capture
         self._failures: dict[str, tuple[int, BaseException | None]] = {}
         self._thread = threading.local()
@@ -147,6 +173,11 @@ class SimulatedDevice:
         self.log.clear()
 
     # ---------------------------------------------------------------- for tests
+
+    @property
+    def captures(self) -> bool:
+        """Whether the stream of captures captures."""
+        return self._stream_captures
 
     def fail_at(self, call: str, after: int = 0, error: BaseException | None = None) -> None:
         """Let driver call `call` (one of `CALLS`) fail once, after it has worked `after` times; with `error`, if given,
@@ -252,6 +283,8 @@ class SimulatedDevice:
         self._memory.gather()
         self._memory.scatter()
         del self._memory.mapped[storage._cdata]
+        if mapped.frees:
+            mapped.pool.free(mapped.offset)
         return True
 
     def fresh_storage(self, nbytes: int) -> torch.UntypedStorage:
@@ -273,6 +306,8 @@ class SimulatedDevice:
         pool = self._pool
         if not isinstance(state, _State) or state.pool is not pool:
             raise AssertionError("restore to a state of another pool")
+        if self.unowned():
+            raise AssertionError("restore while blocks that nobody owns are allocated in the pool")
         wanted = {address - pool.base for address in blocks}
         kept = {offset: nbytes for offset, nbytes in state.arena.blocks if offset in wanted}
         owning = [self._memory.mapped[storage._cdata] for storage in owners]
@@ -295,17 +330,63 @@ class SimulatedDevice:
         self._memory.scatter()
 
     def pool_bytes(self) -> int:
-        return self._pool.arena.high_water
+        return self._pool.held
 
     def reserved_bytes(self) -> int:
-        return self.pool_bytes()
+        return self.cached + sum(pool.held for pool in self._pools.values())
+
+    def total_bytes(self) -> int:
+        return self._device_bytes
+
+    def free_bytes(self) -> int:
+        return self._device_bytes - self.ballast - self.reserved_bytes()
+
+    def cached_bytes(self) -> int:
+        return self.cached + sum(pool.held - sum(pool.arena.blocks.values()) for pool in self._pools.values())
+
+    def empty_cache(self) -> None:
+        self._driver("empty_cache")
+        self.cached = 0
+
+    def use(self, nbytes: int) -> None:
+        """Code that runs takes so much memory for a moment, from the pool where that serves what it allocates, else
+        ordinary memory, which may be cached.  Raises `torch.OutOfMemoryError` where that is not there."""
+        if self._serves == threading.get_ident():
+            if not self._stream_captures:
+                self._memory.gather()
+            self._pool.arena.free(self._pool.allocate(nbytes))
+        elif nbytes > self.cached + self.free_bytes():
+            raise torch.OutOfMemoryError(f"simulated device: {nbytes} bytes are not free")
+        else:
+            self.cached = max(self.cached, nbytes)
+
+    def _grew(self) -> None:
+        self.most_reserved = max(self.most_reserved, self.reserved_bytes())
+
+    def pools(self) -> tuple[HeldPool, ...]:
+        return tuple(
+            HeldPool(generation, (0, generation + 1), pool.held, 0) for generation, pool in sorted(self._pools.items())
+        )
+
+    def graph_bytes(self) -> int:
+        return self._graphs_held
+
+    def _instantiate(self, recording: SimulatedRecording, nbytes: int) -> None:
+        self._graphs_live += nbytes
+        self._graphs_held = max(self._graphs_held, -(-self._graphs_live // PAGE) * PAGE)
+        weakref.finalize(recording, self._destroyed, nbytes).atexit = False
+
+    def _destroyed(self, nbytes: int) -> None:
+        self._graphs_live -= nbytes
 
     def new_pool(self) -> None:
         self._driver("new_pool")
         self.generation = max(self._pools, default=-1) + 1
         self._owners = []
         base = _FIRST_POOL + self.generation * _POOL_DISTANCE
-        self._pool = self._pools[self.generation] = Pool(base, self._capacity, self._granularity)
+        self._pool = self._pools[self.generation] = Pool(
+            base, self._capacity, self._granularity, self._segments, self.free_bytes, self._grew
+        )
 
     def generations(self) -> Collection[int]:
         return tuple(self._pools)
@@ -321,11 +402,37 @@ class SimulatedDevice:
         self._driver("leave", generation)
         pool = self._pools.pop(generation)
         self._memory.gather()
-        pool.poison([(0, pool.arena.capacity)], ())
+        alive = [
+            (mapped.offset, mapped.nbytes)
+            for mapped in self._memory.mapped.values()
+            if mapped.frees and mapped.pool is pool
+        ]
+        pool.poison([(0, pool.arena.capacity)], alive)
         pool.left = True
         self._memory.scatter()
 
-    # ---------------------------------------------------------------- recording
+    # ---------------------------------------------------------------- running and recording
+
+    def run_in_pool(self, function: Callable[[], Any]) -> Any:
+        self._driver("run_in_pool")
+        self._catch_up(self.stream())
+        self._pool.timeline.work(self.stream(), "run_in_pool")
+        self._serves = threading.get_ident()
+        try:
+            with Runner(self._pool, self._memory):
+                return function()
+        finally:
+            self._serves = None
+            self._memory.gather()
+            self._memory.scatter()
+
+    def unowned(self) -> dict[int, int]:
+        self._memory.gather()
+        return {
+            mapped.pool.base + mapped.offset: mapped.nbytes
+            for mapped in self._memory.mapped.values()
+            if mapped.frees and mapped.pool is self._pool
+        }
 
     def capture(
         self,
@@ -347,10 +454,12 @@ class SimulatedDevice:
             self._stream_captures, self._begun_by = True, threading.get_ident()
 
         def run() -> Any:
+            self._serves = threading.get_ident()
             with recorder:
                 return function()
 
         def end() -> None:
+            self._serves = None
             self._driver("capture_end")
             self._stream_captures = False
 
@@ -359,7 +468,7 @@ class SimulatedDevice:
             with garbage.paused():
                 outcome = bracket.captured(begin, run, end, lambda: self._stream_captures)
         finally:
-            self._recording_in = None
+            self._recording_in = self._serves = None
         problem, result = outcome.problem, outcome.result
         del outcome
         blocks: dict[int, int] = {}
@@ -393,6 +502,8 @@ class SimulatedDevice:
             blocks={pool.base + offset: nbytes for offset, nbytes in blocks.items()},
             freed=frozenset(pool.base + offset for offset, _ in recorder.freed),
             state=_State(pool, arena.state()),
+            peak=recorder.peak,
+            grown=arena.high_water - high_water,
         )
 
     def capturing(self) -> bool:

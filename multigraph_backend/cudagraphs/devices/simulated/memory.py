@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,22 +24,52 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.devices.device import Layout
-from multigraph_backend.cudagraphs.devices.simulated.arena import Arena, Timeline
+from multigraph_backend.cudagraphs.devices.simulated.arena import Arena, Segments, Timeline
 
 #: what memory holds that nothing was written to: NaN in every floating-point type
 POISON = 0xFF
 
 
 class Pool:
-    """The memory that recordings share."""
+    """The memory that recordings share.  `held`: bytes that it has taken of the device, which `free` tells the rest of;
+    they stay until the pool is left, also those that a failed capture has taken."""
 
-    def __init__(self, base: int, capacity: int, granularity: int) -> None:
-        self.base = base
-        self.arena = Arena(capacity, granularity)
+    def __init__(
+        self,
+        base: int,
+        capacity: int,
+        granularity: int,
+        segments: Segments | None,
+        free: Callable[[], int],
+        grew: Callable[[], object],
+    ) -> None:
+        self.base, self.held, self._free, self._grew = base, 0, free, grew
+        self.arena = Arena(capacity, granularity, segments)
         self.memory = bytearray([POISON]) * capacity
         self.storage = torch.frombuffer(self.memory, dtype=torch.uint8).untyped_storage()
         self.timeline = Timeline()
         self.left = False
+
+    def allocate(self, nbytes: int) -> int:
+        """A block's offset.  Raises `torch.OutOfMemoryError`."""
+        arena, before = self.arena, self.arena.mark()
+        try:
+            offset = arena.allocate(nbytes)
+        except MemoryError as error:
+            raise torch.OutOfMemoryError(f"simulated device: {error}") from None
+        if arena.bytes - self.held > self._free():
+            arena.free(offset)
+            arena.return_to(before)
+            raise torch.OutOfMemoryError(f"simulated device: {nbytes} bytes are not free")
+        if arena.bytes > self.held:
+            self.held = arena.bytes
+            self._grew()
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give a block back that nobody owned; what it held is garbage now."""
+        nbytes = self.arena.free(offset)
+        self.memory[offset : offset + nbytes] = bytes([POISON]) * nbytes
 
     def poison(self, ranges: Iterable[tuple[int, int]], kept: Iterable[tuple[int, int]]) -> None:
         """Write over `ranges`, but not over `kept`."""
@@ -64,7 +94,8 @@ class Mapped:
     seen: bytes
     pool: Pool
     offset: int
-    origin: str | None  # the operation that allocated it in a capture; None for `storage_at`
+    origin: str | None  # the operation that allocated it; None for `storage_at`
+    frees: bool = False  # whether its death, or a move, frees its block of the pool: nobody else owns that
 
     @property
     def nbytes(self) -> int:
@@ -182,6 +213,8 @@ class Memory:
             mapped.write_back()
             if died or mapped.resized():
                 del self.mapped[handle]
+                if mapped.frees:
+                    mapped.pool.free(mapped.offset)
 
     def scatter(self) -> None:
         for mapped in self.mapped.values():

@@ -1,0 +1,128 @@
+"""The first calls of a step, which run unrecorded, in the memory where their recordings will lie.
+
+Code runs once as it is before it is recorded: kernels are loaded and tuned then, libraries set themselves up.  Were
+that in the allocator's ordinary memory, a step's activations would be held twice: there, and in the pool that the
+recordings grow a moment later.  So a call that warms up allocates from the pool.  Nothing of that is owned by the
+runtime: tensors free it as they die, as in a program without recordings, and the peak is that of such a program.
+
+    step 1   forward, as it is   in the pool: activations A, output y
+             backward, as it is  reads A, frees them one by one
+    step 2   forward             y is dead, nothing of step 1 is left: captured, in the memory of A
+             ...
+
+As long as anything of it is alive, no recording may be made or replayed: it does not know of these blocks and would
+write over them.  So a `WarmUp` stands at the end of the path like a recording whose outputs are alive, and all calls
+behind it warm up too.  What users hold of it is moved out when the step begins again, as of recordings.
+
+In:  the calls, and what they return.  Out: slots that say whether any of it is alive.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from multigraph_backend.cudagraphs.devices.device import Device
+from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
+from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
+from multigraph_backend.cudagraphs.recordings.slot import Slot
+
+#: calls of one piece in a step that warms up and does not end, after which the pool is left to it
+MOST_CALLS = 4
+_NOBODY = object()
+_NEVER = sys.maxsize
+
+
+class WarmSlot(Slot):
+    """The memory of one storage that a warm-up returned, held weakly: its last tensor's death frees it."""
+
+    __slots__ = ("weak",)
+
+    def __init__(self, address: int, storage: torch.UntypedStorage, visible: bool, generation: int) -> None:
+        super().__init__(address, storage, visible, generation)
+        self.weak = StorageWeakRef(storage)  # keeps the handle from being used again
+        self.copied = True  # nothing is handed out of it by a replay
+        self.base, self.refs = 0, _NEVER
+        self.storage: Any = _NOBODY
+
+    def held(self) -> torch.UntypedStorage | None:
+        """The storage, None if it has died."""
+        return torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+
+    def alive(self, use_count: Callable[[int], int]) -> bool:
+        return use_count(self.handle) > 0
+
+    def lies(self, device: Device) -> bool:
+        storage = self.held()
+        return storage is not None and device.storage_address(storage) == self.address
+
+
+class WarmUp(Node):
+    """See the module's text.  `calls_of`: how often each piece was called in it.  `strangers`: address and bytes of
+    blocks in the pool that none of its slots accounts for.  `running`: calls that are under way, which may have let
+    all slots die and still use the pool."""
+
+    __slots__ = ("calls_of", "running", "strangers")
+
+    def __init__(self, tree: Nodes) -> None:
+        super().__init__(tree, tree.device.empty_state(), tree.root)
+        self.calls_of: Counter[KeyedPiece] = Counter()
+        self.running = 0
+        self.strangers: dict[int, int] = {}
+
+    def alive(self) -> bool:
+        return bool(self.running or self.strangers) or super().alive()
+
+    def begin(self) -> None:
+        """A call begins to run."""
+        self.running += 1
+        self.watched = (*self.slots, _STRANGER)
+
+    def took(self, outputs: Sequence[Any], visible: Sequence[bool]) -> None:
+        """Note what a call has returned, and what else it has left in the pool."""
+        device = self.tree.device
+        known = {slot.handle: slot for slot in self.slots if slot.alive(device.use_count)}
+        blocks = device.unowned()
+        for output, shown in zip(outputs, visible, strict=False):
+            if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
+                continue
+            storage = output.untyped_storage()
+            address = device.storage_address(storage)
+            if storage._cdata in known:
+                known[storage._cdata].visible |= shown
+            elif address in blocks:
+                known[storage._cdata] = WarmSlot(address, storage, shown, self.generation)
+        self.slots = tuple(known.values())
+        self._watch(blocks)
+
+    def look(self) -> None:
+        """See whether what none of the slots accounts for is still there."""
+        if self.strangers and self.generation == self.tree.device.generation:
+            self._watch(self.tree.device.unowned())
+
+    def _watch(self, blocks: Mapping[int, int]) -> None:
+        known = {slot.address for slot in self.slots}
+        self.strangers = {address: nbytes for address, nbytes in blocks.items() if address not in known}
+        # the short way of a call looks at these: one that never dies keeps it from replaying
+        self.watched = (*self.slots, _STRANGER) if self.strangers or self.running else self.slots
+
+
+class _Stranger:
+    """Always alive, as `Slot.alive` and the short way of a call see it."""
+
+    base = refs = -1
+
+    def __init__(self) -> None:
+        self.storage = torch.UntypedStorage(1)
+        self.handle = self.storage._cdata
+
+    def alive(self, use_count: Any) -> bool:
+        return True
+
+
+_STRANGER: Any = _Stranger()
