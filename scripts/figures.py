@@ -158,6 +158,15 @@ HEADLINES = (
         peer_name="stock's reuse switch",
     ),
     Headline(
+        "Reserved by a training process, two lengths",
+        "memory.json",
+        "reserved_mib",
+        "MiB",
+        {"program": "two lengths"},
+        peer={"form": "inductor"},
+        peer_name="Inductor, no graphs",
+    ),
+    Headline(
         "DDP, a training step on two GPUs",
         "distributed.json",
         "us",
