@@ -352,7 +352,10 @@ def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tenso
         arg = twin(arg, tuple(arg.size()), tuple(arg.stride()), int(offset))
     base = arg._base if arg._is_view() else None
     fake = fresh.fake_mode.from_tensor(
-        arg, symbolic_context=_symbolic_context(fresh, entry, offset, base), source=layout.source, trace=False
+        arg,
+        symbolic_context=_symbolic_context(fresh, entry, offset, base, isinstance(arg, _compat.FakeTensor)),
+        source=layout.source,
+        trace=False,
     )
     # translated once only: a new symbol may have the name of one of Dynamo's
     planned = (*map(fresh.translate, (*layout.size, *layout.stride)), offset)
@@ -388,7 +391,12 @@ def twin(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offse
         return made.requires_grad_(tensor.requires_grad)
 
 
-def _symbolic_context(fresh: FreshInputs, entry: Input, offset: Any, base: torch.Tensor | None) -> Any:
+def _symbolic_context(
+    fresh: FreshInputs, entry: Input, offset: Any, base: torch.Tensor | None, made_up: bool = False
+) -> Any:
+    """`made_up`: for a fake tensor.  From torch 2.13 on its sizes come out as they are where they are said to be
+    unbacked; their symbols stand in the context anyway.
+    """
     layout = entry.layout
     assert layout is not None
     kinds, prop = _compat.DimDynamic, _compat.TensorProperty
@@ -411,7 +419,7 @@ def _symbolic_context(fresh: FreshInputs, entry: Input, offset: Any, base: torch
         symbols = fresh.translate(expr).free_symbols
         if not symbols:
             return kinds.STATIC
-        unbacked = any(_compat.symbol_is_type(symbol, _compat.SymT.UNBACKED_INT) for symbol in symbols)
+        unbacked = not made_up and any(_compat.symbol_is_type(symbol, _compat.SymT.UNBACKED_INT) for symbol in symbols)
         return kinds.UNBACKED if unbacked else kinds.DYNAMIC
 
     base_context = None

@@ -93,3 +93,18 @@ def test_a_failure_costs_one_variant_where_nobody_asks_for_errors() -> None:
         for rows in (5, 8, 4):
             assert_right(run, f, torch.randn(rows, 3), exact=True)
     assert multigraph_backend.stats()["variants_compiled"] == 1
+
+
+def test_unbacked_sizes_are_made_up() -> None:
+    """From torch 2.13 on no graph but that of the first call's sizes could be compiled: calls ran eagerly."""
+    x = torch.randn(6, 4)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    made = torch.compile(
+        f, backend=multigraph, options={"specialize": [{"x[0]": [4, 1]}], "compiler": "aot_eager", "compile": "eager"}
+    )
+    assert_right(made, f, x)
+    assert compiles() == (2, 1)
+    for rows in (4, 1):
+        assert_right(made, f, torch.randn(rows, 4))
+    assert compiles() == (2, 1)
+    assert multigraph_backend.stats()["eager_calls"] == multigraph_backend.stats()["failures"] == 0
