@@ -97,7 +97,7 @@ def _marked(mark_dynamic: Callable[..., object]) -> torch.Tensor:
 #: features that only compiles by Inductor have
 BY_INDUCTOR = frozenset({
     "changed inputs", "saved tensors", "retained graphs", "modes", "messages", "cudagraphs", "cudagraphs on CUDA",
-    "recordings in the extension on CUDA",
+    "recordings in the extension on CUDA", "saved graphs",
 })  # fmt: skip
 _BY_INDUCTOR = frozenset({"compile_fx"})  # ... and symbols of features that others have, too
 
@@ -269,6 +269,11 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("skip_code", "torch._dynamo.eval_frame", "skip_code", feature="stacks of allocations", shape=("code",)),
         _S("raw_alloc", "torch._C", "_cuda_cudaCachingAllocator_raw_alloc", feature="allocator on CUDA"),
         _S("custom_allocator", "torch._C", "_cuda_customAllocator", feature="allocator on CUDA"),
+        # graphs that are compiled ahead of time, and saved
+        _S("SerializableCallable", "torch._dynamo.aot_compile_types", "SerializableCallable", feature="saved graphs",
+           shape=("serialize_compile_artifacts", "deserialize_compile_artifacts")),
+        _S("GraphPickler", "torch.fx._graph_pickler", "GraphPickler", feature="saved graphs", shape=("dumps", "loads")),
+        _S("GraphPicklerOptions", "torch.fx._graph_pickler", "Options", feature="saved graphs", shape=("ops_filter",)),
         # several processes
         _S("resolve_process_group", "torch.distributed.distributed_c10d", "_resolve_process_group",
            feature="distributed"),
@@ -357,6 +362,7 @@ OFF = {
     "messages": "a missing C++ compiler is not explained",
     "simulation": "recordings cannot be simulated on the CPU",
     "distributed": "collectives are not recorded",
+    "saved graphs": "torch's aot_compile is refused",
     "one compile": "every rank compiles for itself",
     "endings": "recorded collectives are not ended for you",
     "watchdog": "nothing says in which collective a rank waits",
@@ -584,7 +590,85 @@ def root_frame() -> tuple[Any, Mapping[str, Any]] | None:
         translator = __getattr__("InstructionTranslator").current_tx()
     except Exception:  # not inside a trace: torch raises an AttributeError of its own thread-local
         return None
-    return translator.f_code, translator.f_locals
+    return None if translator is None else (translator.f_code, translator.f_locals)  # None: 2.11, after a trace
+
+
+# what torch's aot_compile changes for its own backends: they would make a late compile go past the caches
+_OF_AOT_COMPILE = (
+    "strict_autograd_cache",
+    "bypass_autograd_cache_key",
+    "bundled_autograd_cache",
+    "force_autograd_cache",
+)
+
+
+def ahead_of_time() -> bool:
+    """Whether torch's `aot_compile` is calling: it traces first, and calls the backend when the trace has ended."""
+    return _ahead_of_time() is not None
+
+
+def _ahead_of_time() -> FrameType | None:
+    if not getattr(__getattr__("functorch_config"), "bypass_autograd_cache_key", False):
+        return None
+    file = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "aot_compile.py")
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (frame.f_code.co_name, frame.f_code.co_filename) != ("aot_compile_fullgraph", file):
+        frame = frame.f_back
+    return frame
+
+
+def ordinary_caching() -> Any:
+    """A context in which AOTAutograd's cache is used as in a call of a compiled function, also in `aot_compile`."""
+    return __getattr__("functorch_config").patch(dict.fromkeys(_OF_AOT_COMPILE, False))
+
+
+def frame_ahead_of_time() -> tuple[Any, Mapping[str, Any]] | None:
+    """Code object and locals of the user's function that torch's `aot_compile` is compiling, None outside of one."""
+    frame = _ahead_of_time()
+    if frame is None:
+        return None
+    model, function = frame.f_locals.get("model"), frame.f_locals.get("fn")
+    if not inspect.isfunction(function):
+        return None
+    owner = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    found = {name: cell.cell_contents for name, cell in cells}
+    with contextlib.suppress(TypeError, ValueError):  # the arguments do not fit: torch says so
+        args, kwargs = frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})
+        bound = inspect.Signature.from_callable(function, follow_wrapped=False).bind(
+            *(() if owner is None else (owner,)), *args, **kwargs
+        )
+        bound.apply_defaults()
+        found.update(bound.arguments)
+    return function.__code__, found
+
+
+def changed_config(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[tuple[str, str], Any]:
+    """Which of these values of configuration, by the module's row and the knob, are not torch's own."""
+    changed = {}
+    for row, values in configs:
+        entries = __getattr__(row)._config
+        for name, value in values.items():
+            entry = entries.get(name)
+            if entry is not None and entry.alias is None and value is not entry.default and value != entry.default:
+                changed[row, name] = value
+    return changed
+
+
+def named_overrides(overrides: Mapping[contextvars.ContextVar[Any], Any]) -> dict[tuple[str, str], Any]:
+    """Overrides, as `config_overrides` told them, by the configuration's module and the knob."""
+    named = {}
+    for module in _config_modules():
+        for name, entry in module._config.items():
+            if entry.user_override in overrides:
+                named[module.__name__, name] = overrides[entry.user_override]
+    return named
+
+
+def overrides_of(named: Mapping[tuple[str, str], Any]) -> dict[contextvars.ContextVar[Any], Any]:
+    """The reverse of `named_overrides`; raises KeyError or ImportError for a knob that is not there."""
+    entries = {key: importlib.import_module(key[0])._config[key[1]] for key in named}
+    return {entries[key].user_override: value for key, value in named.items()}
 
 
 def guard_attribute(local: str, within: tuple[str, ...], attribute: str, value: str | None, free: bool = False) -> None:

@@ -9,12 +9,14 @@ they are removed last thing, and no dispatcher of its own is installed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -82,9 +84,11 @@ class Multigraph:
             lacking += filter(None, [_compat.missing_in_trace(gm, example_inputs)])
             if lacking:
                 return _compile_at_once(gm, example_inputs, accepted, traced, f"this torch differs: {lacking[0]}")
+            ahead = _ahead_of_time()
             try:
                 graph = from_dynamo.capture(gm, example_inputs, traced)
-                state = CompileState.take()
+                with _compat.ordinary_caching() if ahead else contextlib.nullcontext():
+                    state = CompileState.take()
             except from_dynamo.CannotCapture as reason:
                 return _compile_at_once(gm, example_inputs, accepted, traced, str(reason))
             except Exception as error:  # what this torch does otherwise, and no row of `_compat` knows of
@@ -96,7 +100,8 @@ class Multigraph:
                 state = dataclasses.replace(state, hooks=None)  # they run in eager
             if state.hooks is not None:  # ours to place; torch would look at their copies when it asks its cache
                 from_dynamo.forget_hooks(graph)
-            return region.Region(graph, accepted, state).dispatcher()
+            made = region.Region(graph, accepted, state)
+            return made.dispatcher() if ahead is None else ahead.of_region(made, example_inputs)
         finally:
             _take_over_marks(example_inputs)
 
@@ -129,18 +134,29 @@ def _compile_at_once(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options, traced: user_code.UserCode, reason: str
 ) -> Callable[..., Any]:
     """As any other backend does: one generic compile, in Dynamo's trace and under its guards."""
-    started = time.perf_counter()
+    started, ahead = time.perf_counter(), _ahead_of_time()
     try:
         if (late := sealing.refused(f"{traced} is compiled")) is not None:
             raise CannotLower(late)
         if stock_hooks() is not None:  # torch puts them into the graphs itself: once is enough
             options = options.without_packs()
-        with account.collecting() as saved:
+        caching = contextlib.nullcontext() if ahead is None else _compat.ordinary_caching()
+        with account.collecting() as saved, caching:
             run = at_once.compile_at_once(gm, list(example_inputs), options, f"{traced}")
     except CannotLower as error:
         run, saved = gm.forward, []
         reason = f"{reason}; it runs eagerly" + ("" if str(error) == reason else f": {error}")
-    return region.compiled_at_once(run, traced, options, time.perf_counter() - started, reason, tuple(saved))
+    made = region.compiled_at_once(run, traced, options, time.perf_counter() - started, reason, tuple(saved))
+    return made if ahead is None else ahead.SerializableRegion(reason, made)
+
+
+def _ahead_of_time() -> ModuleType | None:
+    """What makes a region one that torch can save, where torch's `aot_compile` asks for that."""
+    if not _compat.ahead_of_time() or _compat.without("SerializableCallable", "GraphPickler") is not None:
+        return None
+    from multigraph_backend.region import ahead_of_time
+
+    return ahead_of_time
 
 
 def _take_over_marks(example_inputs: Sequence[Any]) -> None:

@@ -203,6 +203,12 @@ def _learn(check: Callable[[int], object]) -> probing.Understood | probing.Opaqu
     return probing.understand(check)
 
 
+def learnt(check: Callable[[int], object]) -> tuple[Facts, ...] | None:
+    """What a mark's callable was understood to mean, each a condition of its own; None where it was not."""
+    found = _learn(check)
+    return None if isinstance(found, probing.Opaque) else tuple(found.alternatives)
+
+
 def _callable_name(check: object) -> str:
     code = getattr(check, "__code__", None)
     name = getattr(check, "__name__", type(check).__name__)

@@ -98,7 +98,7 @@ class UserCode:
 
 def current() -> UserCode:
     """The user's function of the trace in progress; without one, placeholders for text."""
-    frame = None if _compat.missing("names") else _compat.root_frame()
+    frame = None if _compat.missing("names") else _compat.root_frame() or _compat.frame_ahead_of_time()
     if frame is None:
         return UserCode()
     code, local_values = frame

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,38 @@ class CompileState:
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=torch.cuda.current_device() if has_cuda and torch.cuda.is_initialized() else None,
             hooks=stock_hooks(),
+        )
+
+    def portable(self) -> dict[str, Any]:
+        """The same as plain data, for another process; configuration as far as it is not torch's own."""
+        per_context = _compat.config_is_per_context()
+        knobs = _compat.named_overrides(self.overrides) if per_context else _compat.changed_config(self.configs)
+        return {
+            "knobs": knobs,
+            "grad": self.grad,
+            "autocast": [dataclasses.astuple(entry) for entry in self.autocast],
+            "autocast_cache": self.autocast_cache,
+        }
+
+    @classmethod
+    def from_portable(cls, data: Mapping[str, Any]) -> CompileState:
+        """The state that `portable` was asked of, on this process's device."""
+        configs: tuple[tuple[str, dict[str, Any]], ...] = ()
+        overrides: Mapping[contextvars.ContextVar[Any], Any] = {}
+        if _compat.config_is_per_context():
+            overrides = _compat.overrides_of(data["knobs"])
+        else:
+            configs = tuple((name, getattr(_compat, name).get_config_copy()) for name in _CONFIGS)
+            values = dict(configs)
+            for (name, knob), value in data["knobs"].items():
+                values[name][knob] = value
+        return cls(
+            overrides=overrides,
+            configs=configs,
+            grad=data["grad"],
+            autocast=tuple(_Autocast(*entry) for entry in data["autocast"]),
+            autocast_cache=data["autocast_cache"],
+            device=torch.cuda.current_device() if torch.cuda.is_initialized() else None,
         )
 
     def context(self) -> contextvars.Context:

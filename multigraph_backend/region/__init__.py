@@ -1,5 +1,6 @@
 """One Dynamo graph and its variants: which code runs a call, and what happens where there is none.
 
 `region` owns the graph; `dispatch` generates the function that finds the variant of a call; `variant` is the life of
-one; `gains` times variants against generic while the user asks for it; `registry` knows which regions are alive.
+one; `gains` times variants against generic while the user asks for it; `registry` knows which regions are alive;
+`ahead_of_time` makes a region one that torch saves and loads.
 """

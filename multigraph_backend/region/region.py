@@ -98,6 +98,11 @@ class Region:
         """The graph as Dynamo traced it; None where it was compiled at once."""
         return self.__dict__.get("_graph")
 
+    @property
+    def state(self) -> CompileState:
+        """The state in which it is compiled."""
+        return self._state
+
     def dispatcher(self) -> Callable[..., Any]:
         """The function that runs a call: same arguments as the graph, same outputs."""
         profiler = dispatch.NoProfiler if _compat.missing("instruments") else _compat.profiler
@@ -390,6 +395,15 @@ class Region:
             for further in errors[1:]:
                 errors[0].add_note(f"and: {further}")
             raise errors[0]
+
+    def prepare(self, args: Sequence[Any]) -> None:
+        """Compile what a call with `args` needs, without running it."""
+        if self._all_pending:
+            self._compile_all(args)
+        none = [_NOT_READY] * len(self._ready)
+        variant = self._variant(dispatch.install(self.plan, none, lambda target, args: target, self._checks)(*args))
+        if self._form_for(variant, args) is None and not variant.generic:
+            self._form_for(self.generic, args)
 
     def _made_up(self, args: Sequence[Any]) -> Iterator[tuple[Variant, Sequence[Any]]]:
         """Each variant that can be compiled now, generic last, with arguments that fit it."""

@@ -1,0 +1,254 @@
+"""A region that torch can save and load: what `aot_compile` and vLLM's mode 2 ask of a backend.
+
+    compiled = torch.compile(f, fullgraph=True, backend="multigraph").aot_compile(((x,), {}))
+    compiled.save_compiled_function("f.bin")
+    torch.compiler.load_compiled_function(open("f.bin", "rb"))(x)        # in another process
+
+torch keeps the bytecode and the guards of its trace, and asks the callable that the backend returned for the rest as
+bytes.  These hold the captured graph, the options, the state of the first compile, and which variants were used; no
+compiled code.  That comes from torch's caches: the first call of a loaded region takes generic and the variants that
+were used from there, or compiles them where the caches do not have them.
+
+In: a region in `aot_compile`, or the bytes of one.  Out: bytes, or a callable over the graph's arguments.
+
+Guarantee: what is loaded is the graph that was saved, of the same torch and the same multigraph, byte for byte, or
+`CannotLoad` is raised and nothing runs.  What cannot be saved without changing its meaning raises `CannotSave`: a
+parameter that the graph holds itself would be a copy of it afterwards.  The bytes are a pickle, as torch's own around
+them: load what you have saved yourself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.capture import declared
+from multigraph_backend.capture.graph import CapturedGraph, MarkedSize
+from multigraph_backend.capture.structure import copy_structure, held_tensors
+from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.lower.first_compile import CompileState
+from multigraph_backend.options import Options
+from multigraph_backend.process import sources
+from multigraph_backend.process.interruptions import from_outside
+from multigraph_backend.region.region import Region
+from multigraph_backend.region.variant import Variant
+
+_MAGIC = b"multigraph region 1\n"
+
+
+class CannotSave(RuntimeError):
+    """This region cannot be saved; the message says why."""
+
+
+class CannotLoad(RuntimeError):
+    """These bytes are no region that this process may run; the message says why."""
+
+
+def deserialize(data: bytes) -> SerializableRegion:
+    """The callable that these bytes were of; what torch calls when it loads a compiled function."""
+    region = _load(data)
+    return SerializableRegion(region, region.dispatcher())
+
+
+class SerializableRegion(_compat.SerializableCallable):  # type: ignore[misc]
+    """What Dynamo's code calls where `aot_compile` made it: a region's dispatcher, as torch's class.
+
+    `region` may be a text that says why it cannot be saved.
+    """
+
+    def __init__(self, region: Region | str, run: Callable[..., Any]) -> None:
+        self._region, self._run = region, run
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: SerializableRegion) -> bytes:
+        """The region as bytes; raises `CannotSave`."""
+        return _save(fn._region)
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> SerializableRegion:
+        """The reverse; raises `CannotLoad`."""
+        return deserialize(data)
+
+    def finalize_loading(self, vllm_config: object) -> None:
+        """What vLLM calls on all that it has loaded; nothing is left to do."""
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def _save(region: Region | str) -> bytes:
+    if isinstance(region, str):
+        raise CannotSave(f"multigraph: this graph cannot be saved: it was compiled at once, {region}")
+    graph = region.captured
+    assert graph is not None
+    _refuse(graph, region.options, region.state)
+    marks, lost = _marks(graph)
+    content = {
+        "graph": dataclasses.replace(
+            graph,
+            module=_portable_module(graph),
+            marked_sizes=marks,
+            user_code=dataclasses.replace(graph.user_code, owner=None),
+            compile_id=None,
+            notes=[*graph.notes, *lost],
+        ),
+        "sources": [getattr(node, "_dynamo_source", None) for node in graph.module.graph.find_nodes(op="placeholder")],
+        "options": region.options,
+        "state": region.state.portable(),
+        "used": [variant.text for variant in (*region.variants, region.generic) if variant.forms],
+    }
+    try:
+        payload: bytes = _compat.GraphPickler.dumps(content, _compat.GraphPicklerOptions(ops_filter=None))
+    except Exception as error:
+        if from_outside(error):
+            raise
+        what = next((name for name, part in content.items() if _unpicklable(part)), "all of it together")
+        raise CannotSave(f"{region.user_code} cannot be saved: {what}: {describe(error)}") from error
+    header = {**_versions(), "sha256": hashlib.sha256(payload).hexdigest()}
+    return _MAGIC + json.dumps(header).encode() + b"\n" + payload
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": str(torch.version.__version__), "multigraph": sources.key()}
+
+
+def _unpicklable(part: object) -> bool:
+    try:
+        _compat.GraphPickler.dumps(part, _compat.GraphPicklerOptions(ops_filter=None))
+    except Exception:
+        return True
+    return False
+
+
+def _refuse(graph: CapturedGraph, options: Options, state: CompileState) -> None:
+    """Raise `CannotSave` for what would be something else after loading."""
+    what, of_modules = None, getattr(graph.module, "_param_name_to_source", {})
+    if next(graph.module.parameters(), None) is not None or any(tensor.requires_grad for tensor in graph.held):
+        what = "a parameter, or another tensor that requires gradients"
+    elif any(index >= len(graph.inputs) for index in graph.written):
+        what = "a tensor that it changes in place"
+    elif any(node.target in of_modules for nodes in held_tensors(graph.module).values() for node in nodes):
+        what = "a buffer"
+    elif any(part._buffers for part in graph.module.modules() if not isinstance(part, torch.fx.GraphModule)):
+        what = "a module with buffers"
+    if what is not None:
+        raise CannotSave(f"{graph.user_code} cannot be saved: the graph holds {what}, of which it would have a copy")
+    if state.hooks is not None:
+        raise CannotSave(f"{graph.user_code} cannot be saved: hooks of saved tensors are in force")
+    if not isinstance(options.compiler, str):
+        raise CannotSave(f"{graph.user_code} cannot be saved: its compiler is a callable; register it under a name")
+
+
+def _portable_module(graph: CapturedGraph) -> torch.fx.GraphModule:
+    module = copy_structure(graph.module)
+    for part in module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            for node in part.graph.nodes:
+                for key in ("nn_module_stack", "source_fn_stack", "fwd_source_fn_stack"):
+                    node.meta.pop(key, None)
+    return module
+
+
+def _marks(graph: CapturedGraph) -> tuple[tuple[MarkedSize, ...], list[str]]:
+    """The stock marks as facts, where their callables were understood, and notes on those that are left out."""
+    kept, lost = [], []
+    for marked in graph.marked_sizes:
+        facts = declared.learnt(marked.check)
+        if facts is None:
+            lost.append(f"{marked.name}: a mark was not saved, as nothing is known of its callable; generic runs")
+        else:
+            kept += [MarkedSize(marked.name, alternative.holds) for alternative in facts]
+    return tuple(kept), lost
+
+
+def _load(data: bytes) -> Region:
+    if not data.startswith(_MAGIC):
+        raise CannotLoad("these bytes are no region that multigraph has saved, or one of another format")
+    try:
+        line, _, payload = data[len(_MAGIC) :].partition(b"\n")
+        header = json.loads(line)
+        digest = header.pop("sha256")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CannotLoad(f"the saved region is damaged: {describe(error)}") from error
+    for name, version in _versions().items():
+        if header.get(name) != version:
+            said = f"the region was saved by {name} {header.get(name)}, and this is {name} {version}"
+            raise CannotLoad(f"{said}; compile and save it again")
+    if hashlib.sha256(payload).hexdigest() != digest:
+        raise CannotLoad("the saved region is damaged: its bytes are not those that were saved")
+    fake_mode = _compat.FakeTensorMode(shape_env=_compat.ShapeEnv())
+    try:
+        content = _compat.GraphPickler.loads(payload, fake_mode)
+        graph: CapturedGraph = content["graph"]
+        graph.module.recompile()
+        placeholders = graph.module.graph.find_nodes(op="placeholder")
+        for node, source in zip(placeholders, content["sources"], strict=True):
+            if source is not None:
+                node._dynamo_source = source
+        state = CompileState.from_portable(content["state"])
+    except Exception as error:
+        if from_outside(error):
+            raise
+        raise CannotLoad(f"the saved region cannot be loaded here: {describe(error)}") from error
+    return _LoadedRegion(graph, content["options"], state, frozenset(content["used"]))
+
+
+class _LoadedRegion(Region):
+    """A region whose first call makes ready what was used where it was saved."""
+
+    def __init__(self, graph: CapturedGraph, options: Options, state: CompileState, used: frozenset[str]) -> None:
+        super().__init__(graph, options, state)
+        self._used = None if options.compile == "eager" else used
+        self._all_pending = options.compile == "eager" or bool(used)
+
+    def _made_up(self, args: Sequence[Any]) -> Iterator[tuple[Variant, Sequence[Any]]]:
+        for variant, made in super()._made_up(args):
+            if self._used is None or variant.text in self._used:
+                yield variant, made
+
+
+# ---------------------------------------------------------------- the first compile
+
+
+def of_region(region: Region, example_inputs: Sequence[Any]) -> SerializableRegion:
+    """What the backend returns to `aot_compile`; what a call with the inputs of the trace needs is compiled now."""
+    _prepare(region, example_inputs)
+    return SerializableRegion(region, region.dispatcher())
+
+
+def _prepare(region: Region, example_inputs: Sequence[Any]) -> None:
+    """Compile what a call with the inputs of the trace needs.
+
+    Sizes that are symbols in the trace are read off the tensors.  Where one cannot be, the first call compiles.
+    """
+    graph = region.captured
+    assert graph is not None
+    values: dict[Any, Any] = {}
+    for entry, example in zip(graph.inputs, example_inputs, strict=True):
+        if entry.layout is not None:
+            actual = (*example.size(), *example.stride())
+            for expr, value in zip((*entry.layout.size, *entry.layout.stride), actual, strict=True):
+                if isinstance(expr, sympy.Symbol):
+                    values.setdefault(expr, sympy.Integer(value))
+    args = list(example_inputs)
+    for index, entry in enumerate(graph.inputs):
+        if entry.expr is not None:
+            number = entry.expr.xreplace(values)
+            node = getattr(example_inputs[index], "node", None)
+            if number.is_number:
+                args[index] = int(number) if number.is_Integer else float(number)
+            elif node is not None and node.has_hint():
+                args[index] = node.hint
+            else:
+                return
+    region.prepare(args)

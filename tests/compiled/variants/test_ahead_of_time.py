@@ -1,0 +1,309 @@
+"""What torch's `aot_compile` makes of multigraph can be saved, and is right when loaded, or is refused with a reason.
+
+In one process, and mostly with the compiler "aot_eager", which lowers as Inductor does and generates no code:
+`tests/processes/test_saved_functions.py` has two processes and Inductor.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import multigraph_backend
+from multigraph_backend.region import ahead_of_time
+from multigraph_backend.region.ahead_of_time import CannotLoad, CannotSave
+
+QUICK = {"compiler": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def _enabled() -> Iterator[None]:
+    with torch._dynamo.config.patch(enable_aot_compile=True):  # off by default in torch 2.11
+        yield
+
+
+def ahead(function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None) -> Any:
+    made = torch.compile(function, fullgraph=True, backend="multigraph", options=QUICK | (options or {}))
+    return made.aot_compile((args, {}))
+
+
+def saved(compiled: Any, path: Path) -> Any:
+    """The same, saved and loaded."""
+    compiled.save_compiled_function(str(path))
+    return torch.compiler.load_compiled_function(io.BytesIO(path.read_bytes()))
+
+
+def region_bytes(compiled: Any) -> bytes:
+    callable_ = compiled._artifacts.compiled_fn
+    made: bytes = type(callable_).serialize_compile_artifacts(callable_)
+    return made
+
+
+def dynamic(rows: int, width: int = 8, dim: int = 0) -> torch.Tensor:
+    x = torch.randn(rows, width)
+    torch._dynamo.mark_dynamic(x, dim)
+    return x
+
+
+def conditions() -> list[dict[str, tuple[str, int]]]:
+    """State and calls of each condition, for each region that is alive."""
+    found = []
+    for region in multigraph_backend.explain().to_dict()["regions"]:
+        entries = {entry["condition"]: (entry["state"], entry["calls"]) for entry in region["variants"]}
+        found.append({**entries, "generic": (region["generic"]["state"], region["generic"]["calls"])})
+    return found
+
+
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 4)
+        self.register_buffer("shift", torch.randn(4))
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        return torch.relu(self.inner(x)) * times + self.shift
+
+
+def test_variants_are_saved_with_their_region_and_those_that_were_used_are_ready_at_the_first_call(
+    tmp_path: Path,
+) -> None:
+    model = Model()
+    compiled = ahead(model.forward, dynamic(6), 3, options={"specialize": [{"x[0]": [4, 5]}]})
+    assert multigraph_backend.stats()["generic_compiled"] == 1  # ahead of time: for the inputs of the trace
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(compiled(model, x, 3), model(x, 3))
+    loaded = saved(compiled, tmp_path / "f")
+    del compiled
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(loaded(model, x, 3), model(x, 3))
+    assert conditions() == [{"x[0] == 4": ("ready", 0), "x[0] == 5": ("declared", 0), "generic": ("ready", 1)}]
+    for rows in (4, 5, 6):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(loaded(model, x, 3), model(x, 3))
+    assert conditions() == [{"x[0] == 4": ("ready", 1), "x[0] == 5": ("ready", 1), "generic": ("ready", 2)}]
+    assert multigraph_backend.stats()["eager_calls"] == 0
+
+
+def test_a_loaded_model_uses_the_parameters_that_it_is_called_with(tmp_path: Path) -> None:
+    """Parameters are arguments of the graph: no copy of them is in what was saved."""
+    model = Model()
+    loaded = saved(ahead(model.forward, dynamic(6), 3), tmp_path / "f")
+    x, other = torch.randn(3, 8), Model()
+    with torch.no_grad():
+        model.inner.weight.mul_(2)
+    for called in (model, other):
+        torch.testing.assert_close(loaded(called, x, 3), called(x, 3))
+
+
+def test_gradients_of_a_loaded_model(tmp_path: Path) -> None:
+    model = Model()
+    loaded = saved(ahead(model.forward, dynamic(6).requires_grad_(), 2), tmp_path / "f")
+    x = torch.randn(5, 8, requires_grad=True)
+    loaded(model, x, 2).square().sum().backward()
+    got, got_of_weight = x.grad, model.inner.weight.grad
+    x.grad = model.inner.weight.grad = None
+    model(x, 2).square().sum().backward()
+    torch.testing.assert_close(got, x.grad)
+    torch.testing.assert_close(got_of_weight, model.inner.weight.grad)
+
+
+def test_several_saved_functions_in_one_process(tmp_path: Path) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def halve(x: torch.Tensor) -> torch.Tensor:
+        return x / 2 + x.shape[0]
+
+    loaded = [saved(ahead(function, dynamic(6)), tmp_path / function.__name__) for function in (double, halve)]
+    for rows in (3, 9):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(loaded[0](x), x * 2)
+        torch.testing.assert_close(loaded[1](x), x / 2 + rows)
+
+
+def test_marks_are_saved_as_what_they_were_understood_to_mean(tmp_path: Path) -> None:
+    """A lambda cannot be saved; that it asks for multiples of 4 can."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + x.shape[0]
+
+    x = torch.randn(6, 8)
+    multigraph_backend.mark(x, 0, specialize_on=[lambda n: n % 4 == 0])
+    loaded = saved(ahead(f, x), tmp_path / "f")
+    for rows in (8, 7):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(loaded(x), x.sin() + rows)
+    assert conditions()[-1] == {"x[0] % 4 == 0": ("ready", 1), "generic": ("ready", 1)}
+
+
+def test_sizes_with_a_shape_id_are_one_size_also_after_loading(tmp_path: Path) -> None:
+    """As vLLM marks its inputs where dynamic shapes are unbacked."""
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * 2 + y
+
+    def marked(rows: int) -> list[torch.Tensor]:
+        made = [torch.randn(rows, 8), torch.randn(rows, 8)]
+        for tensor in made:
+            torch._dynamo.decorators.mark_unbacked(tensor, 0, hint_override=rows, shape_id="tokens")
+        return made
+
+    compiled = ahead(f, *marked(6), options={"specialize": [{"x[0]": [4, 1]}]})
+    loaded = saved(compiled, tmp_path / "f")
+    for callable_ in (compiled, loaded):
+        for rows in (4, 1, 5):
+            x, y = torch.randn(rows, 8), torch.randn(rows, 8)
+            torch.testing.assert_close(callable_(x, y), x * 2 + y)
+    each = {"x[0] == 4": ("ready", 1), "x[0] == 1": ("ready", 1), "generic": ("ready", 1)}
+    assert conditions() == [each, each]
+
+
+def test_unbacked_sizes_are_made_up_for_the_variants_that_were_used(tmp_path: Path) -> None:
+    """The first call compiles for sizes that it has not; from torch 2.13 on that failed where sizes are unbacked."""
+
+    def marked(rows: int) -> torch.Tensor:
+        x = torch.randn(rows, 8)
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        return x
+
+    compiled = ahead(sine, marked(6), options={"specialize": [{"x[0]": 4}], "compile": "eager"})
+    loaded = saved(compiled, tmp_path / "f")
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(loaded(x), x.sin())
+    assert conditions()[-1] == {"x[0] == 4": ("ready", 1), "generic": ("ready", 0)}
+
+
+def test_guards_that_the_user_drops_are_not_needed_to_pick_the_variant(tmp_path: Path) -> None:
+    """As vLLM's mode 2 does: no guard of Dynamo's is kept or asked."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(0)
+
+    compiled = torch.compile(
+        f,
+        fullgraph=True,
+        dynamic=False,
+        backend="multigraph",
+        options=QUICK | {"specialize": [{"x[0]": 4}], "guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+    ).aot_compile(((dynamic(6),), {}))
+    loaded = saved(compiled, tmp_path / "f")
+    loaded.disable_guard_check()
+    for rows in (4, 6, 9):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(loaded(x), x.softmax(0))
+    assert conditions()[-1] == {"x[0] == 4": ("ready", 1), "generic": ("ready", 2)}
+
+
+def test_options_by_the_name_of_the_model_hold_ahead_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls the backend after its trace has ended; the function's name is known all the same."""
+    options = {"Model": {**QUICK, "specialize": [{"x[0]": 4}]}}
+    monkeypatch.setenv("MULTIGRAPH_OPTIONS", json.dumps(options))
+    model = Model()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="multigraph")
+    compiled = compiled.aot_compile(((dynamic(4), 1), {}))
+    (region,) = multigraph_backend.explain().to_dict()["regions"]
+    assert region["function"] == "Model.forward"
+    assert conditions() == [{"x[0] == 4": ("ready", 0), "generic": ("declared", 0)}]
+
+
+def test_configuration_of_the_first_compile_is_that_of_a_loaded_one(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def spy(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        functorch = torch._functorch.config
+        seen.append((torch._inductor.config.assume_aligned_inputs, functorch.bypass_autograd_cache_key))
+        return gm
+
+    torch._dynamo.register_backend(spy, name="spying")
+    try:
+        with torch._inductor.config.patch(assume_aligned_inputs=True):
+            compiled = ahead(sine, dynamic(6), options={"compiler": "spying"})
+        loaded = saved(compiled, tmp_path / "f")
+        x = torch.randn(5, 8)
+        torch.testing.assert_close(loaded(x), x.sin())
+    finally:
+        from torch._dynamo.backends import registry
+
+        registry._COMPILER_FNS.pop("spying", None)
+        registry._BACKENDS.pop("spying", None)
+    # torch's own aot_compile goes past AOTAutograd's cache; a compile of multigraph's must not
+    assert seen == [(True, False), (True, False)]
+
+
+def test_other_bytes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = region_bytes(ahead(sine, dynamic(6)))
+    load = ahead_of_time.deserialize
+    assert load(data)(6, torch.ones(6, 8))[0].shape == (6, 8)
+    for wrong, message in (
+        (b"", "no region that multigraph has saved"),
+        (b"multigraph region 0\n" + data[20:], "of another format"),
+        (data[:40], "damaged"),
+        (data[:-1], "damaged: its bytes are not those"),
+        (data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], "damaged: its bytes are not those"),
+        (data.replace(torch.__version__.encode(), b"9.9.9", 1), "saved by torch 9.9.9"),
+    ):
+        with pytest.raises(CannotLoad, match=message):
+            load(wrong)
+    monkeypatch.setattr("multigraph_backend.process.sources.key", lambda: "other")
+    with pytest.raises(CannotLoad, match=r"saved by multigraph \w+, and this is multigraph other; compile and save"):
+        load(data)
+
+
+def test_what_would_be_a_copy_after_loading_is_not_saved() -> None:
+    def compiler(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return gm
+
+    with pytest.raises(CannotSave, match="its compiler is a callable"):
+        region_bytes(ahead(sine, dynamic(6), options={"compiler": compiler}))
+
+
+OLD = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+
+
+@pytest.mark.skipif(not OLD, reason="from torch 2.13 on parameters are always arguments of the graph")
+def test_parameters_and_buffers_that_the_graph_holds_are_not_saved() -> None:
+    class Shifted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("shift", torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.shift
+
+    with torch._dynamo.config.patch(inline_inbuilt_nn_modules=False):
+        for model, args in ((Model(), (dynamic(6), 3)), (Shifted(), (dynamic(6),))):
+            # guards of such a module are not saved: torch refuses it where they are not dropped
+            options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+            compiled = ahead(model.forward, *args, options=options)
+            torch.testing.assert_close(compiled(model, *args), model(*args))
+            with pytest.raises(CannotSave, match="the graph holds a"):
+                region_bytes(compiled)
+
+
+def test_what_is_compiled_at_once_runs_and_says_why_it_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", "all")
+    compiled = ahead(sine, dynamic(6))
+    x = torch.randn(6, 8)
+    torch.testing.assert_close(compiled(x), x.sin())
+    with pytest.raises(CannotSave, match="MULTIGRAPH_DISABLE=all"):
+        region_bytes(compiled)
+
+
+def test_a_function_that_is_compiled_as_usual_returns_what_it_did() -> None:
+    """Outside of `aot_compile` Dynamo's code calls the generated dispatcher itself: a call costs nothing more."""
+    x = dynamic(6)
+    compiled = torch.compile(torch.sin, backend="multigraph", options=QUICK)
+    torch.testing.assert_close(compiled(x), x.sin())
+    with torch._functorch.config.patch(bypass_autograd_cache_key=True):  # which aot_compile sets, and others may
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(torch.sin, backend="multigraph", options=QUICK)(x), x.sin())

@@ -1,0 +1,37 @@
+"""A model that one process compiled ahead of time is loaded by another, which compiles nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support import saved_function
+
+
+def run(what: str, path: Path, cache: Path) -> dict[str, Any]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    command = [sys.executable, saved_function.__file__, what, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def test_a_second_process_loads_what_the_first_has_saved_and_compiles_nothing(tmp_path: Path) -> None:
+    first = run("save", tmp_path / "model", tmp_path / "cache")
+    assert first["states"] == {"x[0] == 4": "ready", "x[0] == 8": "declared", "generic": "ready"}
+    second = run("load", tmp_path / "model", tmp_path / "cache")
+    assert second["states"] == first["states"]  # what was used, and nothing else
+    assert (second["caches"]["autograd_cache_hit"], second["caches"].get("autograd_cache_miss", 0)) == (2, 0)
+    assert second["stats"] == {
+        "regions": 1, "generic_compiled": 1, "variants_compiled": 1, "generic_calls": 2, "variant_calls": 1
+    }  # fmt: skip
+    assert max(first["difference"], second["difference"]) < 1e-5
+    # without the caches it is compiled again, and right
+    third = run("load", tmp_path / "model", tmp_path / "other")
+    assert (third["states"], third["caches"]["autograd_cache_miss"]) == (first["states"], 2)
+    assert third["difference"] < 1e-5

@@ -1,0 +1,68 @@
+"""A program in two processes: one compiles a model ahead of time and saves it, the other loads and calls it.
+
+    python saved_function.py save FILE | load FILE
+
+Prints one line of JSON: what was compiled and called, and what torch's caches had.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch._dynamo.utils import counters
+
+import multigraph_backend
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x))) * times
+
+
+def main(what: str, path: str) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
+    differences = []
+
+    def check(called: object, rows: int) -> None:
+        assert callable(called)
+        x = torch.randn(rows, 16)
+        differences.append(float((called(model, x, 3) - model(x, 3)).abs().max()))
+
+    with torch.no_grad():
+        if what == "save":
+            x = torch.randn(6, 16)
+            torch._dynamo.mark_dynamic(x, 0)
+            options = {"specialize": [{"x[0]": [4, 8]}]}
+            made = torch.compile(model.forward, fullgraph=True, backend="multigraph", options=options)
+            compiled = made.aot_compile(((x, 3), {}))
+            check(compiled, 4)
+            compiled.save_compiled_function(path)
+        else:
+            with open(path, "rb") as file:
+                compiled = torch.compiler.load_compiled_function(file)
+            for rows in (7, 4, 6):
+                check(compiled, rows)
+    (region,) = multigraph_backend.explain().to_dict()["regions"]
+    states = {entry["condition"]: entry["state"] for entry in region["variants"]}
+    print(
+        json.dumps(
+            {
+                "difference": max(differences),
+                "states": states | {"generic": region["generic"]["state"]},
+                "stats": {name: value for name, value in multigraph_backend.stats().items() if value},
+                "caches": dict(counters["aot_autograd"]),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
