@@ -198,10 +198,28 @@ def test_guards_that_the_user_drops_are_not_needed_to_pick_the_variant(tmp_path:
     ).aot_compile(((dynamic(6),), {}))
     loaded = saved(compiled, tmp_path / "f")
     loaded.disable_guard_check()
+    loaded._artifacts.compiled_fn.finalize_loading(None)
     for rows in (4, 6, 9):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(loaded(x), x.softmax(0))
     assert conditions()[-1] == {"x[0] == 4": ("ready", 1), "generic": ("ready", 2)}
+
+
+def test_guards_on_sizes_alone_and_no_recompile_after_the_first_call() -> None:
+    """As vLLM with `evaluate_guards`, without `aot_compile`: all that calls need is compiled at the first one."""
+    options = {
+        "specialize": [{"x[0]": 4}],
+        "compile": "eager",
+        "guard_filter_fn": lambda guards: [guard.guard_type == "SHAPE_ENV" for guard in guards],
+    }
+    compiled = torch.compile(sine, fullgraph=True, dynamic=False, backend="multigraph", options=QUICK | options)
+    x = dynamic(6)
+    torch.testing.assert_close(compiled(x), x.sin())
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for rows in (4, 9):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(compiled(x), x.sin())
+    assert conditions() == [{"x[0] == 4": ("ready", 1), "generic": ("ready", 2)}]
 
 
 def test_options_by_the_name_of_the_model_hold_ahead_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
