@@ -1,7 +1,8 @@
 """The backend: what `torch.compile(model, backend="multigraph")` calls with each graph that Dynamo traced.
 
 In: a graph module and example inputs, inside Dynamo's trace.  Out: a callable over the same inputs.  Nothing is
-compiled here: the graph is captured, and compiled when a call needs it.
+compiled here: the graph is captured, and compiled when a call needs it.  In torch's `aot_compile` the callable is one
+that can be saved, and what a call with the example inputs needs is compiled ahead.
 
 Stock dispatch is taken over: Dynamo reads the marks (`shape_env.specializations`) right after the backend returned, so
 they are removed last thing, and no dispatcher of its own is installed.

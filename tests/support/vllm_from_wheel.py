@@ -3,8 +3,8 @@
     python vllm_from_wheel.py WHEEL SHAPES ROWS...
 
 WHEEL is where a wheel of vLLM was unpacked, SHAPES its type of dynamic shapes.  What these modules import beside torch
-(configuration, logging, platforms: most of vLLM, which needs a GPU) is stood in for.  VLLM_CACHE_ROOT is where vLLM keeps
-what it compiles ahead of time; a second process with the same finds it there.
+(configuration, logging, platforms: most of vLLM, which needs a GPU) is stood in for.  VLLM_CACHE_ROOT is where vLLM
+keeps what it compiles ahead of time; a second process with the same finds it there.
 
 Prints one line of JSON: vLLM's counters, the largest difference from eager, and what multigraph ran.
 """
