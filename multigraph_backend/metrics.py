@@ -114,7 +114,7 @@ class Reader:
         for region in sorted(alive, key=lambda entry: entry.serial):
             mine = now.setdefault(region.serial, {})
             for variant in (*region.variants, region.generic):
-                label = self._label(region.user_code.function, variant.text)
+                label = self._label(region.user_code.title, variant.text)
                 _add(mine, label, variant.calls, variant.compile_seconds)
                 counted[label[0], variant.state] += 1
                 if (factor := variant.gain.factor) is not None:

@@ -68,6 +68,24 @@ def call(run: Callable[..., torch.Tensor], *sizes: int) -> None:
         torch.testing.assert_close(run(x), x.sin() * rows)
 
 
+def test_models_with_names_are_told_apart() -> None:
+    """Three instances of one class in a server are three models to whoever looks at it."""
+    registry, models = registered(), []
+    for name, rows in (("chat", 8), ("draft", 9)):
+        options = {"specialize": [{"x[0]": 8}], "compiler": "eager", "name": name}
+        models.append(torch.compile(scaled, backend=multigraph, dynamic=True, options=options))
+        call(models[-1], rows, rows)
+    calls = {
+        labels: value for (name, labels), value in told(registry).items() if name == "multigraph_model_calls_total"
+    }
+    assert calls == {
+        ("scaled, chat", "x[0] == 8"): 2,
+        ("scaled, chat", "generic"): 0,
+        ("scaled, draft", "x[0] == 8"): 0,
+        ("scaled, draft", "generic"): 2,
+    }
+
+
 def test_counts_and_calls_by_model_and_condition() -> None:
     registry = registered()
     before = told(registry)
