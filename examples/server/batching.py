@@ -146,29 +146,32 @@ class Batcher:
     def __init__(self, models: dict[str, Conversations], prepare: Callable[[], None]) -> None:
         self.models, self._prepare = models, prepare
         self._changed, self._stopping = threading.Condition(), False
-        self._thread = threading.Thread(target=self._run, name="batcher")
+        self.prepared = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def submit(self, name: str, request: Request) -> None:
-        """Raises RuntimeError once the batcher stops."""
+        """Raises RuntimeError before the batcher is ready, and once it stops."""
         with self._changed:
-            if self._stopping:
-                raise RuntimeError("the server is shutting down")
+            if self._stopping or not self.prepared.is_set():
+                raise RuntimeError("the server is shutting down" if self._stopping else "the server is not ready yet")
             self.models[name].waiting.append(request)
             self._changed.notify()
 
     def stop(self) -> None:
-        """Take no more requests, finish those that are here, end the thread."""
+        """Take no more requests, finish those that are here, end the thread; while it prepares it is not waited for."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join()
+        if self.prepared.is_set():
+            self._thread.join()
 
     def _run(self) -> None:
         with torch.inference_mode():
             self._prepare()
+            self.prepared.set()
             while True:
                 busy = [model.advance() for model in self.models.values()]
                 with self._changed:

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ class Server:
     def __init__(self, names: list[str], device: str, quick: bool, warm: bool) -> None:
         self.account: dict[str, Any] = {}
         self.failed: str | None = None
-        self._warm, self._prepared = warm, threading.Event()
+        self._warm = warm
         conversations = {}
         for name, model in language_models(device, quick).items():
             if name in names:
@@ -71,14 +70,15 @@ class Server:
                 self.failed = f"{name}: {error}"
         if self._warm:
             multigraph_backend.seal("log")
-        self._prepared.set()
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         said = {
             name: "ready" if account.ready else {"missing": account.missing, "calls": [str(c) for c in account.calls]}
             for name, account in dict(self.account).items()
         }
-        ready = self._prepared.is_set() and self.failed is None and all(entry == "ready" for entry in said.values())
+        ready = (
+            self.batcher.prepared.is_set() and self.failed is None and all(entry == "ready" for entry in said.values())
+        )
         return ready, {"ready": ready, "models": said, **({"failed": self.failed} if self.failed else {})}
 
     def collect(self) -> Iterator[Any]:

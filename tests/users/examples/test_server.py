@@ -73,6 +73,8 @@ class Running:
                 time.sleep(0.2)
                 continue
             seen.append(status)
+            if status == 503 and len(seen) == 1:
+                assert self.ask("chat", [1], 1) == (503, {"error": "the server is not ready yet"})
             if status == 200:
                 return seen
             assert "failed" not in json.loads(said), said
