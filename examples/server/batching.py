@@ -24,8 +24,8 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-PROMPTS = (16, 32, 64, 128)
-BATCHES = (1, 2, 4, 8)
+PROMPTS: tuple[int, ...] = (16, 32, 64, 128)
+BATCHES: tuple[int, ...] = (1, 2, 4, 8)
 
 Compiled = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -184,6 +185,14 @@ def test_models(tmp_path: Path) -> None:
         assert (row["stock_steps"], row["stock_raised"], row["stock_wrong"], row["stock_said"]) == (3, 0, 0, None)
         assert float(row["worst"]) < 1e-4
         assert row["counts"]["generic_calls"] > 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_serving(tmp_path: Path) -> None:
+    rows = run("serving", tmp_path)
+    assert [row["form"] for row in rows] == ["multigraph", "static loop"]
+    assert positive(rows, "warm_first_s", "warm_ready_s", "tokens_per_s", "p50_s", "p99_s", "decode_1_us", "stall_s")
+    assert [row["wrong"] for row in rows] == [0, 0]  # answers that are not eager's
 
 
 def test_saved_tensors(tmp_path: Path) -> None:

@@ -1,0 +1,282 @@
+"""A server's figures: requests that come at random, continuous batching, forms of the same model.
+
+multigraph          one trace, a variant for each declared size, CUDA graphs on a GPU
+inductor dynamic    torch.compile(dynamic=True)
+inductor per shape  torch.compile(dynamic=False): a trace and a compile for each size
+reduce-overhead     the same with mode="reduce-overhead": stock's CUDA graphs
+static loop         written by hand: Inductor's code for each size, captured in a CUDA graph of its own, its inputs
+                    copied into tensors that stay; on the CPU the same without the capture
+
+The model, the cache and the batching are those of `examples/server`, without HTTP, in one thread. Each form has a
+process of its own, twice, with one cache folder: what is cold, and what is warm.
+
+first s     from the first request to its first token, nothing compiled yet; "warm": in the second process
+ready s     until every declared size has been called; "warm" likewise
+tokens/s    all requests at once; every answer is held against eager's ("wrong": how many differ)
+p50, p99    seconds of a request, Poisson arrivals at 0.7 of that throughput (of this form)
+decode us   one step of decoding, without what surrounds it: at 1 row, and at the most rows
+stall s     the longest step while nothing was warmed up, with the same arrivals
+MiB         the process's memory on the GPU, or its largest resident size on the CPU
+
+    python benchmarks/serving.py --json serving.json       needs transformers (`pip install "multigraph[server]"`)
+
+With --quick nothing generates code (aot_eager): whether it runs, not how fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import CHECKOUT, Column, Results, answer, arguments, in_own_process, wait
+
+sys.path.insert(0, str(CHECKOUT / "examples" / "server"))
+
+COLUMNS = (
+    Column("form", "form"),
+    Column("first_s", "first s", 2),
+    Column("warm_first_s", "warm", 2),
+    Column("ready_s", "ready s", 2),
+    Column("warm_ready_s", "warm", 2),
+    Column("tokens_per_s", "tokens/s", 0),
+    Column("p50_s", "p50 s", 4),
+    Column("p99_s", "p99 s", 4),
+    Column("decode_1_us", "decode 1 us", 0),
+    Column("decode_most_us", "decode most us", 0),
+    Column("stall_s", "stall s", 3),
+    Column("mib", "MiB", 0),
+    Column("wrong", "wrong"),
+)
+FORMS = ("multigraph", "inductor dynamic", "inductor per shape", "reduce-overhead", "static loop")
+SECONDS = 3000.0  # of one process
+
+Call = Callable[..., torch.Tensor]
+
+
+class StaticLoop:
+    """A compiled call for each size, captured with inputs that stay where they are."""
+
+    def __init__(self, compiled: Call, device: str) -> None:
+        self.compiled, self.device = compiled, device
+        self.sizes: dict[tuple[torch.Size, ...], tuple[list[torch.Tensor], Callable[[], torch.Tensor]]] = {}
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        key = tuple(arg.shape for arg in args)
+        if key not in self.sizes:
+            self.sizes[key] = self._captured([arg.clone() for arg in args])
+        inputs, run = self.sizes[key]
+        for mine, arg in zip(inputs, args, strict=True):
+            mine.copy_(arg)
+        return run()
+
+    def _captured(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
+        for _ in range(2):
+            output = self.compiled(*inputs)
+        if self.device != "cuda":
+            return inputs, lambda: self.compiled(*inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self.compiled(*inputs)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return inputs, replay
+
+
+def compiled_as(form: str, model: torch.nn.Module, device: str, quick: bool) -> Call:
+    import batching
+
+    backend, compiler = ("aot_eager", "aot_eager") if quick else ("inductor", "inductor")
+    if form == "eager":
+        return model
+    if form == "multigraph":
+        declared = [
+            {"input_ids[0]": list(batching.BATCHES), "input_ids[1]": 1},
+            {"input_ids[0]": 1, "input_ids[1]": list(batching.PROMPTS)},
+        ]
+        options: dict[str, Any] = {"specialize": declared, "compiler": compiler}
+        made: Call = torch.compile(model, backend="multigraph", dynamic=True, options=options)
+        return made
+    if form == "reduce-overhead" and not quick:
+        made = torch.compile(model, dynamic=False, mode="reduce-overhead")
+        return made
+    made = torch.compile(model, backend=backend, dynamic=form == "inductor dynamic")
+    return StaticLoop(made, device) if form == "static loop" else made
+
+
+def conversations(form: str, device: str, quick: bool) -> Any:
+    import batching
+    from slot_model import SlotModel, language_models
+
+    if quick:
+        batching.PROMPTS, batching.BATCHES = (16,), (1, 4)
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.specialize_float = True
+    model = SlotModel(language_models(device, quick)["draft" if quick else "chat"], batching.BATCHES[-1], 256)
+    return batching.Conversations(form, model, compiled_as(form, model, device, quick), device)
+
+
+def requests(count: int, most_prompt: int) -> list[Any]:
+    from batching import Request
+    from load import zipf
+
+    chance = random.Random(0)
+    return [
+        Request([chance.randrange(256) for _ in range(zipf(chance, 4, most_prompt))], zipf(chance, 2, 32))
+        for _ in range(count)
+    ]
+
+
+def serve(served: Any, asked: list[Any], rate: float | None) -> tuple[float, list[float], float]:
+    """Seconds in all, of each request, and of the longest step; all at once, or `rate` requests a second."""
+    chance, at, arrivals = random.Random(1), 0.0, []
+    for request in asked:
+        at += 0.0 if rate is None else chance.expovariate(rate)
+        arrivals.append((at, request))
+    began, longest, done = time.perf_counter(), 0.0, {}
+    for request in asked:
+        request.answer.add_done_callback(lambda _, request=request: done.update({id(request): time.perf_counter()}))
+    pending = list(arrivals)
+    while len(done) < len(asked):
+        while pending and began + pending[0][0] <= time.perf_counter():
+            served.waiting.append(pending.pop(0)[1])
+        step = time.perf_counter()
+        if served.advance():
+            longest = max(longest, time.perf_counter() - step)
+        elif pending:
+            time.sleep(max(0.0, began + pending[0][0] - time.perf_counter()))
+    took = time.perf_counter() - began
+    return took, [done[id(request)] - began - at for at, request in arrivals], longest
+
+
+def call_all_sizes(served: Any) -> None:
+    """Every declared size, often enough to be recorded."""
+    import batching
+
+    device = served.device
+    for rows, tokens in [(rows, 1) for rows in reversed(batching.BATCHES)] + [(1, n) for n in batching.PROMPTS]:
+        places = torch.arange(tokens, device=device).expand(rows, tokens).contiguous()
+        for _ in range(3):
+            served.compiled(torch.zeros_like(places), places, torch.arange(rows, device=device))
+
+
+def decode_us(served: Any, rows: int, calls: int) -> float:
+    zeros = torch.zeros(rows, 1, dtype=torch.long, device=served.device)
+    slots, seconds = torch.arange(rows, device=served.device), []
+    for _ in range(calls):
+        began = time.perf_counter()
+        served.compiled(zeros, zeros.clone(), slots)
+        if served.device == "cuda":
+            wait()
+        seconds.append(time.perf_counter() - began)
+    return 1e6 * statistics.median(seconds)
+
+
+def measured(form: str, phase: str, device: str, quick: bool, rate: float | None) -> dict[str, Any]:
+    """`phase`: "cold" and "warm" begin with nothing compiled in the process; "stall" has arrivals at `rate` instead."""
+    import batching
+
+    served = conversations(form, device, quick)
+    count, most = (6, 16) if quick else (200, batching.PROMPTS[-1])
+    with torch.inference_mode():
+        if phase == "stall":
+            return {"stall_s": serve(served, requests(count, most), rate)[2]}
+        began = time.perf_counter()
+        first = requests(1, most)[0]
+        first.new_tokens = 1
+        serve(served, [first], None)
+        said: dict[str, Any] = {"first_s": time.perf_counter() - began}
+        call_all_sizes(served)
+        said["ready_s"] = time.perf_counter() - began
+        if phase == "cold":
+            return said
+        asked = requests(count, most)
+        took, _, _ = serve(served, asked, None)
+        said["answers"] = [request.answer.result() for request in asked]
+        said["tokens_per_s"] = sum(len(tokens) for tokens in said["answers"]) / took
+        said["rate"] = rate = 0.7 * count / took
+        _, seconds, _ = serve(served, requests(count, most), rate)
+        said["p50_s"], said["p99_s"] = statistics.median(seconds), sorted(seconds)[int(0.99 * len(seconds))]
+        calls = 5 if quick else 200
+        said["decode_1_us"] = decode_us(served, 1, calls)
+        said["decode_most_us"] = decode_us(served, batching.BATCHES[-1], calls)
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        said["mib"] = (total - free) / 2**20
+    else:
+        said["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return said
+
+
+def row(form: str, device: str, quick: bool, expected: list[list[int]]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as cache:
+        told = partial(in_process, form, device, quick)
+        cold = {} if quick else told("cold", Path(cache))
+        warm = told("warm", Path(cache))
+        with tempfile.TemporaryDirectory() as empty:
+            stall = told("stall", Path(empty), warm["rate"])
+    wrong = sum(mine != theirs for mine, theirs in zip(warm.pop("answers"), expected, strict=True))
+    if wrong > len(expected) // 20:  # a tie of two tokens may fall otherwise
+        raise AssertionError(f"{wrong} of {len(expected)} answers are not eager's")
+    renamed = {f"warm_{key}": warm.pop(key) for key in ("first_s", "ready_s")}
+    return {**cold, **warm, **renamed, **stall, "wrong": wrong}
+
+
+def in_process(
+    form: str, device: str, quick: bool, phase: str, cache: Path, rate: float | None = None
+) -> dict[str, Any]:
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    words = ["--form", form, "--phase", phase, "--device", device, *(["--quick"] if quick else [])]
+    try:
+        value, error = in_own_process(__file__, words + ([] if rate is None else ["--rate", str(rate)]), SECONDS)
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+    if error is not None:
+        raise RuntimeError(error)
+    said: dict[str, Any] = value
+    return said
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--only", nargs="+", choices=FORMS, help="all; quick: multigraph and static loop")
+    parser.add_argument("--form", help=argparse.SUPPRESS)
+    parser.add_argument("--phase", help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    if args.form is not None:
+        torch.set_num_threads(args.threads)
+        return answer(args.answer, partial(measured, args.form, args.phase, args.device, args.quick, args.rate))
+    results = Results("serving", "Serving: continuous batching, requests that come at random", COLUMNS, args)
+    with tempfile.TemporaryDirectory() as cache:
+        expected = in_process("eager", results.device, args.quick, "warm", Path(cache))["answers"]
+    for form in args.only or (("multigraph", "static loop") if args.quick else FORMS):
+        results.row({"form": form}, partial(row, form, results.device, args.quick, expected), headline=True)
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
