@@ -655,6 +655,15 @@ def changed_config(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[tup
     return changed
 
 
+def config_outside_of_loading(row: str) -> dict[str, Any]:
+    """Values of configuration as they are, but for what torch changes while it loads a compiled function."""
+    module = __getattr__(row)
+    values: dict[str, Any] = module.get_config_copy()
+    if "enable_autograd_for_aot" in values:
+        values["enable_autograd_for_aot"] = module._config["enable_autograd_for_aot"].default
+    return values
+
+
 def named_overrides(overrides: Mapping[contextvars.ContextVar[Any], Any]) -> dict[tuple[str, str], Any]:
     """Overrides, as `config_overrides` told them, by the configuration's module and the knob."""
     named = {}

@@ -86,7 +86,7 @@ class CompileState:
         if _compat.config_is_per_context():
             overrides = _compat.overrides_of(data["knobs"])
         else:
-            configs = tuple((name, getattr(_compat, name).get_config_copy()) for name in _CONFIGS)
+            configs = tuple((name, _compat.config_outside_of_loading(name)) for name in _CONFIGS)
             values = dict(configs)
             for (name, knob), value in data["knobs"].items():
                 values[name][knob] = value

@@ -247,6 +247,7 @@ def test_configuration_of_the_first_compile_is_that_of_a_loaded_one(tmp_path: Pa
         with torch._inductor.config.patch(assume_aligned_inputs=True):
             compiled = ahead(sine, dynamic(6), options={"compiler": "spying"})
         loaded = saved(compiled, tmp_path / "f")
+        states = [made._artifacts.compiled_fn._region.state.portable() for made in (compiled, loaded)]
         x = torch.randn(5, 8)
         torch.testing.assert_close(loaded(x), x.sin())
     finally:
@@ -256,6 +257,7 @@ def test_configuration_of_the_first_compile_is_that_of_a_loaded_one(tmp_path: Pa
         registry._BACKENDS.pop("spying", None)
     # torch's own aot_compile goes past AOTAutograd's cache; a compile of multigraph's must not
     assert seen == [(True, False), (True, False)]
+    assert states[0] == states[1]  # what torch changes while it loads takes no part: keys of caches are the same
 
 
 def test_other_bytes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
