@@ -24,6 +24,7 @@ The parts, each of which imports only from those below it:
     capture/        a backend call as a captured graph: what is compiled again and again
     declare/        what may be declared: predicates over named integers, facts, torch's marks
     distributed/    under torch.distributed: collectives in order, compiles, endings, who waits for whom
+    cache/          what a second process starts from: manifests of what was used, one file for the next machine
     allocator/      the allocator extension (allocator_ext/): found, checked, given to torch
     sealing.py      whether anything may still be compiled or recorded
     events.py       counters that threads cannot lose, messages that are said once
@@ -41,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multigraph_backend import allocator as allocator
     from multigraph_backend.backend import multigraph
+    from multigraph_backend.cache.shipping import CacheRefused
     from multigraph_backend.cudagraphs.runtime import limit_recordings, release
     from multigraph_backend.cudagraphs.snapshot import memory_snapshot
     from multigraph_backend.declare.marks import mark
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from multigraph_backend.events import reset_stats, stats
     from multigraph_backend.options import Options, OptionsError
     from multigraph_backend.region.gains import measure_gains
+    from multigraph_backend.region.warm_start import load_cache, save_cache
     from multigraph_backend.report import Explanation, explain
     from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
     from multigraph_backend.saved_tensors.rules import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
@@ -59,6 +62,7 @@ __version__ = "0.1.1"
 _HOME = {
     "And": "declare.predicates",
     "Bits": "saved_tensors.rules",
+    "CacheRefused": "cache.shipping",
     "Cast": "saved_tensors.rules",
     "Eq": "declare.predicates",
     "Explanation": "report",
@@ -79,12 +83,14 @@ _HOME = {
     "WarmUp": "serving.rehearsal",
     "explain": "report",
     "limit_recordings": "cudagraphs.runtime",
+    "load_cache": "region.warm_start",
     "mark": "declare.marks",
     "measure_gains": "region.gains",
     "memory_snapshot": "cudagraphs.snapshot",
     "multigraph": "backend",
     "release": "cudagraphs.runtime",
     "reset_stats": "events",
+    "save_cache": "region.warm_start",
     "saved_hook": "saved_tensors.hooks",
     "seal": "sealing",
     "stats": "events",
@@ -95,6 +101,7 @@ _HOME = {
 __all__ = [
     "And",
     "Bits",
+    "CacheRefused",
     "Cast",
     "Eq",
     "Explanation",
@@ -115,12 +122,14 @@ __all__ = [
     "WarmUp",
     "explain",
     "limit_recordings",
+    "load_cache",
     "mark",
     "measure_gains",
     "memory_snapshot",
     "multigraph",
     "release",
     "reset_stats",
+    "save_cache",
     "saved_hook",
     "seal",
     "stats",

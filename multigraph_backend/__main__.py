@@ -1,9 +1,10 @@
-"""What a shell can ask of multigraph: whether it can work here (`doctor`), and what it did for a script (`explain`, and
-`report` as a page for a browser).
+"""What a shell can ask of multigraph: whether it can work here (`doctor`), what it did for a script (`explain`, and
+`report` as a page for a browser), and its caches as one file (`cache`).
 
     python -m multigraph_backend doctor
     python -m multigraph_backend explain SCRIPT [args...]
     python -m multigraph_backend report SCRIPT [args...]
+    python -m multigraph_backend cache save|load FILE
 
 torch is imported by what needs it: by no `--help`, and by `explain` only if the script does.
 """
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = _Account if arguments.command == "explain" else _Page
         kind(arguments.script, path, arguments.model).run(arguments.args)
         return 0
+    if arguments.command == "cache":
+        return _cache(arguments)
     from multigraph_backend import doctor
 
     diagnosis = doctor.diagnose(self_test=arguments.self_test, timeout=arguments.timeout)
@@ -84,7 +87,34 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--model", metavar="GLOB", help="only graphs of module classes or functions of that name")
         command.add_argument("script", metavar="SCRIPT", help="a Python file")
         command.add_argument("args", metavar="args", nargs=argparse.REMAINDER, help="arguments of the script")
+    cache = commands.add_parser(
+        "cache",
+        help="compiled code in one file, for the next machine",
+        description="save: what earlier processes used, as their manifests say, goes out of torch's caches into FILE. "
+        "load: back into torch's caches, from which later processes start. A FILE runs code where it is loaded: one that "
+        "others may write to, of another user, torch or kind of machine is refused.",
+        epilog="exit status: 0 done, 1 refused or failed, 2 wrong usage",
+    )
+    actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
+    save = actions.add_parser("save", help="write FILE")
+    save.add_argument("--model", metavar="GLOB", help="only graphs of module classes or functions of that name")
+    save.add_argument("file", metavar="FILE")
+    actions.add_parser("load", help="read FILE").add_argument("file", metavar="FILE")
     return parser
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    from multigraph_backend.region import warm_start
+
+    try:
+        if arguments.action == "save":
+            print(f"saved {warm_start.save_cache(arguments.file, arguments.model)} in {arguments.file}")
+        else:
+            print(f"loaded {warm_start.load_cache(arguments.file)} from {arguments.file}")
+    except (OSError, warm_start.CacheRefused) as problem:
+        print(f"multigraph: {problem}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _seconds(text: str) -> float:

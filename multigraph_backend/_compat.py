@@ -19,10 +19,12 @@ import contextvars
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -97,7 +99,7 @@ def _marked(mark_dynamic: Callable[..., object]) -> torch.Tensor:
 #: features that only compiles by Inductor have
 BY_INDUCTOR = frozenset({
     "changed inputs", "saved tensors", "retained graphs", "modes", "messages", "cudagraphs", "cudagraphs on CUDA",
-    "recordings in the extension on CUDA", "saved graphs",
+    "recordings in the extension on CUDA", "saved graphs", "warm start",
 })  # fmt: skip
 _BY_INDUCTOR = frozenset({"compile_fx"})  # ... and symbols of features that others have, too
 
@@ -280,6 +282,15 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("ProcessGroup", "torch.distributed", "ProcessGroup", feature="watchdog",
            shape=("_get_backend", "_device_types")),
         _S("cache_dir", "torch._inductor.runtime.cache_dir_utils", "cache_dir", feature="one compile"),
+        # warm start
+        _S("CacheArtifactManager", "torch.compiler._cache", "CacheArtifactManager", feature="warm start",
+           shape=("_seen_artifacts", "with_fresh_cache", "record_artifact", "deserialize")),
+        _S("AOTAutogradCache", "torch._functorch._aot_autograd.autograd_cache", "AOTAutogradCache",
+           feature="warm start", shape=("_get_tmp_dir_for_key",)),
+        _S("GraphCache", "torch._inductor.codecache", "FxGraphCache", feature="warm start",
+           shape=("_get_tmp_dir_for_key",)),
+        _S("decompositions", "torch._inductor.compile_fx", "compile_fx", feature="warm start",
+           shape=("decompositions",)),
         _S("abort_process_group", "torch.distributed.distributed_c10d", "_abort_process_group", feature="endings",
            shape=("group",)),
         # torch's own instruments
@@ -364,6 +375,7 @@ OFF = {
     "distributed": "collectives are not recorded",
     "saved graphs": "torch's aot_compile is refused",
     "one compile": "every rank compiles for itself",
+    "warm start": "nothing is loaded ahead of calls, and caches are not carried to other machines",
     "endings": "recorded collectives are not ended for you",
     "watchdog": "nothing says in which collective a rank waits",
     "stacks of allocations": "allocations have no stacks",
@@ -537,6 +549,44 @@ def compile_session() -> Iterator[None]:
 def owns_compile_lock() -> bool:
     """Whether the calling thread is inside one of Dynamo's compiles."""
     return bool(__getattr__("compile_lock")._is_owned())
+
+
+def caches_are_on() -> bool:
+    """Whether torch keeps compiled code for other processes, with what AOTAutograd made of it."""
+    inductor = __getattr__("inductor_config")
+    if inductor.force_disable_caches or not inductor.fx_graph_cache:
+        return False
+    return bool(__getattr__("functorch_config").enable_autograd_cache)
+
+
+def compile_lock_is_free() -> bool:
+    """Whether no other thread is inside one of Dynamo's compiles."""
+    lock = __getattr__("compile_lock")
+    if not lock.acquire(blocking=False):
+        return False
+    lock.release()
+    return True
+
+
+def noted_artifacts() -> int:
+    """How many artifacts torch has noted for `save_cache_artifacts` so far; under the compile lock."""
+    return len(__getattr__("CacheArtifactManager")._seen_artifacts)
+
+
+def artifact_keys(start: int = 0) -> tuple[tuple[str, str], ...]:
+    """Kind and key of what torch noted after the first `start` artifacts; under the compile lock."""
+    noted = __getattr__("CacheArtifactManager")._seen_artifacts
+    further = itertools.islice(noted, start if start <= len(noted) else 0, None)  # a program may clear them
+    return tuple(dict.fromkeys((artifact.type(), artifact.key) for artifact in further))
+
+
+def cache_entry(kind: str, key: str) -> Path:
+    """Where torch's caches have what an artifact of that kind and key is made of."""
+    if kind == "aot_autograd":
+        return Path(__getattr__("AOTAutogradCache")._get_tmp_dir_for_key(key))
+    if kind == "inductor":
+        return Path(__getattr__("GraphCache")._get_tmp_dir_for_key(key))
+    return Path(__getattr__("cache_dir")(), key)
 
 
 def take_over_compile_lock() -> None:

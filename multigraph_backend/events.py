@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 CallKind = Literal["generic_calls", "variant_calls"]
 Event = Literal[
-    "regions", "generic_compiled", "variants_compiled", "eager_calls", "failures",
+    "regions", "generic_compiled", "variants_compiled", "loaded_ahead", "refused_manifests", "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
     "recordings_that_gave_way",
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
@@ -140,9 +140,11 @@ def stats() -> dict[str, int]:
     """Process-wide counts since the start or the last `reset_stats()`.
 
     `regions`: Dynamo graphs taken; `generic_compiled`, `variants_compiled`: backend compiles; `generic_calls`,
-    `variant_calls`: calls run by them; `eager_calls`: calls run without compiled code; `failures`: compiles that
-    failed, hung, or gave wrong outputs; `packed_tensors`, `kept_tensors`: tensors saved for backward, by compiles with
-    rules for them; `refused_collectives`: variants refused because they would issue other collectives than generic;
+    `variant_calls`: calls run by them; `loaded_ahead`: compiled code that came from torch's caches before a call asked
+    for it; `refused_manifests`: manifests and files of caches that were not to be trusted; `eager_calls`: calls run
+    without compiled code; `failures`: compiles that failed, hung, or gave wrong outputs; `packed_tensors`,
+    `kept_tensors`: tensors saved for backward, by compiles with rules for them; `refused_collectives`: variants refused
+    because they would issue other collectives than generic;
     `waited_for_ranks`: compiles that waited for another process of the host that compiled the same;
     `late_collectives`: warnings that this rank waits in a collective for others;
     `unpacked_retries`: compiles that failed with packs and were done again without;

@@ -69,6 +69,7 @@ class Options:
     compile: "lazy", at the first call that matches, or "eager", all declared ones at once
     on_failure: what becomes of a call whose variant fails to compile: "fallback", generic; "raise", an error
     compile_timeout: seconds that a late compile may take before the call goes on without it; None: no limit
+    warm_start: whether it is noted what calls use, and loaded from torch's caches when a later process begins to use it
     compiler: what lowers each graph, a backend's name or a callable of a graph module and its example inputs
     cudagraphs: "auto" records what can be recorded on a GPU; "require" also raises where something cannot; False:
         nothing is recorded
@@ -94,6 +95,7 @@ class Options:
     compile: Literal["lazy", "eager"] = "lazy"
     on_failure: Literal["fallback", "raise"] = "fallback"
     compile_timeout: float | None = 600.0
+    warm_start: bool = True
     compiler: str | Callable[..., Any] = "inductor"
     cudagraphs: Literal["auto", "require", False] = "auto"
     cut: tuple[str, ...] = ()
@@ -576,6 +578,7 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "compile": _read_choice("lazy", "eager"),
     "on_failure": _read_choice("fallback", "raise"),
     "compile_timeout": _read_timeout,
+    "warm_start": _read_flag,
     "compiler": _read_compiler,
     "cudagraphs": _read_cudagraphs,
     "cut": _read_operators,

@@ -1,10 +1,13 @@
-"""Every test starts from nothing compiled and nothing counted."""
+"""Every test starts from nothing compiled and nothing counted, and with nothing loaded ahead of its calls."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
+
+os.environ.setdefault("MULTIGRAPH_MANIFESTS", "")  # also in the processes that tests start
 
 #: files that take minutes: begun first, so that no process is left alone with one in the end
 LONG = (

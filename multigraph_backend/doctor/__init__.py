@@ -34,7 +34,7 @@ from multigraph_backend.doctor.installation import (
 )
 from multigraph_backend.doctor.machine import cpp_compiler, gpu, gpu_facts
 from multigraph_backend.doctor.self_test import run_self_test
-from multigraph_backend.doctor.settings import cache_switches, caches, environment, user_name
+from multigraph_backend.doctor.settings import cache_switches, caches, environment, user_name, warm_start
 
 __all__ = ["Diagnosis", "Finding", "Level", "diagnose"]
 
@@ -66,6 +66,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, self_test: bool = True
     findings += [*compiler, *gpus]
     findings += _contained("allocator", lambda: allocator(allocator_facts(environ)))
     findings += _contained("caches", lambda: caches(environ, cache_switches(), user_name()))
+    findings += _contained("warm start", lambda: warm_start(environ))
     findings += _contained("environment", lambda: environment(environ))
     if not self_test:
         return Diagnosis((*findings, Finding("self-test", "ok", "not run, as asked")))

@@ -112,6 +112,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "saved tensors": ("warning", "tensors that are saved for backward are not packed, whatever rules say"),
     "watchdog": ("warning", "a rank that waits for others says so by a timeout of its own, not its group's"),
     "one compile": ("warning", "each rank of a host compiles on its own"),
+    "warm start": ("warning", "nothing is loaded ahead of calls, and `cache save` and `load` do not work"),
     "endings": ("warning", "recordings with collectives are not destroyed when a process group is aborted"),
     "distributed": ("warning", "no collective is recorded in CUDA graphs"),
     "names": ("warning", "sizes have no names, so options that name them do not apply"),

@@ -84,6 +84,33 @@ def caches(environ: Mapping[str, str], switches: Mapping[str, bool], user: str |
     yield Finding("caches", "warning", said, remedy, dict(switches))
 
 
+def warm_start(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """What earlier processes have noted for later ones, and what of it is not to be trusted."""
+    from multigraph_backend.cache import manifests, trusted  # they load torch
+
+    if environ.get(manifests.VARIABLE) == "":
+        yield Finding("warm start", "ok", f"{manifests.VARIABLE} is empty: nothing is noted, and nothing loaded ahead")
+        return
+    named = environ.get(manifests.VARIABLE)
+    place = Path(named) if named else cache_folders(environ)["Inductor"] / manifests.name()
+    try:
+        found = manifests.find(place)
+    except (OSError, trusted.Refused) as problem:
+        said = f"nothing is noted or loaded ahead, for {_shown(place)} cannot be used: {problem}"
+        elsewhere = f"make it a folder of yours that nobody else may write to, or name one in {manifests.VARIABLE}"
+        yield Finding("warm start", "warning", said, elsewhere)
+        return
+    used = sum(len(entry.used) for entry in found.manifests)
+    facts = {"folder": _shown(place), "manifests": len(found.manifests), "used": used, "bytes": found.nbytes}
+    facts.update(refused=len(found.refused), others=found.others)
+    others = f", {found.others} of other versions" if found.others else ""
+    said = f"{len(found.manifests)} graphs with {used} variants are noted in {_shown(place)}{others}"
+    yield Finding("warm start", "ok", said, facts=facts)
+    for name, reason in found.refused:
+        anew = "remove it; it is not used, and written anew"
+        yield Finding("warm start", "warning", f"manifest {name} is refused: {reason}", anew)
+
+
 _CACHE_VARIABLES = (
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
     "TORCH_COMPILE_FORCE_DISABLE_CACHES",

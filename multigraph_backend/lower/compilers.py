@@ -42,16 +42,17 @@ def compile_module(
     how: How = "recorded",
     ignore_shape_env: bool = False,
     when_needed: CompileWhenNeeded | None = None,
+    only_cached: bool = False,
 ) -> CompiledFunction:
     """The chosen compiler's code for `module`; with a `label` for messages, `how` says what becomes of it.
 
-    `when_needed`: see `retained.inner_compile`.
-    Raises what the compiler raises, and `CannotLower` for what it gets wrong.
+    `when_needed`: see `retained.inner_compile`.  `only_cached`: from torch's caches alone.
+    Raises what the compiler raises, `CannotLower` for what it gets wrong, and `NotCached`.
     """
     if options.compiler == "inductor":
         from multigraph_backend.lower.inductor import compile_graph  # loads Inductor
 
-        return compile_graph(module, inputs, options, label, how, ignore_shape_env, when_needed)
+        return compile_graph(module, inputs, options, label, how, ignore_shape_env, when_needed, only_cached)
     mode = {} if options.mode is None else {"mode": options.mode}
     run: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs, **mode)
     if options.compiler in donation.EAGER_COMPILERS and not _compat.without("TracingContext"):

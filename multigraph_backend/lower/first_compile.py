@@ -108,14 +108,20 @@ class CompileState:
 
     @contextlib.contextmanager
     def restored(
-        self, process_wide: contextlib.ExitStack, cache_tag: str, autograd_cache: bool, bundled: bool = False
+        self,
+        process_wide: contextlib.ExitStack,
+        cache_tag: str,
+        autograd_cache: bool,
+        bundled: bool = False,
+        traces: bool = True,
     ) -> Iterator[None]:
         """Run the body in this state, in the calling thread, which must run inside a copy of `context()`.
 
         What has to be changed for the whole process is entered on `process_wide`, which the caller of the compile
         closes: it can do so even if this thread hangs.  `cache_tag` distinguishes cache keys of variants, beside the
         package's own files.  `bundled`: AOTAutograd's cache keeps what the compiler returned, not where Inductor's own
-        cache has it.
+        cache has it.  `traces`: False where nothing is traced, and the program goes on meanwhile: then nothing is done
+        that it would notice, such as to set its random number generators back.
         """
         functorch: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
         if not autograd_cache:
@@ -129,10 +135,12 @@ class CompileState:
                 patches.enter_context(patch_back(getattr(_compat, name), values))
             patches.enter_context(_compat.functorch_config.patch(**functorch))
             patches.enter_context(_compat.compiler_config.patch(**tag))
-            process_wide.enter_context(_compat.compile_session())
+            if traces:
+                process_wide.enter_context(_compat.compile_session())
             # one that hangs inside of Inductor leaves it begun, and each later compile would fail on that
             process_wide.callback(_compat.TritonBundler.end_compile)
-            process_wide.enter_context(_compat.preserve_rng_state())
+            if traces:
+                process_wide.enter_context(_compat.preserve_rng_state())
             own.enter_context(_compat.maybe_disable_inference_mode())
             own.enter_context(_compat.maybe_disable_inference_mode_for_fake_prop())
             own.enter_context(torch.set_grad_enabled(self.grad))

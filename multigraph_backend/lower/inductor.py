@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.lower import only_cached as from_caches
 from multigraph_backend.lower import retained
 from multigraph_backend.lower.gradients_of_changes import SafePartitioner
 from multigraph_backend.lower.order_of_changes import InnerCompile, compile_in_order
@@ -37,11 +38,12 @@ def compile_graph(
     how: How,
     ignore_shape_env: bool,
     when_needed: retained.CompileWhenNeeded | None,
+    only_cached: bool = False,
 ) -> Callable[..., Sequence[Any]]:
     """Inductor's code for `module`; with a `label` for messages, `how` says what becomes of it.
 
-    `when_needed`: see `retained.inner_compile`.
-    Raises what Inductor raises, and `CannotLower` for what it gets wrong.
+    `when_needed`: see `retained.inner_compile`.  `only_cached`: from torch's caches alone.
+    Raises what Inductor raises, `CannotLower` for what it gets wrong, and `NotCached`.
     """
     knobs, inner = dict(options.inductor), None
     if label is not None:
@@ -64,9 +66,10 @@ def compile_graph(
         log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph
     elif how != "traced":
         inner = retained.inner_compile(inner, when_needed)
-    run: Callable[..., Sequence[Any]] = _compat.compile_fx(
-        module, inputs, ignore_shape_env=ignore_shape_env, **compile_fx_settings(knobs, inner, around)
-    )
+    given = compile_fx_settings(knobs, from_caches.refuse if only_cached else inner, around)
+    if only_cached:
+        given["decompositions"] = from_caches.RefusingTable()
+    run: Callable[..., Sequence[Any]] = _compat.compile_fx(module, inputs, ignore_shape_env=ignore_shape_env, **given)
     return run
 
 

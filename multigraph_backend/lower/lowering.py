@@ -47,6 +47,7 @@ from multigraph_backend.lower.compilers import (
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import FreshInputs
 from multigraph_backend.lower.guards import Guards
+from multigraph_backend.lower.only_cached import NotCached
 from multigraph_backend.options import Options
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
@@ -71,6 +72,7 @@ class Lowered:
     `saved`: what became of the tensors that it saves for backward, where there are rules for them.
     `issued`: its collectives, where the graph has any, over symbols of the compile; `sizes` says what these are.
     `codes`: what of it can be recorded, while that is there; a backward that is compiled late comes later.
+    `cached`: kind and key of what torch's caches took or gave, as far as it was new to this process.
     """
 
     run: CompiledFunction
@@ -81,6 +83,7 @@ class Lowered:
     issued: Issued | None = None
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
     codes: Sequence[weakref.ref[RecordedCode]] = ()
+    cached: tuple[tuple[str, str], ...] = ()
 
     @property
     def shortest(self) -> CompiledFunction:
@@ -96,14 +99,18 @@ def lower(
     state: CompileState,
     pinned: Mapping[sympy.Symbol, int] | None = None,
     name: str = "generic",
+    only_cached: bool = False,
 ) -> Lowered:
     """Compile `graph` for arguments like `args`, with `facts` known.
 
     `facts` are what the dispatcher checks; `pinned` symbols are fixed too, and the guards check it.  `name` is for
-    torch's traces.  Raises what the compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, and
-    `CannotLower` when the result could not be proven right.
+    torch's traces.  `only_cached`: take the code from torch's caches, beside a program that goes on.  Raises what the
+    compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, `CannotLower` when the result could not be
+    proven right, and `NotCached`.
     """
     job = _job(graph, facts, args, options, state, pinned or {}, name)
+    if only_cached:
+        job = dataclasses.replace(job, only_cached=True, once_a_host="")
     lowered = compile_within(options.compile_timeout, job.run, state.context())
     log.debug("%s: facts [%s], guards %s", graph.user_code, _text(job.known), lowered.guards.text)
     return lowered
@@ -159,7 +166,7 @@ class CompileJob:
     `recorded`: the code is to be recorded.  `hooked`: hooks of torch's are part of it.  `shared`: inputs share memory.
     `bundled`: AOTAutograd's cache keeps what the compiler returns.  `cache_tag`: tells the job from others of the graph
     in keys of caches.  `once_a_host`: what is compiled, as text that is the same in every process; "" where no other
-    rank may compile the same.
+    rank may compile the same.  `only_cached`: nothing is traced or generated.
     """
 
     graph: CapturedGraph
@@ -175,6 +182,7 @@ class CompileJob:
     bundled: bool
     cache_tag: str
     once_a_host: str
+    only_cached: bool = False
 
     def run(self, process_wide: contextlib.ExitStack) -> Lowered:
         """In the compiling thread; what is changed for the whole process is entered on `process_wide`."""
@@ -197,7 +205,7 @@ class CompileJob:
         try:
             return self._floats_or_constants(process_wide)
         except Exception as error:
-            if from_outside(error):
+            if from_outside(error) or self.only_cached:
                 raise
             process_wide.close()
             reason = retrying_unpacked(str(self.graph.user_code), error)
@@ -221,9 +229,14 @@ class CompileJob:
         # AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it
         autograd_cache = not self.shared and len(floats) == len(graph.floats)
         patience = compiling.patience(self.options.compile_timeout)
-        process_wide.enter_context(compiling.once_a_host(self.once_a_host, patience))
+        if self.only_cached and not autograd_cache:
+            raise NotCached("AOTAutograd's cache cannot keep it")
+        if not self.only_cached:
+            process_wide.enter_context(compiling.once_a_host(self.once_a_host, patience))
+        noting = self.options.compiler == "inductor" and not _compat.missing("warm start")
+        noted = _compat.noted_artifacts() if noting else 0
         with (
-            self.state.restored(process_wide, self.cache_tag, autograd_cache, self.bundled),
+            self.state.restored(process_wide, self.cache_tag, autograd_cache, self.bundled, not self.only_cached),
             _compat.own_float_specializations(),
             saved_account.collecting() as saved,
         ):
@@ -234,7 +247,10 @@ class CompileJob:
             relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
         if self.hooked and any(said.packed for said in saved):
             run = without_hooks(run)
-        made = Lowered(run, relied_on, time.perf_counter() - started, direct, tuple(saved), codes=alive)
+        cached = _compat.artifact_keys(noted) if noting else ()
+        made = Lowered(
+            run, relied_on, time.perf_counter() - started, direct, tuple(saved), codes=alive, cached=cached
+        )
         if not graph.communicates:
             return made
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
@@ -250,7 +266,12 @@ class CompileJob:
         when_needed = None if graph.communicates else self._when_needed(alive)
         if options.compiler != "inductor" or not (self.recorded or graph.communicates):
             compiled = compile_module(
-                fresh.module, fresh.inputs, options, ignore_shape_env=True, when_needed=when_needed
+                fresh.module,
+                fresh.inputs,
+                options,
+                ignore_shape_env=True,
+                when_needed=when_needed,
+                only_cached=self.only_cached,
             )
             return _over_arguments(compiled, fresh), None, (), ()
         from multigraph_backend.cudagraphs import direct_call, output_code
@@ -259,7 +280,14 @@ class CompileJob:
         how: How = "recorded" if self.recorded else "unrecorded"
         with output_code.attached() as codes:
             compiled = compile_module(
-                fresh.module, fresh.inputs, options, label, how, ignore_shape_env=True, when_needed=when_needed
+                fresh.module,
+                fresh.inputs,
+                options,
+                label,
+                how,
+                ignore_shape_env=True,
+                when_needed=when_needed,
+                only_cached=self.only_cached,
             )
             run = _over_arguments(compiled, fresh)
         alive = [] if alive is None else alive

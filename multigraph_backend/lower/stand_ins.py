@@ -1,17 +1,20 @@
 """Arguments that no call has had yet, for compiling a variant before its first call.
 
 In: a captured graph, the arguments of a call, and the values that its symbols shall have.  Out: arguments like those,
-with other sizes and without memory.
+with other sizes and without memory.  A `Likeness` is what remains of a call's arguments for that when it is over.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 
+from multigraph_backend.capture.aliasing import sharing
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.lower import fresh_inputs
 from multigraph_backend.lower.fresh_inputs import CannotLower
@@ -43,3 +46,77 @@ def stand_ins(graph: CapturedGraph, args: Sequence[Any], values: Mapping[sympy.S
 
 def _depends(size: Sequence[Any], stride: Sequence[Any], offset: Any) -> bool:
     return any(isinstance(expr, sympy.Basic) and expr.free_symbols for expr in (*size, *stride, offset))
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """What the arguments of a call were like: it keeps none of their memory alive, and no parameter.
+
+    `kept`: for an input its stand-in, for a parameter a weak reference, for anything else the value itself.
+    """
+
+    graph: CapturedGraph
+    kept: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, graph: CapturedGraph, args: Sequence[Any]) -> Likeness | None:
+        """None where a stand-in would not be compiled as the arguments were: subclasses, and views where the graph
+        changes its inputs."""
+        if graph.mutates_inputs and (sharing(graph, args) or any(args[at]._is_view() for at in graph.user_inputs)):
+            return None
+        kept: list[Any] = []
+        for entry, arg in zip(graph.inputs, args, strict=True):
+            if not isinstance(arg, torch.Tensor):
+                if not isinstance(arg, int | float | str | None):
+                    return None
+                kept.append(arg)
+            elif entry.number:
+                kept.append(arg)  # made for the call, of one element
+            elif entry.static:
+                kept.append(weakref.ref(arg))
+            elif type(arg) not in (torch.Tensor, torch.nn.Parameter) or arg.layout is not torch.strided:
+                return None
+            else:
+                kept.append(_twin_of(arg, tuple(arg.size()), tuple(arg.stride()), int(arg.storage_offset())))
+        return cls(graph, tuple(kept))
+
+    def with_values(self, values: Mapping[str, int]) -> list[Any] | None:
+        """Arguments for which the symbols of these names have these values; None where there can be none any more."""
+        known = {symbol: values[str(symbol)] for symbol in self.graph.symbols if str(symbol) in values}
+        made: list[Any] = []
+
+        def number(expr: Any) -> int:
+            return int(expr.xreplace(known)) if isinstance(expr, sympy.Basic) else int(expr)
+
+        for entry, kept in zip(self.graph.inputs, self.kept, strict=True):
+            layout = entry.layout
+            expressions = () if layout is None else (*layout.size, *layout.stride, layout.offset)
+            if entry.expr is not None:
+                expressions = (entry.expr,)
+            depends = _depends(expressions, (), 0)
+            if depends and not _free(expressions) <= set(known):
+                if entry.expr is not None and not isinstance(kept, int):  # a float: as the call had it
+                    made.append(kept)
+                    continue
+                return None
+            if isinstance(kept, weakref.ref):
+                made.append(kept())
+                if made[-1] is None:
+                    return None
+            elif entry.expr is not None:
+                made.append(number(entry.expr) if depends else kept)
+            elif layout is not None and depends and not entry.number:
+                size, stride = [number(expr) for expr in layout.size], [number(expr) for expr in layout.stride]
+                made.append(_twin_of(kept, size, stride, number(layout.offset)))
+            else:
+                made.append(kept)
+        return made
+
+
+def _free(expressions: Sequence[Any]) -> set[Any]:
+    return {symbol for expr in expressions if isinstance(expr, sympy.Basic) for symbol in expr.free_symbols}
+
+
+def _twin_of(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    with torch.inference_mode(tensor.is_inference()):
+        return fresh_inputs.twin(tensor, size, stride, offset)

@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -35,10 +35,10 @@ from multigraph_backend.lower.compile_thread import Interrupted, describe, reach
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.lowering import Lowered
-from multigraph_backend.lower.stand_ins import stand_ins
+from multigraph_backend.lower.stand_ins import Likeness, stand_ins
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.region import dispatch, gains, registry
+from multigraph_backend.region import dispatch, gains, registry, warm_start
 from multigraph_backend.region.dispatch import Ready, Rule
 from multigraph_backend.region.variant import Floats, Form, Variant
 from multigraph_backend.saved_tensors.account import SavedTensors
@@ -88,6 +88,7 @@ class Region:
         self._all_pending = options.compile == "eager"
         self._issued: Lowered | None = None  # what generic's first form issues: the reference for all others
         self._issued_lock = threading.Lock()
+        self._warm_start = warm_start.of(graph, options, state)
         events.count("regions")
         registry.add(self)
         for note in self.notes:
@@ -189,7 +190,7 @@ class Region:
         pinned: dict[sympy.Symbol, int] = {}
         exact: int | None = None
         if variant.condition is not None:
-            pinned = declared.exact_values(variant.condition, self._graph.values(args))
+            pinned = self._pinned(variant.condition, args)
             size = variant.condition.check_size
             if size is not None:
                 exact = size.location.read(args)
@@ -285,6 +286,8 @@ class Region:
                 form.proven = True
                 self._publish(variant)
                 variant.tick()
+                if self._warm_start is not None:
+                    self._warm_start.ran(self, variant, form, args)
                 return outputs
             problem = WrongOutputs(wrong)
             if draw_again is None:
@@ -372,6 +375,40 @@ class Region:
             return region_missed(number, args)
 
         return choose
+
+    # ---------------------------------------------------------------- before a call asks for it
+
+    def load_ahead(self, condition: str, likeness: Likeness, values: Mapping[str, int]) -> bool:
+        """Take a form of the variant of that text from torch's caches, for such values; whether there is one more.
+
+        Not for callables that could not be understood: these belong to the first size that a call of this process has.
+        """
+        everything = (self.generic, *self.variants)
+        variant = next((entry for entry in everything if entry.text == condition and entry.state != "inactive"), None)
+        if variant is None or (variant.condition is not None and variant.condition.check is not None):
+            return False
+        args = likeness.with_values(values)
+        if args is None or not _declared_for(variant, args) or not variant.lock.acquire(blocking=False):
+            return False  # whoever has it compiles, and will ask the same caches
+        try:
+            if variant.compiling or variant.fitting(args) is not None or not variant.may_compile(*self._case(args)):
+                return False
+            pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
+            facts, state = variant.facts, self._state
+            lowered = lowering.lower(
+                self._graph, facts, args, self.options, state, pinned, variant.text, only_cached=True
+            )
+            variant.add(Form(lowered, loaded=True), *self._case(args))
+        except Exception as error:  # it says nothing of the code: a call that needs it compiles it
+            log.debug("%s: %s is not loaded ahead: %s", self.user_code, variant.text, describe(error))
+            return False
+        finally:
+            variant.lock.release()
+        log.info("%s: loaded %s in %.2f s", self.user_code, variant.text, lowered.seconds)
+        return True
+
+    def _pinned(self, condition: declared.Condition, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        return declared.exact_values(condition, self._graph.values(args))
 
     # ---------------------------------------------------------------- compile="eager"
 
@@ -471,6 +508,12 @@ def _while_resting(variant: Variant, generic: Ready, graph: CapturedGraph) -> Re
 def _floats(graph: CapturedGraph, args: Sequence[Any]) -> Floats:
     """What a failure of a compile for `args` speaks for, of Python floats."""
     return tuple((str(symbol), repr(value)) for symbol, value in lowering.telling_floats(graph, args).items())
+
+
+def _declared_for(variant: Variant, args: Sequence[Any]) -> bool:
+    """Whether what was declared holds for `args`."""
+    terms = [] if variant.condition is None else variant.condition.terms
+    return all(facts.holds(size.location.read(args)) for size, facts in terms)
 
 
 def stance() -> str:

@@ -40,10 +40,14 @@ _FIRST_RETRY = 60.0  # seconds after a failure before another try, doubled each 
 
 @dataclass
 class Form:
-    """Compiled code and where it is right.  `proven` once a call's outputs had the expected structure."""
+    """Compiled code and where it is right.  `proven` once a call's outputs had the expected structure.
+
+    `loaded`: it came from torch's caches before a call asked for it.
+    """
 
     lowered: Lowered
     proven: bool = False
+    loaded: bool = False
 
     def holds(self, args: Sequence[Any]) -> bool:
         return self.lowered.guards.hold(args)
@@ -88,6 +92,11 @@ class Variant:
     @property
     def calls(self) -> int:
         return self._calls.value
+
+    @property
+    def counter(self) -> events.CallCounter:
+        """Counts its calls, also for those who outlive it."""
+        return self._calls
 
     @property
     def state(self) -> State:
@@ -153,7 +162,10 @@ class Variant:
         if not self._retry_at:
             self.failures = 0
             self.reason = self.details = self.user_stack = None
-        events.count("generic_compiled" if self.generic else "variants_compiled")
+        if form.loaded:
+            events.count("loaded_ahead")
+        else:
+            events.count("generic_compiled" if self.generic else "variants_compiled")
 
     def drop(self, form: Form, error: BaseException, sharing: Sharing, floats: Floats = ()) -> None:
         """A form turned out wrong on its first call."""

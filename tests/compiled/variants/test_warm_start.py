@@ -1,0 +1,204 @@
+"""What is loaded ahead, beside a program that goes on: nothing is compiled, nothing of it is touched or kept alive.
+
+A second process is stood in for by `torch._dynamo.reset()`: regions are new, and torch's caches are on the disk.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import multigraph_backend
+from multigraph_backend.cache import manifest, manifests
+from multigraph_backend.region import warm_start
+
+SIZES = {"specialize": [{"x[0]": 8}, {"x[0]": {"multiple_of": 16}}]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(manifests.VARIABLE, str(tmp_path / "manifests"))
+    return tmp_path / "manifests"
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(function, backend="multigraph", dynamic=True, options={**SIZES, **options})
+    return made
+
+
+def begin_anew() -> None:
+    assert warm_start.settle()
+    warm_start.write_all()
+    torch._dynamo.reset()
+    multigraph_backend.reset_stats()
+    counters.clear()
+
+
+def call(function: Callable[..., Any], reference: Callable[..., Any], *sizes: int) -> None:
+    for size in sizes:
+        x = torch.randn(size, 24)
+        torch.testing.assert_close(function(x), reference(x))
+
+
+def states() -> dict[str, str]:
+    (region,) = multigraph_backend.explain().to_dict()["regions"]
+    return {entry["condition"]: entry["state"] for entry in (*region["variants"], region["generic"])}
+
+
+def test_most_used_first_and_right_at_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    call(compiled(f), f, 5, 48, 8, 8, 8)
+    begin_anew()
+    order: list[str] = []
+    load = multigraph_backend.region.region.Region.load_ahead
+
+    def noted(self: Any, condition: str, *rest: Any) -> bool:
+        order.append(condition)
+        return load(self, condition, *rest)
+
+    monkeypatch.setattr(multigraph_backend.region.region.Region, "load_ahead", noted)
+    again = compiled(f)
+    call(again, f, 5)
+    assert warm_start.settle()
+    assert order == ["x[0] == 8", "generic", "x[0] % 16 == 0"]
+    assert multigraph_backend.stats()["loaded_ahead"] == 2
+    assert set(states().values()) == {"ready"}
+    call(again, f, 8, 64)
+    assert multigraph_backend.stats()["variants_compiled"] == 0
+    assert multigraph_backend.stats()["variant_calls"] == 2
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 0
+
+
+def test_what_the_caches_lack_is_not_compiled_and_no_generator_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest names code under a key that no compile comes to; the load ends before torch traces."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x.cos(), 0.5) * 0 + x.cos()
+
+    call(compiled(f), f, 5, 8)
+    begin_anew()
+    real = torch.set_rng_state
+    set_back: list[object] = []
+    monkeypatch.setattr(torch.random, "set_rng_state", lambda state: (set_back.append(state), real(state)))
+    again = compiled(f, inductor={"epilogue_fusion": False})  # the same graph under other keys, which are not there
+    region_options = dict(multigraph_backend.Options.build({"inductor": {"epilogue_fusion": False}}).inductor)
+    assert region_options == {"epilogue_fusion": False}
+    monkeypatch.setattr(warm_start, "_identity", lambda *args: _only_graph())
+    before = counters["aot_autograd"]["autograd_cache_hit"]
+    again(torch.randn(5, 24))
+    first = len(set_back)
+    compiles = counters["aot_autograd"]["autograd_cache_saved"] + counters["aot_autograd"]["autograd_cache_hit"]
+    assert warm_start.settle()
+    assert multigraph_backend.stats()["loaded_ahead"] == 0
+    assert states()["x[0] == 8"] == "declared"
+    assert counters["aot_autograd"]["autograd_cache_saved"] + counters["aot_autograd"]["autograd_cache_hit"] == compiles
+    assert len(set_back) == first
+    assert before == 0
+    call(again, lambda x: x.cos(), 8)
+
+
+def _only_graph() -> str:
+    (found,) = manifests.find().manifests
+    return found.graph
+
+
+def test_nothing_of_a_call_is_kept_alive_and_a_region_ends_as_before() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(24))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    model = Scaled()
+    again = compiled(model)
+    x = torch.randn(5, 24)
+    again(x).sum().backward()
+    gone = [weakref.ref(x), weakref.ref(model.weight)]
+    del x, model, again
+    torch._dynamo.reset()
+    assert warm_start.settle()
+    gc.collect()
+    assert [entry() for entry in gone] == [None, None]
+
+
+def test_with_a_condition_that_is_new_and_one_that_is_gone() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() * 2
+
+    call(compiled(f), f, 5, 8, 48)
+    begin_anew()
+    call(compiled(f, specialize=[{"x[0]": 4}, {"x[0]": 8}]), f, 5)
+    assert warm_start.settle()
+    assert states() == {"x[0] == 4": "declared", "x[0] == 8": "ready", "generic": "ready"}
+
+
+@pytest.mark.parametrize("how", ["option", "variable", "compiler"])
+def test_nothing_is_noted_where_it_is_off(how: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.exp() + 3
+
+    options: dict[str, Any] = {"option": {"warm_start": False}, "compiler": {"compiler": "aot_eager"}}.get(how, {})
+    if how == "variable":
+        monkeypatch.setenv(manifests.VARIABLE, "")
+    call(compiled(f, **options), f, 5, 8)
+    assert warm_start.settle()
+    assert not folder.exists()
+
+
+def test_views_and_changed_inputs() -> None:
+    """A view is like any other input, but where the graph changes its inputs: then nothing is made up for it."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2).sin()
+
+    for taken, loaded in ((lambda size: torch.randn(size, 24), 1), (lambda size: torch.randn(size + 2, 24)[1:-1], 0)):
+        again = compiled(f)
+        for size in (5, 8):
+            x = taken(size)
+            expected = f(x.clone())
+            torch.testing.assert_close(again(x), expected)
+        begin_anew()
+        again = compiled(f)
+        x = taken(5)
+        expected = f(x.clone())
+        torch.testing.assert_close(again(x), expected)
+        assert warm_start.settle()
+        assert multigraph_backend.stats()["loaded_ahead"] == loaded
+        begin_anew()
+
+
+def test_a_manifest_that_lies_about_values_gives_no_wrong_number() -> None:
+    """Whatever values it names: they choose what is asked for, and calls run what their own guards allow."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(0) + x.shape[0]
+
+    call(compiled(f), f, 5, 8)
+    begin_anew()
+    (found,) = manifests.find().manifests
+    forms = {entry.condition: entry.forms for entry in found.used}
+    for value in (-3, 0, 1, 8, 10**12):
+        lies = tuple(
+            manifest.Used(
+                name,
+                5,
+                tuple(manifest.UsedForm(tuple((key, value) for key, _ in one.values), one.keys) for one in kept),
+            )
+            for name, kept in forms.items()
+        )
+        manifests.note(manifest.Manifest(found.graph, used=lies))
+    again = compiled(f)
+    call(again, f, 5)
+    assert warm_start.settle()
+    call(again, f, 8, 9, 48, 1)
