@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from multigraph_backend.events import reset_stats, stats
     from multigraph_backend.options import Options, OptionsError
     from multigraph_backend.region.gains import measure_gains
-    from multigraph_backend.region.warm_start import load_cache, save_cache
+    from multigraph_backend.region.warm_start import load_cache, save_cache, wait_until_warm
     from multigraph_backend.report import Explanation, explain
     from multigraph_backend.saved_tensors.hooks import SavedHook, saved_hook
     from multigraph_backend.saved_tensors.rules import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
@@ -95,6 +95,7 @@ _HOME = {
     "seal": "sealing",
     "stats": "events",
     "unseal": "sealing",
+    "wait_until_warm": "region.warm_start",
     "warmup": "serving.rehearsal",
 }
 
@@ -134,6 +135,7 @@ __all__ = [
     "seal",
     "stats",
     "unseal",
+    "wait_until_warm",
     "warmup",
 ]
 

@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         "cache",
         help="compiled code in one file, for the next machine",
         description="save: what earlier processes used, as their manifests say, goes out of torch's caches into FILE. "
-        "load: back into torch's caches, from which later processes start. A FILE runs code where it is loaded: one that "
-        "others may write to, of another user, torch or kind of machine is refused.",
+        "load: back into torch's caches, from which later processes start. A FILE runs code where it is loaded: one of "
+        "another user, torch or kind of machine, or that others may write to, is refused.",
         epilog="exit status: 0 done, 1 refused or failed, 2 wrong usage",
     )
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")

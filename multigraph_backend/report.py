@@ -43,6 +43,7 @@ class VariantReport:
     `gain`: how many times as fast as generic, over `gain_calls` calls under `measure_gains()`; None where not measured.
     `user_stack`: after a failure, the lines of the user's program that the compiler was at, where torch says so.
     `saved`: for each form, what became of the tensors that it saves for backward, where there are rules for them.
+    `loaded`: all of its code came from torch's caches before a call asked for it.
     `collectives`: what its newest form issues, forward and then backward; `collective_bytes`: of what goes into them,
     for the sizes of the compile.
     `memory`: what the recordings of all its forms take, where anything of it can be recorded.
@@ -62,6 +63,7 @@ class VariantReport:
     collectives: tuple[str, ...] = ()
     collective_bytes: int = 0
     memory: CodeMemory | None = None
+    loaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -331,6 +333,7 @@ def _variant_report(
         collectives=tuple(map(str, issued)),
         collective_bytes=sum(entry.nbytes or 0 for entry in issued),
         memory=memory,
+        loaded=bool(variant.forms) and all(form.loaded for form in variant.forms),
     )
 
 
@@ -343,7 +346,7 @@ def _region_text(entry: RegionReport) -> str:
     for variant in (*entry.variants, entry.generic):
         line = f"  {variant.condition:<{width}}  {variant.state:<9} {variant.calls:>8} calls"
         if variant.forms:
-            line += f"  compiled in {variant.compile_seconds:.2f} s"
+            line += f"  {'loaded' if variant.loaded else 'compiled'} in {variant.compile_seconds:.2f} s"
         if variant.gain is not None:
             line += f"  {variant.gain:.2f} times as fast as generic ({variant.gain_calls} calls)"
         guarded = [form for form in variant.forms if form != "True"]

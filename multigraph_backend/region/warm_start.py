@@ -201,7 +201,7 @@ def save_cache(path: str | os.PathLike[str], model: str | None = None) -> Carrie
 
     Raises `CacheRefused` where there is nothing to save, and OSError.
     """
-    settle(_TO_END)
+    wait_until_warm(_TO_END)
     graphs = write_all()
     found: Iterable[Manifest] = ()
     if graphs:
@@ -355,8 +355,11 @@ class _Worker:
 _worker = _Worker()
 
 
-def settle(seconds: float = 60.0) -> bool:
-    """Wait until all that is known of was noted and loaded; whether that is so."""
+def wait_until_warm(seconds: float = 60.0) -> bool:
+    """Wait until all is loaded that manifests name for the graphs that were called so far; whether that is so.
+
+    For a server that calls each of its models once, and then takes requests.
+    """
     return _worker.wait(seconds)
 
 
@@ -369,4 +372,4 @@ def _begin_anew() -> None:
 
 os.register_at_fork(after_in_child=_begin_anew)
 
-__all__ = ["CacheRefused", "Carried", "WarmStart", "load_cache", "of", "save_cache", "settle", "write_all"]
+__all__ = ["CacheRefused", "Carried", "WarmStart", "load_cache", "of", "save_cache", "wait_until_warm", "write_all"]

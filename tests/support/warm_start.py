@@ -58,7 +58,7 @@ def run(sizes: list[int], train: bool = False, load: str | None = None, save: st
                 torch.testing.assert_close(x.grad, expected)
             if len(calls) == 1:
                 began = time.perf_counter()
-                assert warm_start.settle()
+                assert warm_start.wait_until_warm()
                 settled = time.perf_counter() - began
     saved = None if save is None else str(multigraph_backend.save_cache(save))
     (region,) = multigraph_backend.explain().to_dict()["regions"]

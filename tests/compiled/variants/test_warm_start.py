@@ -34,7 +34,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def begin_anew() -> None:
-    assert warm_start.settle()
+    assert warm_start.wait_until_warm()
     warm_start.write_all()
     torch._dynamo.reset()
     multigraph_backend.reset_stats()
@@ -68,7 +68,7 @@ def test_most_used_first_and_right_at_their_first_call(monkeypatch: pytest.Monke
     monkeypatch.setattr(multigraph_backend.region.region.Region, "load_ahead", noted)
     again = compiled(f)
     call(again, f, 5)
-    assert warm_start.settle()
+    assert warm_start.wait_until_warm()
     assert order == ["x[0] == 8", "generic", "x[0] % 16 == 0"]
     assert multigraph_backend.stats()["loaded_ahead"] == 2
     assert set(states().values()) == {"ready"}
@@ -97,7 +97,7 @@ def test_what_the_caches_lack_is_not_compiled_and_no_generator_is_set_back(monke
     again(torch.randn(5, 24))
     first = len(set_back)
     compiles = counters["aot_autograd"]["autograd_cache_saved"] + counters["aot_autograd"]["autograd_cache_hit"]
-    assert warm_start.settle()
+    assert warm_start.wait_until_warm()
     assert multigraph_backend.stats()["loaded_ahead"] == 0
     assert states()["x[0] == 8"] == "declared"
     assert counters["aot_autograd"]["autograd_cache_saved"] + counters["aot_autograd"]["autograd_cache_hit"] == compiles
@@ -127,7 +127,7 @@ def test_nothing_of_a_call_is_kept_alive_and_a_region_ends_as_before() -> None:
     gone = [weakref.ref(x), weakref.ref(model.weight)]
     del x, model, again
     torch._dynamo.reset()
-    assert warm_start.settle()
+    assert warm_start.wait_until_warm()
     gc.collect()
     assert [entry() for entry in gone] == [None, None]
 
@@ -139,7 +139,7 @@ def test_with_a_condition_that_is_new_and_one_that_is_gone() -> None:
     call(compiled(f), f, 5, 8, 48)
     begin_anew()
     call(compiled(f, specialize=[{"x[0]": 4}, {"x[0]": 8}]), f, 5)
-    assert warm_start.settle()
+    assert warm_start.wait_until_warm()
     assert states() == {"x[0] == 4": "declared", "x[0] == 8": "ready", "generic": "ready"}
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_noted_where_it_is_off(how: str, folder: Path, monkeypatch: p
     if how == "variable":
         monkeypatch.setenv(manifests.VARIABLE, "")
     call(compiled(f, **options), f, 5, 8)
-    assert warm_start.settle()
+    assert warm_start.wait_until_warm()
     assert not folder.exists()
 
 
@@ -173,7 +173,7 @@ def test_views_and_changed_inputs() -> None:
         x = taken(5)
         expected = f(x.clone())
         torch.testing.assert_close(again(x), expected)
-        assert warm_start.settle()
+        assert warm_start.wait_until_warm()
         assert multigraph_backend.stats()["loaded_ahead"] == loaded
         begin_anew()
 
@@ -200,5 +200,5 @@ def test_a_manifest_that_lies_about_values_gives_no_wrong_number() -> None:
         manifests.note(manifest.Manifest(found.graph, used=lies))
     again = compiled(f)
     call(again, f, 5)
-    assert warm_start.settle()
+    assert warm_start.wait_until_warm()
     call(again, f, 8, 9, 48, 1)
