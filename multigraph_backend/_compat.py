@@ -289,6 +289,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            feature="warm start", shape=("_get_tmp_dir_for_key",)),
         _S("GraphCache", "torch._inductor.codecache", "FxGraphCache", feature="warm start",
            shape=("_get_tmp_dir_for_key",)),
+        _S("CppBindings", "torch._inductor.codecache", "CppPythonBindingsCodeCache", feature="warm start",
+           shape=("cache",)),
         _S("decompositions", "torch._inductor.compile_fx", "compile_fx", feature="warm start",
            shape=("decompositions",)),
         _S("abort_process_group", "torch.distributed.distributed_c10d", "_abort_process_group", feature="endings",
@@ -578,6 +580,11 @@ def artifact_keys(start: int = 0) -> tuple[tuple[str, str], ...]:
     noted = __getattr__("CacheArtifactManager")._seen_artifacts
     further = itertools.islice(noted, start if start <= len(noted) else 0, None)  # a program may clear them
     return tuple(dict.fromkeys((artifact.type(), artifact.key) for artifact in further))
+
+
+def kernel_libraries() -> tuple[str, ...]:
+    """What the C++ compiler made of kernels that this process has, as paths below Inductor's folder."""
+    return tuple(f"{key[1:3]}/{key}.main.so" for key in list(__getattr__("CppBindings").cache))
 
 
 def cache_entry(kind: str, key: str) -> Path:

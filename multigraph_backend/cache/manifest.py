@@ -24,10 +24,10 @@ from typing import Any
 from multigraph_backend.cache.trusted import Refused
 
 FORMAT = 1
-MOST_BYTES = 1 << 20  # of one manifest, as a file
+MOST_BYTES = 4 << 20  # of one manifest, as a file
 MOST_USED = 256  # conditions of one graph that are noted
 MOST_FORMS = 64  # of one condition
-MOST_KEYS = 16  # of one form
+MOST_KEYS = 1024  # of one form: on a CPU each kernel is a library
 MOST_TUNED = 256
 _MOST_TEXT = 2000
 
@@ -44,6 +44,11 @@ class UsedForm:
 
     values: tuple[tuple[str, int], ...]
     keys: tuple[Key, ...] = ()
+
+    @property
+    def libraries(self) -> list[str]:
+        """What the C++ compiler made for it, as paths below Inductor's folder."""
+        return [key for kind, key in self.keys if kind == "native"]
 
     @property
     def key(self) -> str | None:
@@ -88,8 +93,8 @@ def safe_key(kind: str, key: str) -> bool:
     """Whether a key of torch's caches names a place inside of them and nothing else."""
     if kind in GRAPH_CACHES:
         return _KEY.fullmatch(key) is not None
-    if kind == "autotune":
-        return _PATH.fullmatch(key) is not None
+    if kind in ("autotune", "native"):
+        return _PATH.fullmatch(key) is not None and (kind == "autotune" or key.endswith(".so"))
     return kind == "pgo" and _KEY.fullmatch(key.replace(":", "_")) is not None
 
 

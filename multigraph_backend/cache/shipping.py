@@ -2,12 +2,13 @@
 
     multigraph cache
     {"format": 1, "torch": "2.13.0", "multigraph": "0.1.1", "python": "3.11", "machine": "x86_64", "digest": "...",
-     "artifacts": 1293871, "manifests": [812, 5120]}
-    <what torch.compiler.save_cache_artifacts() makes> <manifest> <manifest>
+     "artifacts": 1293871, "manifests": [812, 5120], "processor": "...", "native": [["rj/crjw...main.so", 16384]]}
+    <what torch.compiler.save_cache_artifacts() makes> <manifest> <manifest> <library>
 
 In a process that compiled, what torch has noted goes into it.  For processes that are over, what the manifests name is
 collected from torch's folders: `aotautograd/KEY/*` and `fxgraph/XX/KEY/*` are artifacts as they lie there, with
-Triton's binaries in them, and measured choices of kernels are small files of JSON.
+Triton's binaries in them, and measured choices of kernels are small files of JSON.  Kernels for CPUs are libraries that
+the C++ compiler made for the very processor; they go along, and are taken where processor and C library are the same.
 
 A file is taken back as a whole or not at all: it is this user's (or root's) and nobody else can write to it, it has
 this format and is of this torch, package, Python and kind of machine, its digest is right, and each key in it names a
@@ -17,7 +18,9 @@ are computed by each compile, and what does not fit is compiled again.
 
 from __future__ import annotations
 
+import ctypes
 import fnmatch
+import functools
 import hashlib
 import json
 import logging
@@ -53,19 +56,21 @@ class CacheRefused(ValueError):
 class Carried:
     """What went into a file, or came out of it: artifacts of torch's caches, manifests of graphs, bytes of the file.
 
-    `lacking`: keys that manifests name and torch's caches no longer have, or have in files that others may write to.
+    `native`: libraries of kernels for CPUs.  `lacking`: keys that manifests name and torch's caches no longer have, or
+    have in files that others may write to; or libraries that were made for another processor.
     """
 
     artifacts: int
     manifests: int
     nbytes: int
+    native: int = 0
     lacking: int = 0
 
     def __str__(self) -> str:
-        lacking = f"; {self.lacking} entries that manifests name are not there" if self.lacking else ""
+        lacking = f"; {self.lacking} entries were not there, or not for this processor" if self.lacking else ""
         return (
-            f"{self.artifacts} entries of torch's caches and {self.manifests} manifests, "
-            f"{self.nbytes / 1e6:.1f} MB{lacking}"
+            f"{self.artifacts} entries of torch's caches, {self.native} libraries of kernels and {self.manifests} "
+            f"manifests, {self.nbytes / 1e6:.1f} MB{lacking}"
         )
 
 
@@ -91,21 +96,24 @@ def save(path: str | Path, chosen: Iterable[Manifest]) -> Carried:
             found += collected
         if not found:
             raise CacheRefused("nothing is there to save: no manifest names code that torch's caches have")
-        artifacts = _serialized(found)
+        libraries = [entry for entry in found if entry[0] == "native"]
+        artifacts = _serialized([entry for entry in found if entry[0] != "native"])
     bodies = [manifest.to_bytes(entry, manifests.versions()) for entry in chosen]
-    payload = b"".join((artifacts, *bodies))
+    payload = b"".join((artifacts, *bodies, *(content for _, _, content in libraries)))
     header = {
         "format": FORMAT,
         **_machine(),
         "digest": hashlib.sha256(payload).hexdigest(),
         "artifacts": len(artifacts),
         "manifests": [len(body) for body in bodies],
+        "processor": _processor(),
+        "native": [[key, len(content)] for _, key, content in libraries],
     }
     content = b"".join((MAGIC, json.dumps(header).encode(), b"\n", payload))
     if len(content) > MOST_BYTES:
         raise CacheRefused(f"it would have {len(content)} bytes, and at most {MOST_BYTES} are read: choose a model")
     trusted.write(Path(path).absolute(), content)
-    return Carried(len(found), len(chosen), len(content), lacking_keys)
+    return Carried(len(found) - len(libraries), len(chosen), len(content), len(libraries), lacking_keys)
 
 
 def of_model(found: Iterable[Manifest], model: str | None) -> list[Manifest]:
@@ -133,7 +141,7 @@ def _collected(kind: str, key: str) -> Iterable[Artifact]:
         return
     place = _compat.cache_entry(kind, key)
     try:
-        files = [place] if kind == "autotune" else sorted(place.iterdir())
+        files = sorted(place.iterdir()) if kind in manifest.GRAPH_CACHES else [place]
     except OSError:
         return
     for file in files:
@@ -172,7 +180,7 @@ def load(path: str | Path) -> Carried:
         raise CacheRefused(f"this torch differs: {lacking[0]}")
     try:
         content = trusted.read(Path(path), MOST_BYTES)
-        artifacts, bodies = _parts(content)
+        artifacts, bodies, libraries = _parts(content)
         read = [manifest.from_bytes(body, manifests.versions()) for body in bodies]
         count = _checked(artifacts)
     except Refused as problem:
@@ -181,13 +189,32 @@ def load(path: str | Path) -> Carried:
     with _compat.compile_lock:
         if torch.compiler.load_cache_artifacts(artifacts) is None:
             raise CacheRefused(f"{path} is not taken: torch cannot read it")
+    taken = sum(_put(key, library) for key, library in libraries.items())
     for entry in read:
         manifests.note(entry)
-    return Carried(count, len(read), len(content))
+    return Carried(count, len(read), len(content), taken, len(libraries) - taken)
 
 
-def _parts(content: bytes) -> tuple[bytes, list[bytes]]:
-    """torch's artifacts, and the manifests.  Raises `Refused`."""
+def _put(key: str, library: bytes | None) -> bool:
+    """Put a library where Inductor looks for it; whether it is there and can be used.  None: for another processor."""
+    place = _compat.cache_entry("native", key)
+    if place.exists():
+        return True
+    if library is None:
+        return False
+    place.parent.mkdir(parents=True, exist_ok=True)
+    trusted.write(place, library, durable=False)
+    try:
+        ctypes.CDLL(str(place))
+    except OSError as problem:  # of another C++ library, perhaps: the compiler makes it again
+        log.info("%s is not taken: %s", place, problem)
+        place.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _parts(content: bytes) -> tuple[bytes, list[bytes], dict[str, bytes | None]]:
+    """torch's artifacts, the manifests, and libraries (None: for another processor).  Raises `Refused`."""
     if not content.startswith(MAGIC):
         raise Refused("it is no file of multigraph's caches")
     end = content.find(b"\n", len(MAGIC), len(MAGIC) + MOST_HEADER)
@@ -195,7 +222,9 @@ def _parts(content: bytes) -> tuple[bytes, list[bytes]]:
         header: Any = json.loads(content[len(MAGIC) : max(end, 0)])
         said, own = {name: header[name] for name in _machine()}, _machine()
         form, digest = header["format"], header["digest"]
-        lengths = [header["artifacts"], *header["manifests"]]
+        names = [key for key, _ in header["native"]]
+        lengths = [header["artifacts"], *header["manifests"], *(length for _, length in header["native"])]
+        same_processor = header["processor"] == _processor()
         if not all(isinstance(length, int) and length >= 0 for length in lengths):
             raise TypeError
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -214,7 +243,11 @@ def _parts(content: bytes) -> tuple[bytes, list[bytes]]:
     for length in lengths:
         parts.append(payload[at : at + length])
         at += length
-    return parts[0], parts[1:]
+    if not all(isinstance(name, str) and manifest.safe_key("native", name) for name in names):
+        raise Refused("a library in it has no place in torch's caches")
+    first = len(parts) - len(names)
+    libraries = {name: part if same_processor else None for name, part in zip(names, parts[first:], strict=True)}
+    return parts[0], parts[1:first], libraries
 
 
 def _checked(artifacts: bytes) -> int:
@@ -227,6 +260,18 @@ def _checked(artifacts: bytes) -> int:
             if not manifest.safe_key(kind, artifact.key):
                 raise Refused(f"{kind} {artifact.key!r} is no key of torch's caches")
     return sum(map(len, found.values()))
+
+
+@functools.cache
+def _processor() -> str:
+    """What libraries of kernels were made for: the processor with all that it can do, and the C library."""
+    try:
+        said = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        said = platform.processor()
+    kept = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
+    lines = sorted(line for line in said.splitlines() if line.startswith(kept))
+    return hashlib.sha256(repr((lines, platform.libc_ver())).encode()).hexdigest()[:32]
 
 
 def _machine() -> dict[str, str]:

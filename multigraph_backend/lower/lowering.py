@@ -72,7 +72,8 @@ class Lowered:
     `saved`: what became of the tensors that it saves for backward, where there are rules for them.
     `issued`: its collectives, where the graph has any, over symbols of the compile; `sizes` says what these are.
     `codes`: what of it can be recorded, while that is there; a backward that is compiled late comes later.
-    `cached`: kind and key of what torch's caches took or gave, as far as it was new to this process.
+    `cached`: kind and key of what torch's caches took or gave, as far as it was new to this process; "native" is what
+    the C++ compiler made of kernels.
     """
 
     run: CompiledFunction
@@ -235,6 +236,7 @@ class CompileJob:
             process_wide.enter_context(compiling.once_a_host(self.once_a_host, patience))
         noting = self.options.compiler == "inductor" and not _compat.missing("warm start")
         noted = _compat.noted_artifacts() if noting else 0
+        libraries = set(_compat.kernel_libraries()) if noting else ()
         with (
             self.state.restored(process_wide, self.cache_tag, autograd_cache, self.bundled, not self.only_cached),
             _compat.own_float_specializations(),
@@ -247,7 +249,10 @@ class CompileJob:
             relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
         if self.hooked and any(said.packed for said in saved):
             run = without_hooks(run)
-        cached = _compat.artifact_keys(noted) if noting else ()
+        cached: tuple[tuple[str, str], ...] = ()
+        if noting:
+            made_now = [("native", key) for key in _compat.kernel_libraries() if key not in libraries]
+            cached = (*_compat.artifact_keys(noted), *made_now)
         made = Lowered(
             run, relied_on, time.perf_counter() - started, direct, tuple(saved), codes=alive, cached=cached
         )

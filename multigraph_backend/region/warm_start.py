@@ -257,9 +257,11 @@ class _LoadOne:
         region.load_ahead(self.condition, self.loading.likeness, dict(self.form.values))
 
     def _is_there(self) -> bool:
-        """Whether torch's caches have something under its key: what they lack is not asked for."""
+        """Whether torch's caches have something under its keys: what they lack is not asked for."""
         assert self.form.key is not None
         try:
+            if not all(_compat.cache_entry("native", key).exists() for key in self.form.libraries):
+                return False
             return any(
                 not name.startswith(".") for name in os.listdir(_compat.cache_entry("aot_autograd", self.form.key))
             )

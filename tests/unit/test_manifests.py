@@ -290,6 +290,9 @@ def test_the_doctor_says_what_is_there(folder: Path) -> None:
 # ---------------------------------------------------------------- one file for the next machine
 
 
+LIBRARY = "rj/crjwaf.main.so"
+
+
 @pytest.fixture
 def shipped(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with two entries of a cache that torch would not look into, and one manifest."""
@@ -302,13 +305,15 @@ def shipped(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     choice = shipping._compat.cache_entry("autotune", "ab/cd.best_config")
     choice.parent.mkdir()
     choice.write_text('{"XBLOCK": 8}')
+    library = shipping._compat.cache_entry("native", LIBRARY)
+    library.parent.mkdir()
+    library.write_bytes(b"what no linker wrote")
     path = tmp_path / "caches"
     # Inductor's entries are looked into for Triton's binaries when they are put back, so they must be torch's
-    used = dataclasses.replace(
-        example(), used=(Used("generic", 3, (UsedForm((("s0", 5),), (("aot_autograd", "a" * 52),)),)),)
-    )
+    keys = (("aot_autograd", "a" * 52), ("native", LIBRARY))
+    used = dataclasses.replace(example(), used=(Used("generic", 3, (UsedForm((("s0", 5),), keys),)),))
     done = shipping.save(path, [used])
-    assert (done.manifests, done.lacking) == (1, 0)
+    assert (done.artifacts, done.manifests, done.native, done.lacking) == (2, 1, 1, 0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
     return path
 
@@ -319,7 +324,8 @@ def places(tmp_path: Path) -> list[str]:
 
 def test_what_was_saved_is_in_the_caches_again(shipped: Path, tmp_path: Path) -> None:
     done = shipping.load(shipped)
-    assert (done.artifacts, done.manifests) == (2, 1)
+    assert (done.artifacts, done.manifests, done.native, done.lacking) == (2, 1, 0, 1)
+    assert not shipping._compat.cache_entry("native", LIBRARY).exists()  # it is none that can be loaded
     entries = shipping._compat.cache_entry("aot_autograd", "a" * 52)
     assert [path.read_bytes() for path in entries.iterdir()] == [b"what torch wrote"]
     assert shipping._compat.cache_entry("autotune", "ab/cd.best_config").read_text() == '{"XBLOCK": 8}'
@@ -336,6 +342,19 @@ def header_says(**other: object) -> Callable[[Path], object]:
     return spoil
 
 
+def test_libraries_are_for_one_processor(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(shipping.ctypes, "CDLL", taken.append)
+    assert shipping.load(shipped).native == 1
+    assert shipping._compat.cache_entry("native", LIBRARY).read_bytes() == b"what no linker wrote"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "third"))
+    header_says(processor="another")(shipped)
+    done = shipping.load(shipped)
+    assert (done.artifacts, done.native, done.lacking) == (2, 0, 1)
+    assert not shipping._compat.cache_entry("native", LIBRARY).exists()
+    assert len(taken) == 1
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-30] ^= 1
@@ -346,7 +365,7 @@ def escape(path: Path) -> None:
     """A file that is right in all but one key, which leads out of torch's folder."""
     magic, header, _ = path.read_bytes().split(b"\n", 2)
     artifacts = shipping._serialized([("aot_autograd", "../../outside", b"x")])
-    said = {**json.loads(header), "artifacts": len(artifacts), "manifests": []}
+    said = {**json.loads(header), "artifacts": len(artifacts), "manifests": [], "native": []}
     said["digest"] = shipping.hashlib.sha256(artifacts).hexdigest()
     path.write_bytes(b"\n".join((magic, json.dumps(said).encode(), artifacts)))
 
@@ -367,6 +386,9 @@ def escape(path: Path) -> None:
         (header_says(artifacts=-1), "its header is not whole"),
         (header_says(manifests="many"), "its header is not whole"),
         (escape, "is no key of torch's caches"),
+        (header_says(native=[["../../outside.so", 20]]), "has no place in torch's caches"),
+        (header_says(native=[[3, 20]]), "has no place in torch's caches"),
+        (header_says(native=[["rj/crjwaf.main.so"]]), "its header is not whole"),
         (spoil_mode, "others may write to it"),
         (spoil_kind, "no regular file"),
         *([(spoil_owner, "it belongs to user 12345")] if os.geteuid() == 0 else []),
@@ -395,7 +417,7 @@ def test_entries_that_others_may_write_to_are_left_out(tmp_path: Path, folder: P
     for path in entries.iterdir():
         path.chmod(0o666)
     done = shipping.save(tmp_path / "again", manifests.find().manifests)
-    assert (done.artifacts, done.lacking) == (1, 1)
+    assert (done.artifacts, done.lacking) == (1, 2)  # the library was not taken before
 
 
 def test_nothing_to_save_is_said(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
