@@ -55,7 +55,6 @@ class Likeness:
     `kept`: for an input its stand-in, for a parameter a weak reference, for anything else the value itself.
     """
 
-    graph: CapturedGraph
     kept: tuple[Any, ...]
 
     @classmethod
@@ -78,17 +77,17 @@ class Likeness:
                 return None
             else:
                 kept.append(_twin_of(arg, tuple(arg.size()), tuple(arg.stride()), int(arg.storage_offset())))
-        return cls(graph, tuple(kept))
+        return cls(tuple(kept))
 
-    def with_values(self, values: Mapping[str, int]) -> list[Any] | None:
+    def with_values(self, graph: CapturedGraph, values: Mapping[str, int]) -> list[Any] | None:
         """Arguments for which the symbols of these names have these values; None where there can be none any more."""
-        known = {symbol: values[str(symbol)] for symbol in self.graph.symbols if str(symbol) in values}
+        known = {symbol: values[str(symbol)] for symbol in graph.symbols if str(symbol) in values}
         made: list[Any] = []
 
         def number(expr: Any) -> int:
             return int(expr.xreplace(known)) if isinstance(expr, sympy.Basic) else int(expr)
 
-        for entry, kept in zip(self.graph.inputs, self.kept, strict=True):
+        for entry, kept in zip(graph.inputs, self.kept, strict=True):
             layout = entry.layout
             expressions = () if layout is None else (*layout.size, *layout.stride, layout.offset)
             if entry.expr is not None:

@@ -387,7 +387,7 @@ class Region:
         variant = next((entry for entry in everything if entry.text == condition and entry.state != "inactive"), None)
         if variant is None or (variant.condition is not None and variant.condition.check is not None):
             return False
-        args = likeness.with_values(values)
+        args = likeness.with_values(self._graph, values)
         if args is None or not _declared_for(variant, args) or not variant.lock.acquire(blocking=False):
             return False  # whoever has it compiles, and will ask the same caches
         try:

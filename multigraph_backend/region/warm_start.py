@@ -40,6 +40,7 @@ from multigraph_backend.events import CallCounter
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.options import Options
+from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region.variant import Form, Variant
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 QUIET = 0.03  # seconds without a compile before something is loaded
 _LOOK = 0.005
 _LONGEST_WAIT = 60.0  # for such a moment; then it goes on
-_TO_END = 10.0  # seconds that the end of the process waits for what is being loaded
+_TO_END = 5.0  # seconds that the end of the process waits for what is being loaded or compiled
 
 
 class Loads(Protocol):
@@ -66,7 +67,15 @@ class WarmStart:
         self._lock = threading.RLock()  # a handler of a signal may call what it interrupts
 
     def ran(self, region: Loads, variant: Variant, form: Form, args: Sequence[Any]) -> None:
-        """New code of `variant` has run a call with `args`, and was right."""
+        """New code of `variant` has run a call with `args`, and was right.  What fails here fails no call."""
+        try:
+            self._note(region, variant, form, args)
+        except Exception as error:
+            if from_outside(error):
+                raise
+            log.debug("%s is not noted", variant.text, exc_info=True)
+
+    def _note(self, region: Loads, variant: Variant, form: Form, args: Sequence[Any]) -> None:
         with self._lock:
             first = self._noted is None
             if self._noted is None:
@@ -180,10 +189,12 @@ def write_all() -> list[str]:
     """Write what this process used, with the number of calls so far; the names of its graphs."""
     with _all_lock:
         everything = list(_all_noted.values())
-    tuned = []
-    if everything:
-        with _compat.compile_lock:
+    tuned: list[str] = []
+    if everything and _compat.compile_lock.acquire(timeout=_TO_END):  # a compile that hangs must not keep the process
+        try:
             tuned = [key for kind, key in _compat.artifact_keys() if kind == "autotune"]
+        finally:
+            _compat.compile_lock.release()
     for noted in everything:
         noted.write(tuned)
     return [noted.graph for noted in everything]
