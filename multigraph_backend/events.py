@@ -140,9 +140,10 @@ def stats() -> dict[str, int]:
     """Process-wide counts since the start or the last `reset_stats()`.
 
     `regions`: Dynamo graphs taken; `generic_compiled`, `variants_compiled`: backend compiles; `generic_calls`,
-    `variant_calls`: calls run by them; `loaded_ahead`: compiled code that came from torch's caches before a call asked
-    for it; `refused_manifests`: manifests and files of caches that were not to be trusted; `eager_calls`: calls run
-    without compiled code; `failures`: compiles that failed, hung, or gave wrong outputs; `packed_tensors`,
+    `variant_calls`: calls run by them; `loaded_ahead`: compiled code that was taken from torch's caches alone,
+    before a call asked for it, or after `seal()`; `refused_manifests`: manifests and files of caches that were not to
+    be trusted; `eager_calls`: calls run without compiled code; `failures`: compiles that failed, hung, or gave wrong
+    outputs; `packed_tensors`,
     `kept_tensors`: tensors saved for backward, by compiles with rules for them; `refused_collectives`: variants refused
     because they would issue other collectives than generic;
     `waited_for_ranks`: compiles that waited for another process of the host that compiled the same;

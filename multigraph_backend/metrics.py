@@ -41,6 +41,8 @@ _HELP = {
     "regions": "Dynamo graphs taken",
     "generic_compiled": "Compiles of generic graphs",
     "variants_compiled": "Compiles of variants",
+    "loaded_ahead": "Compiled code taken from torch's caches alone",
+    "refused_manifests": "Manifests and files of caches that were not to be trusted",
     "generic_calls": "Calls run by generic graphs",
     "variant_calls": "Calls run by variants",
     "eager_calls": "Calls run without compiled code",

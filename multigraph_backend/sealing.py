@@ -34,8 +34,10 @@ def seal(then: Then = "log") -> None:
               none, code without its recording), with one line in the log for each
     "raise"   the call raises `Sealed`; where Dynamo traces, its error has that as its cause
 
-    Each is counted as `after_seal` in `stats()`.  Backwards of what has run forward are compiled all the same: nothing
-    else could give its gradients.  Raises ValueError for another word.
+    Each is counted as `after_seal` in `stats()`.  Code that torch's caches have is loaded as before, for that compiles
+    nothing.  Backwards of what has run forward are compiled all the same: nothing else could give its gradients.
+
+    Raises ValueError for another word.
     """
     if then not in get_args(Then):
         raise ValueError(f"seal(then={then!r}): one of {', '.join(map(repr, get_args(Then)))}")
@@ -47,6 +49,11 @@ def unseal() -> None:
     """Let things be compiled and recorded again."""
     global _then
     _then = None
+
+
+def sealed() -> bool:
+    """Whether `seal()` holds."""
+    return _then is not None
 
 
 def refused(what: str) -> str | None:

@@ -1,6 +1,6 @@
 """One graph's manifest: which of its variants were used, how often, in which order, and where torch keeps their code.
 
-    {"format": 1, "torch": "2.13.0", "multigraph": "0.1.1", "digest": "...", "manifest": {
+    {"format": 1, "torch": "2.13.0", "multigraph": "0.1.1 (6c1d...)", "digest": "...", "manifest": {
         "graph": "9f...", "model": "Decoder.forward (model.py:12)", "names": ["Decoder", "forward"], "tuned": [],
         "used": [{"condition": "x[0] == 8", "calls": 940, "forms": [
             {"values": {"s0": 8}, "keys": [["aot_autograd", "a5p5..."]]}]}]}}

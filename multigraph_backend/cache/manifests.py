@@ -29,6 +29,7 @@ from multigraph_backend import _compat, events
 from multigraph_backend.cache import manifest, trusted
 from multigraph_backend.cache.manifest import Manifest
 from multigraph_backend.cache.trusted import Refused
+from multigraph_backend.process import sources
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,9 @@ _SUFFIX = ".json"
 
 
 def versions() -> tuple[str, str]:
-    """Of torch and of this package: what others wrote is not taken."""
+    """Of torch and of this package, whose files are part of the keys of caches: what others wrote is not taken."""
     package = importlib.import_module(__name__.partition(".")[0])
-    return str(torch.version.__version__), str(package.__version__)
+    return str(torch.version.__version__), f"{package.__version__} ({sources.key()})"
 
 
 def kept() -> bool:

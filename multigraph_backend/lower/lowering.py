@@ -253,9 +253,7 @@ class CompileJob:
         if noting:
             made_now = [("native", key) for key in _compat.kernel_libraries() if key not in libraries]
             cached = (*_compat.artifact_keys(noted), *made_now)
-        made = Lowered(
-            run, relied_on, time.perf_counter() - started, direct, tuple(saved), codes=alive, cached=cached
-        )
+        made = Lowered(run, relied_on, time.perf_counter() - started, direct, tuple(saved), codes=alive, cached=cached)
         if not graph.communicates:
             return made
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))

@@ -49,6 +49,8 @@ _serials = itertools.count()
 
 _NO_COMPILE_STANCES = ("eager_on_recompile", "fail_on_recompile", "force_eager")
 
+_ASK_AGAIN = 60.0  # seconds until torch's caches are asked again for what they lacked
+
 _NOT_READY: Ready = (lambda args: False, lambda: None, None)
 
 
@@ -163,8 +165,10 @@ class Region:
             return form
         if not variant.may_compile(*self._case(args)):
             return None
-        if sealing.refused(f"{self.user_code}: {variant.text} is compiled") is not None:
-            return None
+        if sealing.sealed():
+            form = self._from_caches(variant, args)
+            if form is not None or sealing.refused(f"{self.user_code}: {variant.text} is compiled") is not None:
+                return form
         limit = self.options.compile_timeout
         if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
             entered = variant.lock.acquire(blocking=False)
@@ -393,19 +397,42 @@ class Region:
         try:
             if variant.compiling or variant.fitting(args) is not None or not variant.may_compile(*self._case(args)):
                 return False
+            return self._load(variant, args) is not None
+        finally:
+            variant.lock.release()
+
+    def _load(self, variant: Variant, args: Sequence[Any]) -> Form | None:
+        """A form for `args` out of torch's caches, None where they have none; the caller holds the variant's lock."""
+        try:
             pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
             facts, state = variant.facts, self._state
             lowered = lowering.lower(
                 self._graph, facts, args, self.options, state, pinned, variant.text, only_cached=True
             )
-            variant.add(Form(lowered, loaded=True), *self._case(args))
         except Exception as error:  # it says nothing of the code: a call that needs it compiles it
-            log.debug("%s: %s is not loaded ahead: %s", self.user_code, variant.text, describe(error))
-            return False
+            if from_outside(error):
+                raise
+            log.debug("%s: %s is not in torch's caches: %s", self.user_code, variant.text, describe(error))
+            return None
+        form = Form(lowered, loaded=True)
+        variant.add(form, *self._case(args))
+        log.info("%s: loaded %s in %.2f s", self.user_code, variant.text, lowered.seconds)
+        return form
+
+    def _from_caches(self, variant: Variant, args: Sequence[Any]) -> Form | None:
+        """After `seal()`: what torch's caches have is no compile.  Asked in vain, they are asked again in a minute."""
+        if not warm_start.in_caches(self._graph, self.options) or not variant.lock.acquire(blocking=False):
+            return None
+        try:
+            if variant.compiling or variant.clock() < variant.asked_caches + _ASK_AGAIN:
+                return None
+            form = variant.fitting(args)
+            if form is None and (variant.condition is None or variant.condition.check is None):
+                form = self._load(variant, args)
+                variant.asked_caches = -math.inf if form is not None else variant.clock()
+            return form
         finally:
             variant.lock.release()
-        log.info("%s: loaded %s in %.2f s", self.user_code, variant.text, lowered.seconds)
-        return True
 
     def _pinned(self, condition: declared.Condition, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         return declared.exact_values(condition, self._graph.values(args))

@@ -73,6 +73,7 @@ class Variant:
         self.compile_seconds = 0.0
         self.gain = Gain()
         self.exact: int | None = None  # the one value that an opaque condition is compiled for
+        self.asked_caches = -math.inf  # when a call after `seal()` asked torch's caches in vain; under `lock`
         self._retry_at: dict[tuple[Sharing, Floats], float] = {}
         self.clock = clock
         self._calls = events.call_counter("generic_calls" if condition is None else "variant_calls", self)

@@ -99,15 +99,21 @@ class WarmStart:
 
 def of(graph: CapturedGraph, options: Options, state: CompileState) -> WarmStart | None:
     """A region's part, None where nothing is noted: it is off, or torch's caches do not have such code."""
-    if not options.warm_start or not manifests.kept() or options.compiler != "inductor" or graph.communicates:
-        return None
-    if _compat.missing("warm start") or _compat.missing("one compile") or not _compat.caches_are_on():
+    if not options.warm_start or not manifests.kept() or not in_caches(graph, options):
         return None
     return WarmStart(graph, options, state)
 
 
+def in_caches(graph: CapturedGraph, options: Options) -> bool:
+    """Whether torch's caches may have code of a graph, and it can be asked for alone."""
+    if options.compiler != "inductor" or graph.communicates:
+        return False
+    return not (_compat.missing("warm start") or _compat.missing("one compile")) and _compat.caches_are_on()
+
+
 def _identity(graph: CapturedGraph, options: Options, state: CompileState, args: Sequence[Any]) -> str:
-    """What a graph is, in every process: its code, its inputs, and what else chooses among compiles of it."""
+    """What a graph is, in every process: its code, its inputs, what else chooses among compiles of it, and the name of
+    the instance, which has a use of its own."""
     inputs = [
         (str(entry.layout.size), str(entry.layout.stride), str(arg.dtype), str(arg.device), arg.requires_grad)
         if entry.layout is not None and isinstance(arg, torch.Tensor)
@@ -118,7 +124,7 @@ def _identity(graph: CapturedGraph, options: Options, state: CompileState, args:
     chosen = (options.recording, [name for name, _ in options.inductor], len(options.saved_tensors), options.packing)
     symbols = [(str(symbol), str(info.lower), str(info.upper)) for symbol, info in graph.symbols.items()]
     around = (state.grad, [(entry.device_type, entry.enabled, str(entry.dtype)) for entry in state.autocast])
-    said = (inner, inputs, symbols, graph.outputs, chosen, around, state.hooks is not None)
+    said = (inner, inputs, symbols, graph.outputs, chosen, around, state.hooks is not None, options.name)
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
@@ -181,7 +187,7 @@ def _noted_for(graph: CapturedGraph, identity: str) -> _Noted:
         made = _all_noted.get(identity)
         if made is None:
             code = graph.user_code
-            made = _all_noted[identity] = _Noted(identity, str(code)[:1000], tuple(dict.fromkeys(code.models))[:64])
+            made = _all_noted[identity] = _Noted(identity, str(code)[:1000], tuple(dict.fromkeys(code.names))[:64])
         return made
 
 
@@ -208,7 +214,7 @@ def save_cache(path: str | os.PathLike[str], model: str | None = None) -> Carrie
 
     In a process that compiled: all that torch has compiled in it, and the manifests of the graphs that it used.  In any
     other: what the manifests of earlier processes name, out of torch's folders.  `model`: only graphs of module classes
-    or functions of that name, or glob.
+    or functions of that name or glob, or instances of that name.
 
     Raises `CacheRefused` where there is nothing to save, and OSError.
     """
@@ -385,4 +391,14 @@ def _begin_anew() -> None:
 
 os.register_at_fork(after_in_child=_begin_anew)
 
-__all__ = ["CacheRefused", "Carried", "WarmStart", "load_cache", "of", "save_cache", "wait_until_warm", "write_all"]
+__all__ = [
+    "CacheRefused",
+    "Carried",
+    "WarmStart",
+    "in_caches",
+    "load_cache",
+    "of",
+    "save_cache",
+    "wait_until_warm",
+    "write_all",
+]

@@ -1,10 +1,10 @@
 """`warmup()`: every declared variant, generic, and sizes 0 and 1 where they are declared, called before traffic comes.
 
 The example is called first: Dynamo's trace says which sizes depend on which.  From then on calls of other sizes are
-made from it, one for each declared condition that no earlier one answers, and one for generic; those with the largest
-inputs first, so that what is recorded for smaller ones lies in memory that is there already.  They go through the
-compiled function as the user's calls do, past Dynamo's guards and graph breaks, each as often as it takes to compile,
-to record and to replay.
+made from it, one for each declared condition that no earlier one answers, and one for generic, after all is loaded that
+earlier processes used (`region/warm_start`); those with the largest inputs first, so that what is recorded for smaller
+ones lies in memory that is there already.  They go through the compiled function as the user's calls do, past Dynamo's
+guards and graph breaks, each as often as it takes to compile, to record and to replay.
 
 Guarantees: random number generators, buffers and gradients are afterwards what they were before.  An error ends the
 row that it came in, and is told; nothing else.
@@ -27,13 +27,14 @@ from typing import Any
 import sympy
 import torch
 
+from multigraph_backend import events
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.declared import Condition
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.region import registry
+from multigraph_backend.region import registry, warm_start
 from multigraph_backend.region.region import Region
 from multigraph_backend.serving.example_calls import Call, ExampleCall
 
@@ -63,12 +64,13 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What `warmup()` did: its `calls` in their order, `seconds` in all, and in `missing` each declared condition that
-    is not ready, with the reason."""
+    """What `warmup()` did: its `calls` in their order, `seconds` in all, in `missing` each declared condition that is
+    not ready, with the reason, and how much compiled code was `loaded` from caches before a call asked for it."""
 
     calls: tuple[Rehearsed, ...]
     seconds: float
     missing: dict[str, str] = field(default_factory=dict)
+    loaded: int = 0
 
     @property
     def ready(self) -> bool:
@@ -76,7 +78,9 @@ class WarmUp:
         return not self.missing and not any(call.failed for call in self.calls)
 
     def __str__(self) -> str:
-        lines = [f"warmed up in {self.seconds:.1f} s: {len(self.calls)} sizes", *(f"  {call}" for call in self.calls)]
+        loaded = f", {self.loaded} loaded from caches" if self.loaded else ""
+        first = f"warmed up in {self.seconds:.1f} s: {len(self.calls)} sizes{loaded}"
+        lines = [first, *(f"  {call}" for call in self.calls)]
         return "\n".join([*lines, *(f"  missing: {what}: {why}" for what, why in self.missing.items())])
 
 
@@ -109,11 +113,13 @@ def warmup(
     rows: list[Rehearsed] = []
     regions: list[Region] = []
     covered: set[tuple[int, int]] = set()
+    had = events.stats()["loaded_ahead"]
     with _put_back(compiled, examples):
         waiting: list[tuple[ExampleCall, dict[str, int]]] = []
         for example in examples:
             before = _calls()
             rows.append(_called(compiled, example, {}, backward))
+            warm_start.wait_until_warm()  # what earlier processes used is loaded first
             reached = [region for region in _living() if _calls_of(region) != before.get(region.serial, ())]
             regions += [region for region in reached if region not in regions]
             waiting += [(example, sizes) for sizes in _sizes_to_call(reached, example, covered)]
@@ -130,7 +136,8 @@ def warmup(
                     log.info("warm-up with %s failed", sizes, exc_info=True)
                 rows.append(row)
                 say(sizes, row)
-    return WarmUp(tuple(rows), time.monotonic() - began, _missing(regions, covered))
+    loaded = events.stats()["loaded_ahead"] - had
+    return WarmUp(tuple(rows), time.monotonic() - began, _missing(regions, covered), loaded)
 
 
 # ---------------------------------------------------------------- one size

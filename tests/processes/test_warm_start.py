@@ -78,7 +78,7 @@ def test_training(tmp_path: Path) -> None:
 def test_the_manifest_says_what_was_used_how_often_and_in_which_order(cold: Path) -> None:
     (found,) = manifests.find(cold / manifests.name()).manifests
     assert [entry.condition for entry in found.used] == ["generic", "x[0] == 8", "x[0] % 16 == 0"]
-    assert found.names == ("Model", "forward")
+    assert found.names == ("Model", "forward", "Model.forward")
     assert all(entry.calls >= 1 for entry in found.used)
     assert all(form.key is not None for entry in found.used for form in entry.forms)
 

@@ -209,6 +209,18 @@ def test_those_of_another_version_are_left_alone(folder: Path, monkeypatch: pyte
         manifests._tag.cache_clear()
 
 
+def test_those_of_other_files_of_the_package_are_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout that is worked on has one version number, and other keys of caches after each change."""
+    manifests.note(example())
+    monkeypatch.setattr("multigraph_backend.process.sources.key", lambda: "changed")
+    manifests._tag.cache_clear()
+    try:
+        assert manifests.load("graph") is None
+        assert manifests.find().others == 1
+    finally:
+        manifests._tag.cache_clear()
+
+
 def test_a_manifest_stays_small_and_so_does_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "MOST_BYTES", 4000)
     used = tuple(Used(f"x[0] == {n}", n, (form(n),)) for n in range(100))

@@ -195,3 +195,64 @@ def test_a_manifest_that_lies_about_values_gives_no_wrong_number() -> None:
     call(again, f, 5)
     assert warm_start.wait_until_warm()
     call(again, f, 8, 9, 48, 1)
+
+
+def test_after_seal_what_the_caches_have_is_loaded_and_nothing_else() -> None:
+    """Loading is no compile: it is neither refused nor counted, whatever was chosen; what must be compiled is."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sinh() * 3
+
+    call(compiled(f), f, 5, 8)
+    begin_anew()
+    for then in ("refuse", "raise", "log"):
+        again = compiled(f, warm_start=False)  # nothing is loaded before a call asks
+        call(again, f, 5)
+        multigraph_backend.seal(then)  # type: ignore[arg-type]
+        try:
+            call(again, f, 8, 8)
+            assert multigraph_backend.stats()["after_seal"] == 0
+            assert multigraph_backend.stats()["loaded_ahead"] == 1
+            assert multigraph_backend.stats()["variant_calls"] == 2
+            if then == "refuse":  # 48 is in no cache: generic runs, and torch is asked once
+                missed = counters["aot_autograd"]["autograd_cache_miss"]
+                call(again, f, 48, 48, 48)
+                assert counters["aot_autograd"]["autograd_cache_miss"] == missed + 1
+                assert multigraph_backend.stats()["after_seal"] == 3
+                assert multigraph_backend.stats()["variants_compiled"] == 0
+        finally:
+            multigraph_backend.unseal()
+        begin_anew()
+
+
+def test_warm_up_begins_with_what_earlier_processes_used() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.cosh() * 2
+
+    account = multigraph_backend.warmup(compiled(f), torch.randn(5, 24))
+    assert account.ready
+    assert account.loaded == 0
+    assert multigraph_backend.stats()["variants_compiled"] == 2
+    begin_anew()
+    account = multigraph_backend.warmup(compiled(f), torch.randn(5, 24))
+    assert account.ready
+    assert account.loaded == 2
+    assert "2 loaded from caches" in str(account)
+    assert multigraph_backend.stats()["variants_compiled"] == 0
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 0
+
+
+def test_instances_with_names_of_their_own_have_manifests_of_their_own() -> None:
+    """One class, one graph, one set of compiled code; each is noted, and loaded, as it was used itself."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.square() + 5
+
+    call(compiled(f, name="draft"), f, 5, 8)
+    call(compiled(f, name="target"), f, 5, 48)
+    begin_anew()
+    found = {entry.names[-1]: {used.condition for used in entry.used} for entry in manifests.find().manifests}
+    assert found == {"draft": {"generic", "x[0] == 8"}, "target": {"generic", "x[0] % 16 == 0"}}
+    call(compiled(f, name="target"), f, 5)
+    assert warm_start.wait_until_warm()
+    assert states() == {"x[0] == 8": "declared", "x[0] % 16 == 0": "ready", "generic": "ready"}
