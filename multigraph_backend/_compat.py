@@ -99,7 +99,7 @@ def _marked(mark_dynamic: Callable[..., object]) -> torch.Tensor:
 #: features that only compiles by Inductor have
 BY_INDUCTOR = frozenset({
     "changed inputs", "saved tensors", "retained graphs", "modes", "messages", "cudagraphs", "cudagraphs on CUDA",
-    "recordings in the extension on CUDA", "saved graphs", "warm start",
+    "recordings in the extension on CUDA", "saved graphs", "warm start", "workers",
 })  # fmt: skip
 _BY_INDUCTOR = frozenset({"compile_fx"})  # ... and symbols of features that others have, too
 
@@ -293,6 +293,11 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            shape=("cache",)),
         _S("decompositions", "torch._inductor.compile_fx", "compile_fx", feature="warm start",
            shape=("decompositions",)),
+        # workers
+        _S("GraphPickler", "torch.fx._graph_pickler", "GraphPickler", feature="workers", shape=("dumps", "loads")),
+        _S("GraphPicklerOptions", "torch.fx._graph_pickler", "Options", feature="workers",
+           shape=("ops_filter", "node_metadata_key_filter")),
+        _S("LazyGraphModule", "torch.fx._lazy_graph_module", "_LazyGraphModule", feature="workers"),
         _S("abort_process_group", "torch.distributed.distributed_c10d", "_abort_process_group", feature="endings",
            shape=("group",)),
         # torch's own instruments
@@ -378,6 +383,7 @@ OFF = {
     "saved graphs": "torch's aot_compile is refused",
     "one compile": "every rank compiles for itself",
     "warm start": "nothing is loaded ahead of calls, and caches are not carried to other machines",
+    "workers": "variants are compiled in calls, and not in worker processes",
     "endings": "recorded collectives are not ended for you",
     "watchdog": "nothing says in which collective a rank waits",
     "stacks of allocations": "allocations have no stacks",
@@ -516,6 +522,12 @@ def config_overrides() -> dict[contextvars.ContextVar[Any], Any]:
     context = contextvars.copy_context()
     variables = (entry.user_override for module in _config_modules() for entry in module._config.values())
     return {variable: context[variable] for variable in variables if variable in context}
+
+
+def configurations() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Each configuration module's name, its values in the calling context, and its defaults."""
+    for module in _config_modules():
+        yield module.__name__, module.get_config_copy(), {key: entry.default for key, entry in module._config.items()}
 
 
 def set_config_overrides(overrides: Mapping[contextvars.ContextVar[Any], Any]) -> None:

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 CallKind = Literal["generic_calls", "variant_calls"]
 Event = Literal[
-    "regions", "generic_compiled", "variants_compiled", "loaded_ahead", "refused_manifests", "eager_calls", "failures",
+    "regions", "generic_compiled", "variants_compiled", "loaded_ahead", "worker_compiles", "refused_manifests",
+    "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
     "recordings_that_gave_way",
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
@@ -141,9 +142,9 @@ def stats() -> dict[str, int]:
 
     `regions`: Dynamo graphs taken; `generic_compiled`, `variants_compiled`: backend compiles; `generic_calls`,
     `variant_calls`: calls run by them; `loaded_ahead`: compiled code that was taken from torch's caches alone,
-    before a call asked for it, or after `seal()`; `refused_manifests`: manifests and files of caches that were not to
-    be trusted; `eager_calls`: calls run without compiled code; `failures`: compiles that failed, hung, or gave wrong
-    outputs; `packed_tensors`,
+    before a call asked for it, or after `seal()`; `worker_compiles`: of the variants compiled, those that a worker
+    process compiled; `refused_manifests`: manifests and files of caches that were not to be trusted; `eager_calls`:
+    calls run without compiled code; `failures`: compiles that failed, hung, or gave wrong outputs; `packed_tensors`,
     `kept_tensors`: tensors saved for backward, by compiles with rules for them; `refused_collectives`: variants refused
     because they would issue other collectives than generic;
     `waited_for_ranks`: compiles that waited for another process of the host that compiled the same;

@@ -42,6 +42,7 @@ _HELP = {
     "generic_compiled": "Compiles of generic graphs",
     "variants_compiled": "Compiles of variants",
     "loaded_ahead": "Compiled code taken from torch's caches alone",
+    "worker_compiles": "Variants that worker processes compiled",
     "refused_manifests": "Manifests and files of caches that were not to be trusted",
     "generic_calls": "Calls run by generic graphs",
     "variant_calls": "Calls run by variants",

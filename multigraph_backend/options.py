@@ -66,7 +66,10 @@ class Options:
     """What the user asked for. Hashable, and equal by value.
 
     specialize: conditions to compile variants for, in the order declared; none holds an `In`
-    compile: "lazy", at the first call that matches, or "eager", all declared ones at once
+    compile: "lazy", in the first call that matches; "eager", all declared ones at once; or "background", in worker
+        processes while generic serves
+    workers: of "background", sorted: "count", how many at a time; "memory", bytes that each may take; "gpu", whether
+        one may take memory of a GPU, by default only where tuning was asked for
     on_failure: what becomes of a call whose variant fails to compile: "fallback", generic; "raise", an error
     compile_timeout: seconds that a late compile may take before the call goes on without it; None: no limit
     warm_start: whether it is noted what calls use, and loaded from torch's caches when a later process begins to use it
@@ -92,7 +95,8 @@ class Options:
     """
 
     specialize: tuple[Predicate, ...] = ()
-    compile: Literal["lazy", "eager"] = "lazy"
+    compile: Literal["lazy", "eager", "background"] = "lazy"
+    workers: tuple[tuple[str, int | bool], ...] = ()
     on_failure: Literal["fallback", "raise"] = "fallback"
     compile_timeout: float | None = 600.0
     warm_start: bool = True
@@ -454,6 +458,23 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
     return tuple(sorted(read.items()))
 
 
+_WORKERS = ("count", "memory", "gpu")
+
+
+def _read_workers(given: _Given) -> tuple[tuple[str, int | bool], ...]:
+    if not isinstance(given.value, Mapping):
+        given.refuse(f"a mapping of {', '.join(_WORKERS)} to values")
+    read: dict[str, int | bool] = {}
+    for key, value in given.value.items():
+        if key not in _WORKERS:
+            hint = did_you_mean(key, _WORKERS) if isinstance(key, str) else ""
+            names = ", ".join(_WORKERS)
+            raise OptionsError(f"option {given.option!r}: unknown key {key!r}{hint}{given.origin}; keys: {names}")
+        here = given.inner(key, value)
+        read[key] = _read_flag(here) if key == "gpu" else _read_count(here)
+    return tuple(sorted(read.items()))
+
+
 def _read_timeout(given: _Given) -> float | None:
     value = given.value
     if value is None:
@@ -575,7 +596,8 @@ def _modes() -> Mapping[str, Mapping[str, object]]:
 
 _READERS: dict[str, Callable[[_Given], object]] = {
     "specialize": _read_specialize,
-    "compile": _read_choice("lazy", "eager"),
+    "compile": _read_choice("lazy", "eager", "background"),
+    "workers": _read_workers,
     "on_failure": _read_choice("fallback", "raise"),
     "compile_timeout": _read_timeout,
     "warm_start": _read_flag,

@@ -43,7 +43,8 @@ class VariantReport:
     `gain`: how many times as fast as generic, over `gain_calls` calls under `measure_gains()`; None where not measured.
     `user_stack`: after a failure, the lines of the user's program that the compiler was at, where torch says so.
     `saved`: for each form, what became of the tensors that it saves for backward, where there are rules for them.
-    `loaded`: all of its code came from torch's caches before a call asked for it.
+    `loaded`: all of its code came from torch's caches before a call asked for it.  `by_worker`: some of it was compiled
+    in a worker process.
     `collectives`: what its newest form issues, forward and then backward; `collective_bytes`: of what goes into them,
     for the sizes of the compile.
     `memory`: what the recordings of all its forms take, where anything of it can be recorded.
@@ -64,6 +65,7 @@ class VariantReport:
     collective_bytes: int = 0
     memory: CodeMemory | None = None
     loaded: bool = False
+    by_worker: bool = False
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,7 @@ def _variant_report(
         collective_bytes=sum(entry.nbytes or 0 for entry in issued),
         memory=memory,
         loaded=bool(variant.forms) and all(form.loaded for form in variant.forms),
+        by_worker=any(form.by_worker for form in variant.forms),
     )
 
 
@@ -347,6 +350,7 @@ def _region_text(entry: RegionReport) -> str:
         line = f"  {variant.condition:<{width}}  {variant.state:<9} {variant.calls:>8} calls"
         if variant.forms:
             line += f"  {'loaded' if variant.loaded else 'compiled'} in {variant.compile_seconds:.2f} s"
+            line += " by a worker" if variant.by_worker else ""
         if variant.gain is not None:
             line += f"  {variant.gain:.2f} times as fast as generic ({variant.gain_calls} calls)"
         guarded = [form for form in variant.forms if form != "True"]

@@ -6,4 +6,7 @@ call has had yet, `compilers` the compiler that is called, `guards` what the com
 compile of a graph that has none of that.  `only_cached` ends a compile that torch's caches cannot serve.  `inductor` is
 what Inductor is given, with what it gets wrong kept out: `gradients_of_changes` and `order_of_changes` (over
 `changes`).  `retained` is backward code that may run again, by what `donation` tells AOTAutograd.
+
+The same beside the calls: `workers` are processes, `worker` the program that each of them runs, `parcel` a compile as
+bytes for one of them.
 """

@@ -380,15 +380,23 @@ def twin(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offse
 
     Dynamo does not guard on storage offsets, so a later call may come with another one than was traced.
     """
+    made = without_memory(size, stride, offset, tensor.dtype, tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def without_memory(
+    size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of that layout that shares memory with nothing, since it has none."""
     with _compat.FakeTensorMode():
-        made = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
         if offset:
             whole = torch.empty(
                 offset + made.untyped_storage().nbytes() // made.element_size(), dtype=made.dtype, device=made.device
             )
             made = torch.empty(0, dtype=made.dtype, device=made.device)
             made.set_(whole.untyped_storage(), offset, size, stride)
-        return made.requires_grad_(tensor.requires_grad)
+        return made
 
 
 def _symbolic_context(

@@ -358,6 +358,14 @@ def _taking_parts(run: CompiledFunction, count: int, divided: Mapping[int, int])
     return adapted
 
 
+def kept_by_caches(graph: CapturedGraph, args: Sequence[Any]) -> bool:
+    """Whether torch's caches keep code that is compiled for `args`.
+
+    AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it.
+    """
+    return not sharing(graph, args) and len(_constant_floats(graph, args)) == len(graph.floats)
+
+
 # ---------------------------------------------------------------- Python floats
 
 

@@ -59,8 +59,8 @@ class Likeness:
 
     @classmethod
     def of(cls, graph: CapturedGraph, args: Sequence[Any]) -> Likeness | None:
-        """None where a stand-in would not be compiled as the arguments were: subclasses, and views where the graph
-        changes its inputs."""
+        """None where a stand-in would not be compiled as the arguments were: subclasses, conjugates, and views where
+        the graph changes its inputs."""
         if graph.mutates_inputs and (sharing(graph, args) or any(args[at]._is_view() for at in graph.user_inputs)):
             return None
         kept: list[Any] = []
@@ -73,7 +73,7 @@ class Likeness:
                 kept.append(arg)  # made for the call, of one element
             elif entry.static:
                 kept.append(weakref.ref(arg))
-            elif type(arg) not in (torch.Tensor, torch.nn.Parameter) or arg.layout is not torch.strided:
+            elif type(arg) not in (torch.Tensor, torch.nn.Parameter) or _is_odd(arg):
                 return None
             else:
                 kept.append(_twin_of(arg, tuple(arg.size()), tuple(arg.stride()), int(arg.storage_offset())))
@@ -110,6 +110,11 @@ class Likeness:
             else:
                 made.append(kept)
         return made
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether its elements do not lie in memory as they are."""
+    return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
 
 
 def _free(expressions: Sequence[Any]) -> set[Any]:

@@ -10,6 +10,7 @@ code reads them without a lock.  The dispatcher keeps its region alive, not the 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -38,7 +39,8 @@ from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.lower.stand_ins import Likeness, stand_ins
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.region import dispatch, gains, registry, warm_start
+from multigraph_backend.region import background, dispatch, gains, registry, warm_start
+from multigraph_backend.region.background import Asked
 from multigraph_backend.region.dispatch import Ready, Rule
 from multigraph_backend.region.variant import Floats, Form, Variant
 from multigraph_backend.saved_tensors.account import SavedTensors
@@ -91,6 +93,10 @@ class Region:
         self._issued: Lowered | None = None  # what generic's first form issues: the reference for all others
         self._issued_lock = threading.Lock()
         self._warm_start = warm_start.of(graph, options, state)
+        self._background = background.of(graph, options, state)
+        self._first_call: tuple[Likeness, dict[sympy.Symbol, int]] | None = None
+        if self._background is not None and self._background.cannot is not None:
+            self.notes.append(f"compile='background': variants are compiled in calls: {self._background.cannot}")
         events.count("regions")
         registry.add(self)
         for note in self.notes:
@@ -161,14 +167,17 @@ class Region:
     def _form_for(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """A form that holds for `args`, compiled now if it must and may be; one compile at a time per variant."""
         form = variant.fitting(args)
-        if form is not None or variant.resting or stance() in _NO_COMPILE_STANCES:
+        if form is not None or variant.resting or variant.in_background:
             return form
-        if not variant.may_compile(*self._case(args)):
+        beside = self._background is not None and self._background.cannot is None and not variant.generic
+        if (stance() in _NO_COMPILE_STANCES and not beside) or not variant.may_compile(*self._case(args)):
             return None
         if sealing.sealed():
             form = self._from_caches(variant, args)
             if form is not None or sealing.refused(f"{self.user_code}: {variant.text} is compiled") is not None:
                 return form
+        if beside and (self._begin_beside(variant, args) or stance() in _NO_COMPILE_STANCES):
+            return None
         limit = self.options.compile_timeout
         if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
             entered = variant.lock.acquire(blocking=False)
@@ -191,15 +200,10 @@ class Region:
 
     def _compile(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """Compile a form of `variant` for `args`; the caller holds its lock."""
-        pinned: dict[sympy.Symbol, int] = {}
-        exact: int | None = None
-        if variant.condition is not None:
-            pinned = self._pinned(variant.condition, args)
-            size = variant.condition.check_size
-            if size is not None:
-                exact = size.location.read(args)
-                if variant.exact is not None and variant.exact != exact:
-                    return None
+        pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
+        exact = _exact(variant, args)
+        if exact is not None and variant.exact not in (None, exact):
+            return None
         log.info("%s: compiling %s", self.user_code, variant.text)
         try:
             lowered = lowering.lower(self._graph, variant.facts, args, self.options, self._state, pinned, variant.text)
@@ -292,6 +296,8 @@ class Region:
                 variant.tick()
                 if self._warm_start is not None:
                     self._warm_start.ran(self, variant, form, args)
+                if self._background is not None and self._first_call is None:
+                    self._first_call = _as_first(self._graph, args)
                 return outputs
             problem = WrongOutputs(wrong)
             if draw_again is None:
@@ -345,14 +351,14 @@ class Region:
             self._ready[variant.number] = self._entry(variant)
             if variant.generic:
                 for other in self.variants:
-                    if other.resting or other.failed_floats:
+                    if other.resting or other.failed_floats or other.in_background:
                         self._ready[other.number] = self._entry(other)
 
     def _entry(self, variant: Variant) -> Ready:
         forms = [form.lowered for form in variant.forms if form.proven]
         if gains.measuring() and not variant.generic:
             return _NOT_READY
-        rests = not variant.generic and (variant.resting or variant.failed_floats)
+        rests = not variant.generic and (variant.resting or variant.failed_floats or variant.in_background)
         past = self._ready[self.generic.number] if rests else _NOT_READY
         if past[2] is not None:
             past = _while_resting(variant, past, self._graph)
@@ -380,6 +386,80 @@ class Region:
 
         return choose
 
+    # ---------------------------------------------------------------- compile="background"
+
+    def _begin_beside(self, variant: Variant, args: Sequence[Any], like: Likeness | None = None) -> bool:
+        """Have a worker compile a form for calls like this one, if none does so; False where a call has to.
+
+        `like`: what `args` were made of, where they are none of a call.
+        """
+        assert self._background is not None
+        if not variant.lock.acquire(blocking=False):
+            return True  # another call is here
+        try:
+            exact = _exact(variant, args)
+            if variant.in_background or variant.fitting(args) is not None:
+                return True
+            if exact is not None and variant.exact not in (None, exact):
+                return True
+            if not self._background.begin(self, variant, args, like, exact, self._case(args)):
+                return False
+        finally:
+            variant.lock.release()
+        log.info("%s: %s compiles in a worker", self.user_code, variant.text)
+        self._publish(variant)  # generic's code, until it is there
+        return True
+
+    def swap_in(self, asked: Asked, seconds: float) -> None:
+        """In a worker's thread: take what it has compiled out of torch's caches.  Raises where that cannot be done."""
+        variant = asked.variant
+        args = asked.likeness.with_values(self._graph, asked.values)
+        if args is None:
+            raise CannotLower("a parameter is gone")
+        with variant.lock:
+            lowered = self._cached(variant, args)
+            form = Form(dataclasses.replace(lowered, seconds=lowered.seconds + seconds), by_worker=True)
+            variant.exact = asked.exact
+            variant.add(form, *asked.case)
+            variant.in_background = False
+        self._publish(variant)
+        log.info("%s: a worker compiled %s in %.2f s", self.user_code, variant.text, seconds)
+
+    def not_made(self, asked: Asked, error: Exception | None) -> None:
+        """In a worker's thread: there is no code.  `error`: the failure; None: calls compile it."""
+        variant = asked.variant
+        with variant.lock:
+            variant.in_background = False
+            if error is not None:
+                variant.fail(error, *asked.case)
+        self._publish(variant)
+        if error is not None:
+            events.warn_once(
+                f"{self.user_code}: {variant.text} failed",
+                "%s: %s could not be compiled in the background; calls run generic. %s",
+                self.user_code,
+                variant.text,
+                variant.reason,
+            )
+
+    def compile_ahead(self) -> None:
+        """Have workers compile all that was declared, for sizes made up from the first call."""
+        if self._background is None or self._background.cannot is not None or self._first_call is None:
+            return
+        likeness, first = self._first_call
+        for variant in self.variants:
+            condition = variant.condition
+            if condition is None or condition.never is not None or condition.check is not None:
+                continue
+            values = dict(first)
+            for symbol, facts in variant.facts.items():
+                values[symbol] = _example(facts.intersect(declared.bounds(self._graph, symbol)), values[symbol])
+            made = likeness.with_values(self._graph, {str(symbol): value for symbol, value in values.items()})
+            if made is None or not _declared_for(variant, made) or variant.fitting(made) is not None:
+                continue
+            if variant.may_compile(*self._case(made)) and not sealing.sealed():
+                self._begin_beside(variant, made, likeness)
+
     # ---------------------------------------------------------------- before a call asks for it
 
     def load_ahead(self, condition: str, likeness: Likeness, values: Mapping[str, int]) -> bool:
@@ -404,11 +484,7 @@ class Region:
     def _load(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """A form for `args` out of torch's caches, None where they have none; the caller holds the variant's lock."""
         try:
-            pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
-            facts, state = variant.facts, self._state
-            lowered = lowering.lower(
-                self._graph, facts, args, self.options, state, pinned, variant.text, only_cached=True
-            )
+            lowered = self._cached(variant, args)
         except Exception as error:  # it says nothing of the code: a call that needs it compiles it
             if from_outside(error):
                 raise
@@ -418,6 +494,12 @@ class Region:
         variant.add(form, *self._case(args))
         log.info("%s: loaded %s in %.2f s", self.user_code, variant.text, lowered.seconds)
         return form
+
+    def _cached(self, variant: Variant, args: Sequence[Any]) -> Lowered:
+        """Code for `args` out of torch's caches; raises what `lower` raises."""
+        pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
+        facts, state = variant.facts, self._state
+        return lowering.lower(self._graph, facts, args, self.options, state, pinned, variant.text, only_cached=True)
 
     def _from_caches(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """After `seal()`: what torch's caches have is no compile.  Asked in vain, they are asked again in a minute."""
@@ -505,6 +587,7 @@ def compiled_at_once(
     region.generic.add(Form(Lowered(run, guards.NONE, seconds, saved=saved), proven=True))
     region.plan, region._checks = dispatch.plan((), (), 0), {}
     region._ready, region._publish_lock, region._all_pending = [_NOT_READY], threading.RLock(), False
+    region._background = region._first_call = None
     region._publish(region.generic)
     events.count("regions")
     registry.add(region)
@@ -523,7 +606,7 @@ def _while_resting(variant: Variant, generic: Ready, graph: CapturedGraph) -> Re
     """Generic's code in place of a variant that nobody compiles for a while, or not for some values of floats."""
     check, tick, run = generic
     clock, until = variant.clock, variant.rests_until
-    if until == math.inf:
+    if until == math.inf or variant.in_background:  # when a worker is done, other entries are put in place
         return generic
     if variant.failed_floats:
         return (lambda args: variant.rests_for(_floats(graph, args)) and (check is None or check(args))), tick, run
@@ -535,6 +618,24 @@ def _while_resting(variant: Variant, generic: Ready, graph: CapturedGraph) -> Re
 def _floats(graph: CapturedGraph, args: Sequence[Any]) -> Floats:
     """What a failure of a compile for `args` speaks for, of Python floats."""
     return tuple((str(symbol), repr(value)) for symbol, value in lowering.telling_floats(graph, args).items())
+
+
+def _as_first(graph: CapturedGraph, args: Sequence[Any]) -> tuple[Likeness, dict[sympy.Symbol, int]] | None:
+    """What is kept of a call, for other sizes to be made up from it; None where they cannot."""
+    try:
+        likeness = Likeness.of(graph, args)
+    except Exception as error:
+        if from_outside(error):
+            raise
+        return None
+    values = {symbol: value for symbol, value in graph.values(args).items() if type(value) is int}
+    return None if likeness is None else (likeness, values)
+
+
+def _exact(variant: Variant, args: Sequence[Any]) -> int | None:
+    """The size that an opaque condition asks of, in a call with `args`."""
+    size = None if variant.condition is None else variant.condition.check_size
+    return None if size is None else int(size.location.read(args))
 
 
 def _declared_for(variant: Variant, args: Sequence[Any]) -> bool:

@@ -42,12 +42,13 @@ _FIRST_RETRY = 60.0  # seconds after a failure before another try, doubled each 
 class Form:
     """Compiled code and where it is right.  `proven` once a call's outputs had the expected structure.
 
-    `loaded`: it came from torch's caches before a call asked for it.
+    `loaded`: it came from torch's caches before a call asked for it.  `by_worker`: a worker process compiled it.
     """
 
     lowered: Lowered
     proven: bool = False
     loaded: bool = False
+    by_worker: bool = False
 
     def holds(self, args: Sequence[Any]) -> bool:
         return self.lowered.guards.hold(args)
@@ -66,6 +67,7 @@ class Variant:
         self.forms: tuple[Form, ...] = ()
         self.lock = threading.RLock()
         self.compiling = False  # under `lock`
+        self.in_background = False  # a worker process compiles a form; set under `lock`
         self.failures = 0
         self.reason: str | None = condition.never if condition is not None else None
         self.details: str | None = None  # the whole traceback of the last failure, as text: no frame is kept alive
@@ -103,7 +105,7 @@ class Variant:
     def state(self) -> State:
         if self.condition is not None and self.condition.never is not None:
             return "inactive"
-        if self.compiling:
+        if self.compiling or (self.in_background and not self.forms):
             return "compiling"
         if self.forms:
             return "ready"
@@ -167,6 +169,8 @@ class Variant:
             events.count("loaded_ahead")
         else:
             events.count("generic_compiled" if self.generic else "variants_compiled")
+            if form.by_worker:
+                events.count("worker_compiles")
 
     def drop(self, form: Form, error: BaseException, sharing: Sharing, floats: Floats = ()) -> None:
         """A form turned out wrong on its first call."""

@@ -34,7 +34,7 @@ from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.region import registry, warm_start
+from multigraph_backend.region import background, registry, warm_start
 from multigraph_backend.region.region import Region
 from multigraph_backend.serving.example_calls import Call, ExampleCall
 
@@ -102,7 +102,8 @@ def warmup(
     Calls are made of the example's elements, repeated or cut off, so that they stay valid.  Buffers, gradients and
     random number generators are put back; what else `compiled` changes (a cache in a list, a file) it changes.
     Variants compile one after another; the kernels of each, in parallel, as the compiler's own settings say.  With
-    several ranks, all of them call it, with the same sizes.
+    `"compile": "background"` workers compile them in parallel, and are waited for.  With several ranks, all of them
+    call it, with the same sizes.
 
     Returns what became of each size.  Raises what the example's own call raises, before anything else is called, and
     TypeError where `inputs` is no call.
@@ -120,10 +121,13 @@ def warmup(
             before = _calls()
             rows.append(_called(compiled, example, {}, backward))
             warm_start.wait_until_warm()  # what earlier processes used is loaded first
+            for region in _living():
+                region.compile_ahead()
             reached = [region for region in _living() if _calls_of(region) != before.get(region.serial, ())]
             regions += [region for region in reached if region not in regions]
             waiting += [(example, sizes) for sizes in _sizes_to_call(reached, example, covered)]
         waiting.sort(key=lambda entry: -_bytes_of(*entry))
+        background.wait()
         with _shown(len(waiting), progress) as say:
             for example, sizes in waiting:
                 say(sizes, None)
@@ -156,6 +160,7 @@ def _called(
         if backward or (backward is None and torch.is_grad_enabled()):
             _go_backward(outputs)
         del outputs, args, kwargs
+        background.wait()  # the next call runs what this one has asked for
     ran = [text for region in _living() for text in _ran(region, before.get(region.serial, ()))]
     return Rehearsed(sizes, tuple(ran), time.monotonic() - began, max(_pool_bytes() - had, 0))
 

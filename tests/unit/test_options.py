@@ -74,7 +74,7 @@ def test_defaults() -> None:
     assert build() == Options() == build({}) == build(mode="default") == build({"inductor": {}})
     assert_expected_inline(
         repr(Options()),
-        """Options(specialize=(), compile='lazy', on_failure='fallback', compile_timeout=600.0, warm_start=True, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, limits=(), inductor=(), saved_tensors=(), saved_tensors_budget=None, name=None, mode=None)""",  # noqa: E501
+        """Options(specialize=(), compile='lazy', workers=(), on_failure='fallback', compile_timeout=600.0, warm_start=True, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, limits=(), inductor=(), saved_tensors=(), saved_tensors_budget=None, name=None, mode=None)""",  # noqa: E501
     )
 
 
@@ -132,19 +132,23 @@ def test_unknown_options() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, compile, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name
-unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, compile, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name
-unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, compile, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name
-unknown option 'zzz'; valid options: specialize, compile, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name
-unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, compile, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name""",  # noqa: E501
+unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name
+unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name
+unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name
+unknown option 'zzz'; valid options: specialize, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name
+unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, mode, name""",  # noqa: E501
     )
 
 
 def test_wrong_values() -> None:
     wrong: list[object] = [
-        {"compile": "background"},
+        {"compile": "sometimes"},
         {"compile": "Eager"},
         {"compile": True},
+        {"workers": 4},
+        {"workers": {"counts": 4}},
+        {"workers": {"count": 0}},
+        {"workers": {"gpu": 1}},
         {"on_failure": "ignore"},
         {"compile_timeout": 0},
         {"compile_timeout": -1.5},
@@ -175,9 +179,13 @@ def test_wrong_values() -> None:
     assert_expected_inline(
         "\n".join(error(options) for options in wrong),
         """\
-option 'compile': expected 'lazy' or 'eager', got 'background' (str)
-option 'compile': expected 'lazy' or 'eager' (did you mean 'eager'?), got 'Eager' (str)
-option 'compile': expected 'lazy' or 'eager', got True (bool)
+option 'compile': expected 'lazy' or 'eager' or 'background', got 'sometimes' (str)
+option 'compile': expected 'lazy' or 'eager' or 'background' (did you mean 'eager'?), got 'Eager' (str)
+option 'compile': expected 'lazy' or 'eager' or 'background', got True (bool)
+option 'workers': expected a mapping of count, memory, gpu to values, got 4 (int)
+option 'workers': unknown key 'counts' (did you mean 'count'?); keys: count, memory, gpu
+option "workers['count']": expected a number from 1 on, got 0 (int)
+option "workers['gpu']": expected True or False, got 1 (int); write True
 option 'on_failure': expected 'fallback' or 'raise', got 'ignore' (str)
 option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got 0 (int)
 option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got -1.5 (float)
@@ -205,6 +213,11 @@ the name of an option must be a str, got 3 (int)
 options must be a mapping of names to values, got [('compile', 'lazy')] (list)
 options must be a mapping of names to values, got 'compile' (str)""",  # noqa: E501
     )
+
+
+def test_workers() -> None:
+    options = build({"compile": "background", "workers": {"memory": 1 << 30, "count": 2, "gpu": False}})
+    assert options.workers == (("count", 2), ("gpu", False), ("memory", 1 << 30))
 
 
 def test_long_values_are_shortened_in_errors() -> None:
@@ -420,7 +433,7 @@ def test_wrong_environment() -> None:
         {"*": ["compile"]},
         {"Unrelated": "eager"},
         '{"*": {"compile": "eager", "compile": "lazy"}}',
-        {"*": {"compile": "background"}},
+        {"*": {"compile": "sometimes"}},
         {"f*": {"specialize": [{"x[0]": True}]}},
         {"f*": {"specialize": {"x[0]": 1}}},
         {"forward": {"inductor": 3}},
@@ -434,7 +447,7 @@ MULTIGRAPH_OPTIONS must be an object of model names to options, got [] (list)
 MULTIGRAPH_OPTIONS['*'] must be an object of options, got ['compile'] (list)
 MULTIGRAPH_OPTIONS['Unrelated'] must be an object of options, got 'eager' (str)
 MULTIGRAPH_OPTIONS says 'compile' twice in one object
-option 'compile': expected 'lazy' or 'eager', got 'background' (str) (in MULTIGRAPH_OPTIONS['*'])
+option 'compile': expected 'lazy' or 'eager' or 'background', got 'sometimes' (str) (in MULTIGRAPH_OPTIONS['*'])
 option 'specialize[0]': 'x[0]': expected an int, a list of ints or an object, got True (bool) (in MULTIGRAPH_OPTIONS['f*'])
 option 'specialize': expected a list of conditions, got {'x[0]': 1} (dict) (in MULTIGRAPH_OPTIONS['f*']); wrap it in a list
 option 'inductor': expected a mapping of names in torch._inductor.config to values, got 3 (int) (in MULTIGRAPH_OPTIONS['forward'])""",  # noqa: E501

@@ -1,0 +1,341 @@
+"""A compile as bytes, for a worker process that takes its code to torch's caches.
+
+In: what `lowering.lower` takes.  Out: bytes, by torch's own `GraphPickler`; in the worker, the same again: a graph,
+arguments without memory, and torch in the state of the first compile (configuration, grad mode, autocast, and what else
+of torch's settings a compiler's choices depend on).
+
+Guarantee: what comes out compiles to the key that it has in the process that sent it, or this process does not find the
+code there.  What cannot be sent raises `CannotSend`: functions that are not torch's, operators that others have
+registered, hooks, tensors with values that are large or on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import pickle
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import sympy
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.capture.graph import CapturedGraph
+from multigraph_backend.capture.structure import graph_modules
+from multigraph_backend.capture.user_code import UserCode
+from multigraph_backend.declare.facts import Facts
+from multigraph_backend.lower import fresh_inputs
+from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.lower.first_compile import CompileState
+from multigraph_backend.options import Options
+
+MOST_HELD = 64 << 20  # bytes of tensors that the graph holds, which are sent with their values
+
+_FLAGS = (
+    "backends.cuda.matmul.allow_tf32",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cudnn.enabled",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic",
+    "backends.cudnn.allow_tf32",
+    "backends.mkldnn.enabled",
+    "utils.deterministic.fill_uninitialized_memory",
+)
+_PAIRS = (
+    ("get_num_threads", "set_num_threads"),
+    ("get_default_dtype", "set_default_dtype"),
+    ("get_float32_matmul_precision", "set_float32_matmul_precision"),
+    ("backends.cuda.flash_sdp_enabled", "backends.cuda.enable_flash_sdp"),
+    ("backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.enable_mem_efficient_sdp"),
+    ("backends.cuda.math_sdp_enabled", "backends.cuda.enable_math_sdp"),
+    ("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
+)
+_OWN = ("compile_threads",)  # a worker's own affair, and no part of keys
+
+
+class CannotSend(Exception):
+    """A compile cannot be handed to another process; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """An input without its memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+    parameter: bool
+    inference: bool
+
+    def made(self) -> torch.Tensor:
+        with torch.inference_mode(self.inference):
+            made = fresh_inputs.without_memory(
+                self.size, self.stride, self.offset, self.dtype, torch.device(self.device)
+            )
+            if self.parameter:
+                return torch.nn.Parameter(made, self.requires_grad)
+            return made.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """See the module's text; `lower`'s arguments are its fields, and what the worker has to set before."""
+
+    graph: CapturedGraph
+    sources: tuple[tuple[Any, ...], ...]  # of the placeholders of each graph module: torch's pickler drops them ...
+    lazy: tuple[bool, ...]  # ... and whether it makes its code when it is asked for it
+    args: tuple[Any, ...]
+    facts: dict[sympy.Symbol, Facts]
+    pinned: dict[sympy.Symbol, int]
+    options: Options
+    name: str
+    grad: bool
+    autocast: tuple[Any, ...]
+    autocast_cache: bool
+    device: int | None
+    configs: dict[str, dict[str, Any]]  # what differs from the defaults, by the name of the module
+    flags: dict[str, Any]
+    home: str  # see `_home_of_formats`
+
+    @contextlib.contextmanager
+    def state(self) -> Iterator[CompileState]:
+        """In the worker: torch as it was, and what `lowering.lower` takes for that."""
+        for name, value in self.flags.items():
+            _set_flag(name, value)
+        _look_there_first(self.home)
+        with contextlib.ExitStack() as stack:
+            for name, changed in self.configs.items():
+                stack.enter_context(importlib.import_module(name).patch(changed))
+            state = CompileState.take()
+            yield dataclasses.replace(
+                state,
+                grad=self.grad,
+                autocast=self.autocast,
+                autocast_cache=self.autocast_cache,
+                device=self.device,
+                hooks=None,
+            )
+
+
+def pack(
+    graph: CapturedGraph,
+    facts: Mapping[sympy.Symbol, Facts],
+    args: Sequence[Any],
+    options: Options,
+    state: CompileState,
+    pinned: Mapping[sympy.Symbol, int],
+    name: str,
+    on_gpu: bool,
+) -> bytes:
+    """Raises `CannotSend`.  `on_gpu`: the worker compiles for a GPU."""
+    if state.hooks is not None:
+        raise CannotSend("saved_tensors_hooks are part of it")
+    _check_held(graph)
+    code = graph.user_code
+    bare = dataclasses.replace(
+        graph,
+        module=graph.copy_module(),  # pickling a graph writes to it
+        marked_sizes=(),
+        user_code=UserCode(code.function, code.file, code.line, code.models, code.name, partial=code.partial),
+        compile_id=None,
+        notes=[],
+    )
+    parcel = Parcel(
+        bare,
+        _placeholders(graph.module),
+        tuple(isinstance(module, _compat.LazyGraphModule) for module in graph_modules(graph.module)),
+        tuple(_sent(entry.number, arg) for entry, arg in zip(graph.inputs, args, strict=True)),
+        dict(facts),
+        dict(pinned),
+        dataclasses.replace(
+            options, specialize=(), compile="lazy", compile_timeout=None, on_failure="fallback", notes=()
+        ),
+        name,
+        state.grad,
+        state.autocast,
+        state.autocast_cache,
+        state.device if on_gpu else None,
+        state.context().run(_changed_configs, state),
+        _flags(),
+        _home_of_formats(),
+    )
+    try:
+        filtered = _compat.GraphPicklerOptions(ops_filter=_torchs_own, node_metadata_key_filter=_picklable_meta)
+        content: bytes = _compat.GraphPickler.dumps(parcel, filtered)
+        again = unpack(content)
+    except Exception as error:
+        raise CannotSend(f"it cannot be pickled: {describe(error)}") from error
+    for mine, theirs in zip(graph_modules(graph.module), graph_modules(again.graph.module), strict=True):
+        for node, other in zip(mine.graph.nodes, theirs.graph.nodes, strict=True):
+            if node.op == "call_function" and node.target is not other.target:
+                raise CannotSend(f"{node.target} is not what its name says")
+    return content
+
+
+def unpack(content: bytes) -> Parcel:
+    """In the worker."""
+    parcel: Parcel = _compat.GraphPickler.loads(content, _compat.FakeTensorMode())
+    modules = list(graph_modules(parcel.graph.module))
+    for module, sources in zip(modules, parcel.sources, strict=True):
+        for node, source in zip(module.graph.find_nodes(op="placeholder"), sources, strict=True):
+            if source is not None:
+                node._dynamo_source = source
+    lazy = dict(zip(map(id, modules), parcel.lazy, strict=True))
+    return dataclasses.replace(parcel, graph=dataclasses.replace(parcel.graph, module=_as_was(modules[0], lazy)))
+
+
+def _as_was(module: torch.fx.GraphModule, lazy: Mapping[int, bool]) -> torch.fx.GraphModule:
+    """A module of the class that it had, with its inner ones: keys of caches depend on it."""
+    for name, inner in list(module.named_children()):
+        if isinstance(inner, torch.fx.GraphModule):
+            setattr(module, name, _as_was(inner, lazy))
+    if lazy[id(module)]:
+        made: torch.fx.GraphModule = _compat.LazyGraphModule.__new__(_compat.LazyGraphModule)
+        made.__dict__ = vars(module)
+        made.graph.owning_module = made
+        module = made
+    module.recompile()
+    return module
+
+
+def arguments(parcel: Parcel) -> list[Any]:
+    """Arguments for the compile, without memory."""
+    return [entry.made() if isinstance(entry, _Tensor) else entry for entry in parcel.args]
+
+
+def _placeholders(module: torch.fx.GraphModule) -> tuple[tuple[Any, ...], ...]:
+    return tuple(
+        tuple(getattr(node, "_dynamo_source", None) for node in inner.graph.find_nodes(op="placeholder"))
+        for inner in graph_modules(module)
+    )
+
+
+def _sent(number: bool, arg: Any) -> Any:
+    if not isinstance(arg, torch.Tensor) or number:
+        return arg
+    if arg.layout is not torch.strided or arg.is_quantized or arg.is_conj() or arg.is_neg():
+        raise CannotSend("an input is no plain tensor")
+    return _Tensor(
+        tuple(arg.size()),
+        tuple(arg.stride()),
+        int(arg.storage_offset()),
+        arg.dtype,
+        str(arg.device),
+        arg.requires_grad,
+        isinstance(arg, torch.nn.Parameter),
+        arg.is_inference(),
+    )
+
+
+def _check_held(graph: CapturedGraph) -> None:
+    total = 0
+    for tensor in graph.held:
+        if tensor.device.type != "cpu":
+            raise CannotSend("the graph holds a tensor whose values are on a GPU")
+        total += tensor.untyped_storage().nbytes()
+    if total > MOST_HELD:
+        raise CannotSend(f"the graph holds {total} bytes of tensors, and at most {MOST_HELD} are sent")
+
+
+def _torchs_own(name: str) -> bool:
+    """Operators that every process has: others are registered by a program."""
+    return name.startswith(("torch.ops.aten", "torch.ops.prims", "torch.ops.fbgemm"))
+
+
+def _picklable_meta(key: str) -> bool:
+    return key in ("tensor_dict", "example_value", "stack_trace", "is_wrapped", "user_cache_hash")
+
+
+# ---------------------------------------------------------------- the state of torch
+
+
+def _changed_configs(state: CompileState) -> dict[str, dict[str, Any]]:
+    """Configuration that is not at its defaults, in the calling context.  Raises `CannotSend`."""
+    taken = {getattr(_compat, name).__name__: values for name, values in state.configs}
+    found: dict[str, dict[str, Any]] = {}
+    for name, current, defaults in _compat.configurations():
+        values = taken.get(name, current)
+        changed = {
+            key: value
+            for key, value in values.items()
+            if key in defaults and key not in _OWN and not _same(value, defaults[key])
+        }
+        for key, value in changed.items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise CannotSend(f"{name}.{key} cannot be pickled: {describe(error)}") from error
+        if changed:
+            found[name] = changed
+    return found
+
+
+def _same(value: object, default: object) -> bool:
+    try:
+        return value is default or (type(value) is type(default) and bool(value == default))
+    except Exception:
+        return False
+
+
+def _home_of_formats() -> str:
+    """The module by which pickle names torch's memory formats in this process, as parts of keys of torch's caches.
+
+    They say of themselves that they are `torch.contiguous_format`, and not where; pickle takes the first of all modules
+    that has a `torch`, in the order of their imports: in many programs, the one that imports torch first.
+    """
+    return str(pickle.whichmodule(torch.contiguous_format, "torch.contiguous_format"))  # type: ignore[attr-defined]
+
+
+def _look_there_first(home: str) -> None:
+    """In the worker: let pickle find them there, too."""
+    if _home_of_formats() == home:
+        return
+    if home not in sys.modules:
+        sys.modules[home] = ModuleType(home)
+    if not hasattr(sys.modules[home], "torch"):
+        sys.modules[home].torch = torch  # type: ignore[attr-defined]
+    for name in [name for name in sys.modules if name != home]:
+        sys.modules[name] = sys.modules.pop(name)  # behind it, in their order
+
+
+def _of_torch(path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), torch)
+
+
+def _flags() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+    }
+    for name in _FLAGS:
+        with contextlib.suppress(RuntimeError, AttributeError):  # torch refuses old names beside new ones
+            found[name] = _of_torch(name)
+    for read, write in _PAIRS:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found[write] = _of_torch(read)()
+    return found
+
+
+def _set_flag(name: str, value: Any) -> None:
+    if name == "deterministic":
+        torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+    elif name in _FLAGS:
+        if _of_torch(name) != value:
+            place, _, last = name.rpartition(".")
+            setattr(_of_torch(place), last, value)
+    else:
+        read = next(read for read, write in _PAIRS if write == name)
+        if _of_torch(read)() != value:
+            _of_torch(name)(value)

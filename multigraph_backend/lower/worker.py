@@ -1,0 +1,186 @@
+"""A worker process: it compiles what it is sent, and leaves the code in torch's caches.
+
+    python -m multigraph_backend.lower.worker PARENT
+
+In, on standard input: jobs, each a length of eight bytes and a pickle (`Job`).  Out, on what was standard output: at
+the start `Hello`, then for each job an `Outcome`.  What compilers print goes to standard error.
+
+It ends with its parent: when the pipe ends, or another process has become its parent, it ends itself and all that it
+has started, whatever it is at.  A server's memory and processor come first: the system takes workers first where memory
+runs out, and gives them what calls leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal
+
+LENGTH = struct.Struct("<Q")
+_LOOK = 1.0  # seconds between two looks at who the parent is
+_TO_END = 30.0  # seconds past its limit that a job in C code has until the process ends itself
+
+
+@dataclass(frozen=True)
+class Job:
+    """`parcel`: the compile, packed.  `folder`: of torch's caches.  `seconds`, `memory`: limits; None: none."""
+
+    parcel: bytes
+    folder: str
+    seconds: float | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A worker is ready: with which torch and package."""
+
+    torch: str
+    package: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: the code is in torch's caches ("made"), the compile failed, or cannot be done there."""
+
+    kind: Literal["made", "failed", "cannot"]
+    seconds: float = 0.0
+    reason: str = ""
+    details: str = ""
+
+
+def send(stream: int, message: object) -> None:
+    """Write a message whole.  Raises OSError where nobody reads."""
+    content = pickle.dumps(message)
+    view = memoryview(LENGTH.pack(len(content)) + content)
+    while view:
+        view = view[os.write(stream, view) :]
+
+
+def serve(parent: int, hello: Callable[[], Hello], do: Callable[[Job], Outcome]) -> None:
+    """Do one job after the other, until the parent ends."""
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    _ends_with(parent)
+    _comes_last()
+    send(replies, hello())
+    while (job := _next(sys.stdin.buffer)) is not None:
+        send(replies, do(job))
+
+
+def _hello() -> Hello:
+    import torch
+
+    from multigraph_backend.lower import inductor, lowering, parcel  # noqa: F401 - no job shall wait for them
+    from multigraph_backend.process import sources
+
+    return Hello(str(torch.version.__version__), sources.key())
+
+
+def _next(stream: BinaryIO) -> Job | None:
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    job: Job = pickle.loads(stream.read(LENGTH.unpack(head)[0]))
+    return job
+
+
+def _done(job: Job) -> Outcome:
+    began = time.perf_counter()
+    if job.seconds is not None:
+        faulthandler.dump_traceback_later(job.seconds + _TO_END, exit=True)
+    try:
+        with _memory_limit(job.memory):
+            problem = _compile(job)
+        kind: Literal["made", "cannot"] = "made" if problem is None else "cannot"
+        return Outcome(kind, time.perf_counter() - began, problem or "")
+    except Exception as error:
+        from multigraph_backend.lower.compile_thread import describe
+
+        details = "".join(traceback.format_exception(error))
+        return Outcome("failed", time.perf_counter() - began, describe(error), details)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _compile(job: Job) -> str | None:
+    """Compile; None where torch's caches have taken it, else why they do not take such code."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = job.folder
+    from multigraph_backend import _compat
+    from multigraph_backend.lower import lowering, parcel
+
+    sent = parcel.unpack(job.parcel)
+    counts = _compat.counters["aot_autograd"]
+    past = counts["autograd_cache_bypass"]
+    args = parcel.arguments(sent)
+    with sent.state() as state:
+        made = lowering.lower(sent.graph, sent.facts, args, sent.options, state, sent.pinned, sent.name)
+    for kind, key in made.cached:
+        if kind == "aot_autograd" and _written(_compat.cache_entry(kind, key)):
+            return None
+    if counts["autograd_cache_bypass"] > past:
+        return "torch's caches do not take its code"
+    raise OSError(f"torch's caches in {job.folder} have not kept its code: is there room, and may it be written to?")
+
+
+def _written(place: Any) -> bool:
+    try:
+        return any(not name.startswith(".") for name in os.listdir(place))
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------- what kind of process it is
+
+
+def _ends_with(parent: int) -> None:
+    """A thread that ends this process, and all of its group, when the parent is gone."""
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(0, 0)  # only the end of the pipe: it is read elsewhere
+        while os.getppid() == parent and not poller.poll(_LOOK * 1000):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="multigraph-parent", daemon=True).start()
+
+
+def _comes_last() -> None:
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+@contextlib.contextmanager
+def _memory_limit(most: int | None) -> Any:
+    import resource
+
+    if most is None:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+if __name__ == "__main__":
+    # what is pickled has the name of the module, which the parent imports
+    from multigraph_backend.lower import worker
+
+    worker.serve(int(sys.argv[1]), worker._hello, worker._done)

@@ -1,0 +1,215 @@
+"""Variants compile beside the calls, in worker processes: `"compile": "background"`.
+
+A call that finds its variant without code asks for it here, and runs generic.  A worker compiles and leaves the code in
+torch's caches; a thread of this process takes it from there for stand-ins of the call's arguments, as warm start does,
+which compiles nothing; and the variant is there, whole, for the next call.
+
+In: variants, and calls that ask for them.  Out: forms of variants, or failures with their reasons.
+
+Guarantees: no call waits, and none fails, whatever becomes of a worker; one compile at a time for each variant; what
+fails is counted and tried again later, as after any failed compile, and never in a call.  What no worker can compile is
+left to calls, with a note that says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from multigraph_backend import _compat, events
+from multigraph_backend.capture import declared
+from multigraph_backend.capture.graph import CapturedGraph
+from multigraph_backend.lower import lowering, parcel, workers
+from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.lower.first_compile import CompileState
+from multigraph_backend.lower.parcel import CannotSend
+from multigraph_backend.lower.stand_ins import Likeness
+from multigraph_backend.lower.worker import Job, Outcome
+from multigraph_backend.options import Options
+from multigraph_backend.region import warm_start
+from multigraph_backend.region.variant import Variant
+
+log = logging.getLogger(__name__)
+
+_TUNING = ("max_autotune", "coordinate_descent_tuning")  # knobs that measure on the GPU
+
+
+class WorkerFailed(RuntimeError):
+    """A compile in a worker process failed, or the worker did."""
+
+
+class Swaps(Protocol):
+    """A region, as far as it is known here."""
+
+    notes: list[str]
+
+    def swap_in(self, asked: Asked, seconds: float) -> None:
+        """Take a form from torch's caches; raises where they do not have it."""
+
+    def not_made(self, asked: Asked, error: Exception | None) -> None:
+        """It is not there: a failure, or (None) it is left to calls."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call has asked for: a variant, for values like these; nothing of the call is kept alive.
+
+    `exact`: the one value that an opaque condition is compiled for.  `case`: what a failure speaks for.
+    """
+
+    variant: Variant
+    likeness: Likeness
+    values: Mapping[str, int]
+    exact: int | None
+    case: tuple[Any, Any]
+
+
+class Background:
+    """One region's part.  `cannot`: why its variants are compiled in calls after all, once that is known."""
+
+    def __init__(self, graph: CapturedGraph, options: Options, state: CompileState) -> None:
+        self._graph, self._options, self._state = graph, options, state
+        self.cannot = self._never()
+
+    def _never(self) -> str | None:
+        if self._options.compiler != "inductor":
+            return "only Inductor's code can be taken from torch's caches"
+        if lacking := _compat.missing("workers"):
+            return f"this torch differs: {lacking[0]}"
+        if self._graph.communicates:
+            return "the graph issues collectives"
+        if not warm_start.in_caches(self._graph, self._options):
+            return "torch's caches are off"
+        return None
+
+    def begin(
+        self,
+        region: Swaps,
+        variant: Variant,
+        args: Sequence[Any],
+        likeness: Likeness | None,
+        exact: int | None,
+        case: tuple[Any, Any],
+    ) -> bool:
+        """Have a form compiled for calls with such `args`; False where a call has to.
+
+        The caller holds the variant's lock.  `likeness`: of `args`, where it is known.
+        """
+        if self.cannot is not None:
+            return False
+        problem = self._not_for(args)
+        if problem is None and likeness is None:
+            likeness = Likeness.of(self._graph, args)
+        if problem is not None or likeness is None:
+            self._said(region, f"{variant.text} is compiled in calls: {problem or 'its inputs cannot be made up'}")
+            return False
+        values = {
+            str(symbol): int(value)
+            for symbol, value in self._graph.values(args).items()
+            if isinstance(value, int) and not isinstance(value, bool)
+        }
+        asked = Asked(variant, likeness, values, exact, case)
+        task = _Task(weakref.ref(region), self._graph, self._options, self._state, asked, self)
+        variant.in_background = True
+        if not workers.pool.submit(workers.Task(task.job, task.done), dict(self._options.workers).get("count")):
+            variant.in_background = False
+            return True  # the process ends
+        return True
+
+    def _not_for(self, args: Sequence[Any]) -> str | None:
+        """Why code for such a call cannot come from a worker."""
+        if not lowering.kept_by_caches(self._graph, args):
+            return "torch's caches do not keep code for inputs that share memory, or for Python floats"
+        tensors = [*(arg for arg in args if isinstance(arg, torch.Tensor)), *self._graph.held]
+        if any(tensor.is_cuda for tensor in tensors) and not self._gpu():
+            return (
+                "it is for a GPU, of which a worker would take some hundred MB of memory "
+                '("workers": {"gpu": true} allows that)'
+            )
+        return None
+
+    def _gpu(self) -> bool:
+        allowed = dict(self._options.workers).get("gpu")
+        tunes = any(value and name.startswith(_TUNING) for name, value in self._options.inductor)
+        return tunes if allowed is None else bool(allowed)
+
+    def left_to_calls(self, region: Swaps, reason: str) -> None:
+        """From now on calls compile."""
+        self.cannot = reason
+        self._said(region, f"variants are compiled in calls, and not in the background: {reason}")
+
+    def _said(self, region: Swaps, note: str) -> None:
+        if note not in region.notes:
+            region.notes.append(note)
+        events.warn_once(f"{self._graph.user_code}: {note}", "%s: %s", self._graph.user_code, note)
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """One compile in a worker, as the worker's thread knows it."""
+
+    region: weakref.ref[Swaps]
+    graph: CapturedGraph
+    options: Options
+    state: CompileState
+    asked: Asked
+    background: Background
+
+    def job(self) -> Job | Outcome:
+        variant = self.asked.variant
+        if self.region() is None:
+            return Outcome("cannot")
+        args = self.asked.likeness.with_values(self.graph, self.asked.values)
+        if args is None:
+            return Outcome("failed", reason="a parameter is gone")
+        condition = variant.condition
+        pinned = {} if condition is None else declared.exact_values(condition, self.graph.values(args))
+        on_gpu = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
+        try:
+            content = parcel.pack(
+                self.graph, variant.facts, args, self.options, self.state, pinned, variant.text, on_gpu
+            )
+        except CannotSend as reason:
+            return Outcome("cannot", reason=str(reason))
+        limits = dict(self.options.workers)
+        return Job(content, str(_compat.cache_dir()), self.options.compile_timeout, limits.get("memory"))
+
+    def done(self, outcome: Outcome) -> None:
+        region = self.region()
+        if region is None:
+            self.asked.variant.in_background = False
+            return
+        text = self.asked.variant.text
+        error: Exception | None = None
+        if outcome.kind == "cannot":
+            self.background.left_to_calls(region, outcome.reason)
+        elif outcome.kind == "failed":
+            error = WorkerFailed(outcome.reason)
+            if outcome.details:
+                error.add_note(outcome.details)
+        else:
+            try:
+                region.swap_in(self.asked, outcome.seconds)
+                return
+            except Exception as problem:
+                log.debug("%s of a worker is not taken", text, exc_info=True)
+                error = WorkerFailed(
+                    f"a worker compiled it, and it is not taken from torch's caches: {describe(problem)}"
+                )
+                error.__cause__ = problem
+        region.not_made(self.asked, error)
+
+
+def of(graph: CapturedGraph, options: Options, state: CompileState) -> Background | None:
+    """A region's part, None where its variants are not compiled in the background."""
+    return Background(graph, options, state) if options.compile == "background" else None
+
+
+def wait(seconds: float | None = None) -> bool:
+    """Until workers have nothing left to do; whether that is so."""
+    return workers.pool.wait(seconds)

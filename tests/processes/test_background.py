@@ -1,0 +1,273 @@
+"""Variants compile in worker processes while generic serves; whatever becomes of a worker, calls are right and wait for
+nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import multigraph_backend
+from multigraph_backend.lower import workers
+from multigraph_backend.region import background, variant
+
+SIZES: dict[str, Any] = {"specialize": [{"x[0]": 8}, {"x[0]": {"multiple_of": 16}}], "compile": "background"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of caches for all: what the C++ compiler makes once of torch's headers takes long."""
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(autouse=True)
+def _around(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    counters.clear()
+    yield
+    assert background.wait(120)
+    torch._dynamo.reset()
+
+
+def end_workers() -> None:
+    """The next compile gets a worker of its own, with the environment of now."""
+    for pid in workers.pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.2)
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(function, backend="multigraph", dynamic=True, options={**SIZES, **options})
+    return made
+
+
+def call(function: Callable[..., Any], reference: Callable[..., Any], *sizes: int) -> None:
+    for size in sizes:
+        x = torch.randn(size, 24)
+        torch.testing.assert_close(function(x), reference(x))
+
+
+def told() -> dict[str, dict[str, Any]]:
+    (region,) = multigraph_backend.explain().to_dict()["regions"]
+    return {entry["condition"]: entry for entry in (*region["variants"], region["generic"])}
+
+
+def notes() -> list[str]:
+    (region,) = multigraph_backend.explain().to_dict()["regions"]
+    found: list[str] = region["notes"]
+    return found
+
+
+class Model(torch.nn.Module):
+    """Parameters, a buffer, a constant, a size in the computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(24, 40)
+        self.register_buffer("scale", torch.randn(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.first(x)) * self.scale + torch.tensor([2.5]) * x.shape[0]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_generic_serves_until_the_variant_is_there_as_a_whole(train: bool) -> None:
+    model = Model()
+    run = compiled(model)
+
+    def step(size: int) -> None:
+        x = torch.randn(size, 24, requires_grad=train)
+        y = run(x)
+        torch.testing.assert_close(y, model(x))
+        if train:
+            (gradient,) = torch.autograd.grad(y.square().sum(), x)
+            (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+            torch.testing.assert_close(gradient, expected)
+
+    with torch.set_grad_enabled(train):
+        for size in (5, 8, 32, 8, 32, 8):
+            step(size)
+        assert multigraph_backend.stats()["variant_calls"] == 0
+        assert multigraph_backend.stats()["generic_calls"] == 6
+        assert told()["x[0] == 8"]["state"] == "compiling"
+        assert background.wait(120)
+        missed = counters["aot_autograd"]["autograd_cache_miss"]
+        assert missed == 1  # generic's, in its call: this process compiled nothing else
+        for size in (8, 48, 8, 5):
+            step(size)
+    stats = multigraph_backend.stats()
+    assert counters["aot_autograd"]["autograd_cache_miss"] == missed
+    assert (stats["worker_compiles"], stats["variants_compiled"], stats["failures"]) == (2, 2, 0)
+    assert stats["variant_calls"] == 3
+    assert told()["x[0] == 8"]["by_worker"]
+    assert told()["x[0] == 8"]["forms"] == ["True"]
+    assert "by a worker" in str(multigraph_backend.explain())
+
+
+@pytest.mark.parametrize("stance", ["fail_on_recompile", "eager_on_recompile"])
+def test_under_stances_that_let_no_call_compile(stance: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() + 1) * (2 if stance == "fail_on_recompile" else 3)
+
+    run = compiled(f)
+    call(run, f, 5)
+    with torch.compiler.set_stance(stance):
+        call(run, f, 8, 8)
+        assert multigraph_backend.stats()["generic_calls"] == 3
+        assert background.wait(120)
+        call(run, f, 8)
+        assert multigraph_backend.stats()["variant_calls"] == 1
+
+
+def test_after_seal_no_worker_begins() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.cos() * 5
+
+    run = compiled(f)
+    call(run, f, 5)
+    multigraph_backend.seal("refuse")
+    try:
+        call(run, f, 8, 8)
+        assert told()["x[0] == 8"]["state"] == "declared"
+        assert multigraph_backend.stats()["after_seal"] == 2
+    finally:
+        multigraph_backend.unseal()
+    call(run, f, 8)
+    assert background.wait(120)
+    assert told()["x[0] == 8"]["state"] == "ready"
+
+
+def test_warm_up_waits_for_the_workers_and_what_they_made_runs() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() * 7
+
+    account = multigraph_backend.warmup(compiled(f), torch.randn(5, 24))
+    assert account.ready, account
+    assert {ran for row in account.calls for ran in row.ran} == {"generic", "x[0] == 8", "x[0] % 16 == 0"}
+    assert multigraph_backend.stats()["worker_compiles"] == 2
+    assert multigraph_backend.stats()["generic_calls"] == multigraph_backend.warmup.__globals__["CALLS"]
+
+
+@torch.library.custom_op("background::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+halved.register_fake(torch.empty_like)
+
+
+def test_what_no_worker_can_compile_is_compiled_in_calls_and_said() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return halved(x) + 1
+
+    run = compiled(f)
+    call(run, f, 5, 8)
+    assert background.wait(120)
+    (note,) = [note for note in notes() if "not in the background" in note]
+    assert "it cannot be pickled" in note
+    assert multigraph_backend.stats()["failures"] == 0
+    call(run, f, 8)
+    assert told()["x[0] == 8"]["state"] == "ready"
+    assert not told()["x[0] == 8"]["by_worker"]
+    torch._dynamo.reset()
+    run = compiled(f, compiler="aot_eager")
+    call(run, f, 5, 8)
+    assert told()["x[0] == 8"]["state"] == "ready"
+    assert any("only Inductor's code" in note for note in notes())
+
+
+# ---------------------------------------------------------------- workers that fail
+
+
+def failed(reason: str) -> None:
+    """The variant has failed for that reason; it was counted once, and generic goes on."""
+    entry = told()["x[0] == 8"]
+    assert entry["state"] == "failed"
+    assert reason in entry["reason"]
+    assert multigraph_backend.stats()["failures"] == 1
+    assert multigraph_backend.stats()["variants_compiled"] == 0
+    assert multigraph_backend.stats()["eager_calls"] == 0
+
+
+def test_one_that_hangs_is_ended_and_no_call_compiles_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs in the C++ compiler, which ends with it."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.exp() + 11
+
+    compiler = tmp_path / "hangs"
+    compiler.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nexec sleep 1234\n")
+    compiler.chmod(0o755)
+    run = compiled(f, compile_timeout=8)
+    call(run, f, 5)
+    end_workers()
+    monkeypatch.setenv("CXX", str(compiler))
+    call(run, f, 8, 8)
+    assert background.wait(120)
+    call(run, f, 8, 8, 5)
+    failed("the compile in a worker took longer than 8 s, and was ended")
+    commands = [path / "cmdline" for path in Path("/proc").iterdir() if path.name.isdigit()]
+    assert not any(b"sleep\x001234" in path.read_bytes() for path in commands if path.exists())
+    end_workers()
+
+
+def test_one_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sinh() + 13
+
+    run = compiled(f, workers={"memory": 1 << 20})
+    call(run, f, 5, 8)
+    assert background.wait(120)
+    call(run, f, 8, 8)
+    failed("")
+    end_workers()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.cosh() + 17
+
+    run = compiled(f)
+    call(run, f, 5)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "caches"))
+    call(run, f, 8)
+    assert background.wait(120)
+    call(run, f, 8, 8)
+    failed("")
+
+
+def test_killed_at_random_times_it_is_tried_again_and_gets_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.log1p().abs() + 19
+
+    def g(x: torch.Tensor) -> torch.Tensor:
+        return torch.nan_to_num(f(x.abs()))
+
+    monkeypatch.setattr(variant, "_FIRST_RETRY", 0.01)
+    dice = random.Random(3)
+    run = compiled(g)
+    call(run, g, 5)
+    for _ in range(4):
+        call(run, g, 8)
+        time.sleep(dice.uniform(0, 6))
+        for pid in workers.pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        call(run, g, 8, 5)
+        assert background.wait(120)
+        if told()["x[0] == 8"]["state"] == "ready":
+            break
+        time.sleep(0.2)
+    call(run, g, 8, 8)
+    assert background.wait(120)
+    call(run, g, 8, 8)
+    assert told()["x[0] == 8"]["state"] == "ready"
+    assert multigraph_backend.stats()["eager_calls"] == 0
