@@ -275,7 +275,7 @@ def _changed_configs(state: CompileState) -> dict[str, dict[str, Any]]:
                 pickle.dumps(value)
             except Exception as error:
                 raise CannotSend(f"{name}.{key} cannot be pickled: {describe(error)}") from error
-        if changed:
+        if changed and name.startswith("torch."):
             found[name] = changed
     return found
 

@@ -52,9 +52,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: the code is in torch's caches ("made"), the compile failed, or cannot be done there."""
+    """What became of a job: the code is in torch's caches ("made"), the compile failed, or cannot be done there.
 
-    kind: Literal["made", "failed", "cannot"]
+    "done": no worker was needed.
+    """
+
+    kind: Literal["made", "failed", "cannot", "done"]
     seconds: float = 0.0
     reason: str = ""
     details: str = ""
@@ -119,8 +122,12 @@ def _compile(job: Job) -> str | None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = job.folder
     from multigraph_backend import _compat
     from multigraph_backend.lower import lowering, parcel
+    from multigraph_backend.lower.compile_thread import describe
 
-    sent = parcel.unpack(job.parcel)
+    try:
+        sent = parcel.unpack(job.parcel)
+    except Exception as error:
+        return f"a worker cannot read it: {describe(error)}"
     counts = _compat.counters["aot_autograd"]
     past = counts["autograd_cache_bypass"]
     args = parcel.arguments(sent)

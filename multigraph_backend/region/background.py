@@ -48,8 +48,8 @@ class Swaps(Protocol):
 
     notes: list[str]
 
-    def swap_in(self, asked: Asked, seconds: float) -> None:
-        """Take a form from torch's caches; raises where they do not have it."""
+    def swap_in(self, asked: Asked, seconds: float | None = None) -> None:
+        """Take a form from torch's caches; raises where they do not have it.  `seconds`: what a worker has needed."""
 
     def not_made(self, asked: Asked, error: Exception | None) -> None:
         """It is not there: a failure, or (None) it is left to calls."""
@@ -161,9 +161,15 @@ class _Task:
     background: Background
 
     def job(self) -> Job | Outcome:
-        variant = self.asked.variant
-        if self.region() is None:
-            return Outcome("cannot")
+        variant, region = self.asked.variant, self.region()
+        if region is None:
+            return Outcome("done")
+        try:
+            region.swap_in(self.asked)  # another process may have compiled it
+            return Outcome("done")
+        except Exception as error:
+            log.debug("%s is not in torch's caches: %s", variant.text, describe(error))
+        del region  # it may end while a worker compiles
         args = self.asked.likeness.with_values(self.graph, self.asked.values)
         if args is None:
             return Outcome("failed", reason="a parameter is gone")
@@ -186,6 +192,8 @@ class _Task:
             return
         text = self.asked.variant.text
         error: Exception | None = None
+        if outcome.kind == "done":
+            return
         if outcome.kind == "cannot":
             self.background.left_to_calls(region, outcome.reason)
         elif outcome.kind == "failed":

@@ -410,20 +410,26 @@ class Region:
         self._publish(variant)  # generic's code, until it is there
         return True
 
-    def swap_in(self, asked: Asked, seconds: float) -> None:
-        """In a worker's thread: take what it has compiled out of torch's caches.  Raises where that cannot be done."""
+    def swap_in(self, asked: Asked, seconds: float | None = None) -> None:
+        """In a worker's thread: take what it, or another process, has compiled out of torch's caches.
+
+        `seconds`: what the worker has needed.  Raises where they do not have it.
+        """
         variant = asked.variant
         args = asked.likeness.with_values(self._graph, asked.values)
         if args is None:
             raise CannotLower("a parameter is gone")
         with variant.lock:
             lowered = self._cached(variant, args)
-            form = Form(dataclasses.replace(lowered, seconds=lowered.seconds + seconds), by_worker=True)
+            form = Form(lowered, loaded=True)
+            if seconds is not None:
+                form = Form(dataclasses.replace(lowered, seconds=lowered.seconds + seconds), by_worker=True)
             variant.exact = asked.exact
             variant.add(form, *asked.case)
             variant.in_background = False
         self._publish(variant)
-        log.info("%s: a worker compiled %s in %.2f s", self.user_code, variant.text, seconds)
+        what = "loaded" if seconds is None else "a worker compiled"
+        log.info("%s: %s %s in %.2f s", self.user_code, what, variant.text, form.lowered.seconds)
 
     def not_made(self, asked: Asked, error: Exception | None) -> None:
         """In a worker's thread: there is no code.  `error`: the failure; None: calls compile it."""

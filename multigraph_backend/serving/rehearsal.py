@@ -120,10 +120,10 @@ def warmup(
         for example in examples:
             before = _calls()
             rows.append(_called(compiled, example, {}, backward))
-            warm_start.wait_until_warm()  # what earlier processes used is loaded first
-            for region in _living():
-                region.compile_ahead()
             reached = [region for region in _living() if _calls_of(region) != before.get(region.serial, ())]
+            warm_start.wait_until_warm()  # what earlier processes used is loaded first
+            for region in reached:
+                region.compile_ahead()
             regions += [region for region in reached if region not in regions]
             waiting += [(example, sizes) for sizes in _sizes_to_call(reached, example, covered)]
         waiting.sort(key=lambda entry: -_bytes_of(*entry))

@@ -100,7 +100,7 @@ def test_generic_serves_until_the_variant_is_there_as_a_whole(train: bool) -> No
         assert told()["x[0] == 8"]["state"] == "compiling"
         assert background.wait(120)
         missed = counters["aot_autograd"]["autograd_cache_miss"]
-        assert missed == 1  # generic's, in its call: this process compiled nothing else
+        assert counters["aot_autograd"]["autograd_cache_saved"] == 1  # generic's: this process compiled nothing else
         for size in (8, 48, 8, 5):
             step(size)
     stats = multigraph_backend.stats()
@@ -110,6 +110,31 @@ def test_generic_serves_until_the_variant_is_there_as_a_whole(train: bool) -> No
     assert told()["x[0] == 8"]["by_worker"]
     assert told()["x[0] == 8"]["forms"] == ["True"]
     assert "by a worker" in str(multigraph_backend.explain())
+
+
+def test_a_variant_that_falls_into_forms_and_what_caches_have_already() -> None:
+    """Guards that the compile in the worker added are those of the form here; no worker is asked for known code."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x.round() * 2).sum()  # the same in any order
+
+    for once_more in (False, True):
+        run = compiled(f)
+        call(run, f, 5)
+        for size in (32, 8192, 48, 16384):
+            call(run, f, size)
+            assert background.wait(120)
+            call(run, f, size)
+        entry = told()["x[0] % 16 == 0"]
+        assert entry["by_worker"] != once_more
+        assert multigraph_backend.stats()["eager_calls"] == multigraph_backend.stats()["failures"] == 0
+        assert len(entry["forms"]) == 2, entry
+        assert all(form != "True" for form in entry["forms"])
+        if once_more:
+            assert multigraph_backend.stats()["worker_compiles"] == 0
+            assert multigraph_backend.stats()["loaded_ahead"] == 2
+        torch._dynamo.reset()
+        multigraph_backend.reset_stats()
 
 
 @pytest.mark.parametrize("stance", ["fail_on_recompile", "eager_on_recompile"])
