@@ -19,7 +19,7 @@ import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import sympy
@@ -171,8 +171,10 @@ def pack(
     )
     try:
         filtered = _compat.GraphPicklerOptions(ops_filter=_torchs_own, node_metadata_key_filter=_picklable_meta)
-        content: bytes = _compat.GraphPickler.dumps(parcel, filtered)
+        content: bytes = _pickler().dumps(parcel, filtered)
         again = unpack(content)
+    except CannotSend:
+        raise
     except Exception as error:
         raise CannotSend(f"it cannot be pickled: {describe(error)}") from error
     for mine, theirs in zip(graph_modules(graph.module), graph_modules(again.graph.module), strict=True):
@@ -206,6 +208,22 @@ def _as_was(module: torch.fx.GraphModule, lazy: Mapping[int, bool]) -> torch.fx.
         module = made
     module.recompile()
     return module
+
+
+@functools.cache
+def _pickler() -> Any:
+    """torch's pickler, which refuses what is the program's own: a worker would import the program to read it."""
+    known = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "einops", "triton", "multigraph_backend"}
+
+    class OfTorchAlone(_compat.GraphPickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, type | FunctionType) and value.__module__.partition(".")[0] not in known:
+                raise CannotSend(
+                    f"{value.__module__}.{value.__qualname__} is not torch's, and a worker does not have it"
+                )
+            return super().reducer_override(value)
+
+    return OfTorchAlone
 
 
 def arguments(parcel: Parcel) -> list[Any]:
@@ -270,11 +288,6 @@ def _changed_configs(state: CompileState) -> dict[str, dict[str, Any]]:
             for key, value in values.items()
             if key in defaults and key not in _OWN and not _same(value, defaults[key])
         }
-        for key, value in changed.items():
-            try:
-                pickle.dumps(value)
-            except Exception as error:
-                raise CannotSend(f"{name}.{key} cannot be pickled: {describe(error)}") from error
         if changed and name.startswith("torch."):
             found[name] = changed
     return found

@@ -189,6 +189,10 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 halved.register_fake(torch.empty_like)
 
 
+def as_it_is(graph: torch.fx.Graph) -> None:
+    """A pass of the program's own."""
+
+
 def test_what_no_worker_can_compile_is_compiled_in_calls_and_said() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return halved(x) + 1
@@ -202,6 +206,17 @@ def test_what_no_worker_can_compile_is_compiled_in_calls_and_said() -> None:
     call(run, f, 8)
     assert told()["x[0] == 8"]["state"] == "ready"
     assert not told()["x[0] == 8"]["by_worker"]
+    torch._dynamo.reset()
+    multigraph_backend.reset_stats()
+
+    def g(x: torch.Tensor) -> torch.Tensor:
+        return x.atan() + 23
+
+    run = compiled(g, inductor={"decompose_mem_bound_mm": False, "pre_grad_custom_pass": as_it_is})
+    call(run, g, 5, 8)
+    assert background.wait(120)
+    (note,) = [note for note in notes() if "not in the background" in note]
+    assert "as_it_is is not torch's" in note
     torch._dynamo.reset()
     run = compiled(f, compiler="aot_eager")
     call(run, f, 5, 8)
