@@ -274,8 +274,6 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         # graphs that are compiled ahead of time, and saved
         _S("SerializableCallable", "torch._dynamo.aot_compile_types", "SerializableCallable", feature="saved graphs",
            shape=("serialize_compile_artifacts", "deserialize_compile_artifacts")),
-        _S("GraphPickler", "torch.fx._graph_pickler", "GraphPickler", feature="saved graphs", shape=("dumps", "loads")),
-        _S("GraphPicklerOptions", "torch.fx._graph_pickler", "Options", feature="saved graphs", shape=("ops_filter",)),
         # several processes
         _S("resolve_process_group", "torch.distributed.distributed_c10d", "_resolve_process_group",
            feature="distributed"),
