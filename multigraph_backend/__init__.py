@@ -16,6 +16,7 @@ The parts, each of which imports only from those below it:
     page/           the same as a page for a browser, which loads nothing from anywhere
     backend.py      what torch calls with each graph; takes over torch's own dispatch of marks; compiles nothing
     region/         one Dynamo graph and its variants: which code runs a call, and what where there is none
+    padding/        calls padded up to declared sizes, where rows behind the real ones are shown to change nothing
     lower/          one compile from end to end: a captured graph with facts in, code and its guards out
     options.py      what the user says, in code and in MULTIGRAPH_OPTIONS, as one frozen Options
     remedies.py     what to write for an option or a value that is not accepted

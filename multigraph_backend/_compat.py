@@ -228,6 +228,14 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("list_mode_options", "torch._inductor", "list_mode_options", feature="modes"),
         _S("make_fx", "torch.fx.experimental.proxy_tensor", "make_fx", feature="saved tensors",
            shape=("f", "decomposition_table", "tracing_mode")),
+        # padding
+        _S("functional_trace", "torch.fx.experimental.proxy_tensor", "make_fx", feature="padding",
+           shape=("f", "tracing_mode")),
+        _S("python_dispatcher", "torch._dispatch.python", "enable_python_dispatcher", feature="padding"),
+        _S("preserve_node_meta", "torch.fx.traceback", "preserve_node_meta", feature="padding"),
+        _S("functionalize", "torch.func", "functionalize", feature="padding", shape=("func", "remove")),
+        _S("schema_of", "torch._C", "FunctionSchema", feature="padding",
+           shape=("is_mutable", "arguments", "overload_name")),
         # recordings
         _S("weak_storage", "torch", "UntypedStorage", feature="cudagraphs", shape=("_new_with_weak_ptr",)),
         _S("storage_use_count", "torch._C", "_storage_Use_Count", feature="cudagraphs"),
@@ -468,7 +476,7 @@ def sympy_expr(value: Any) -> Any:
     """A size, stride, offset or symbolic number as a sympy expression."""
     import sympy
 
-    if isinstance(value, __getattr__("SymTypes")):
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.expr
     return sympy.Integer(value) if isinstance(value, int) and not isinstance(value, bool) else value
 

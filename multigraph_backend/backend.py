@@ -74,6 +74,8 @@ class Multigraph:
             accepted = dataclasses.replace(accepted, cudagraphs=False)
         if disabled & {"saved_tensors", "all"}:
             accepted = accepted.without_packs()
+        if disabled & {"padding", "all"}:
+            accepted = dataclasses.replace(accepted, pad=())
         try:
             sealing.refused(f"{traced} is traced")  # Dynamo has done so; what is refused is its compile, when it comes
             if "all" in disabled:

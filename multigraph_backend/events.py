@@ -24,7 +24,7 @@ from multigraph_backend.process import rank
 
 log = logging.getLogger(__name__)
 
-CallKind = Literal["generic_calls", "variant_calls"]
+CallKind = Literal["generic_calls", "variant_calls", "padded_calls"]
 Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "loaded_ahead", "worker_compiles", "refused_manifests",
     "eager_calls", "failures",
@@ -33,13 +33,13 @@ Event = Literal[
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
     "refused_collectives", "waited_for_ranks", "late_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries",
-    "retained_backwards", "copied_backwards", "after_seal",
+    "retained_backwards", "copied_backwards", "after_seal", "refused_padding",
 ]  # fmt: skip
 
 #: what is measured when somebody asks
 Gauge = Literal["pool_held_bytes", "pool_live_bytes", "pool_lent_bytes", "pool_dead_bytes", "graph_bytes"]
 
-_CALLS: tuple[CallKind, ...] = ("generic_calls", "variant_calls")
+_CALLS: tuple[CallKind, ...] = get_args(CallKind)
 _EVENTS: tuple[Event, ...] = get_args(Event)
 _GAUGES: tuple[Gauge, ...] = get_args(Gauge)
 
@@ -141,7 +141,8 @@ def stats() -> dict[str, int]:
     """Process-wide counts since the start or the last `reset_stats()`.
 
     `regions`: Dynamo graphs taken; `generic_compiled`, `variants_compiled`: backend compiles; `generic_calls`,
-    `variant_calls`: calls run by them; `loaded_ahead`: compiled code that was taken from torch's caches alone,
+    `variant_calls`: calls run by them; `padded_calls`: those of them that were padded up to a declared size, and
+    `refused_padding`: graphs whose calls are not, though they were to be; `loaded_ahead`: compiled code that was taken from torch's caches alone,
     before a call asked for it, or after `seal()`; `worker_compiles`: of the variants compiled, those that a worker
     process compiled; `refused_manifests`: manifests and files of caches that were not to be trusted; `eager_calls`:
     calls run without compiled code; `failures`: compiles that failed, hung, or gave wrong outputs; `packed_tensors`,

@@ -46,6 +46,8 @@ _HELP = {
     "refused_manifests": "Manifests and files of caches that were not to be trusted",
     "generic_calls": "Calls run by generic graphs",
     "variant_calls": "Calls run by variants",
+    "padded_calls": "Calls padded up to a declared size",
+    "refused_padding": "Graphs whose calls are not padded though they were to be",
     "eager_calls": "Calls run without compiled code",
     "failures": "Compiles that failed, hung or gave wrong outputs",
     "recordings": "Recordings made in CUDA graphs",

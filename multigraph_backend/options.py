@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from multigraph_backend import environment, remedies
 from multigraph_backend.cudagraphs import limits
+from multigraph_backend.declare.buckets import Buckets
 from multigraph_backend.declare.predicates import Predicate, predicate_from_json
 from multigraph_backend.environment import NAME_ATTRIBUTE, VARIABLE, Entries, OptionsError
 from multigraph_backend.spelling import did_you_mean, shown
@@ -38,14 +39,15 @@ __all__ = ["DISABLE_VARIABLE", "PIECES", "VARIABLE", "Options", "OptionsError", 
 
 DISABLE_VARIABLE = "MULTIGRAPH_DISABLE"
 _OR_ERROR = "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR"
-PIECES = ("variants", "cudagraphs", "saved_tensors", "all")
+PIECES = ("variants", "padding", "cudagraphs", "saved_tensors", "all")
 
 
 def disabled_pieces(environ: Mapping[str, str]) -> frozenset[str]:
     """The pieces that ``MULTIGRAPH_DISABLE`` turns off, for finding out which one a problem comes from.
 
-    "variants": every call runs the generic graph; "cudagraphs": nothing is recorded; "saved_tensors": nothing is
-    packed; "all": each graph is compiled at once, as any backend would, and nothing is recorded or packed.
+    "variants": every call runs the generic graph; "padding": no call is padded; "cudagraphs": nothing is recorded;
+    "saved_tensors": nothing is packed; "all": each graph is compiled at once, as any backend would, and nothing is
+    recorded, packed or padded.
     Raises OptionsError for a name that is none of these.
     """
     return _listed(environ, DISABLE_VARIABLE, "piece", PIECES)
@@ -66,6 +68,7 @@ class Options:
     """What the user asked for. Hashable, and equal by value.
 
     specialize: conditions to compile variants for, in the order declared; none holds an `In`
+    pad: sizes that calls are padded up to, by the name of the size; "declared": those that `specialize` lists
     compile: "lazy", in the first call that matches; "eager", all declared ones at once; or "background", in worker
         processes while generic serves
     workers: of "background", sorted: "count", how many at a time; "memory", bytes that each may take; "gpu", whether
@@ -95,6 +98,7 @@ class Options:
     """
 
     specialize: tuple[Predicate, ...] = ()
+    pad: tuple[tuple[str, Buckets], ...] | Literal["declared"] = ()
     compile: Literal["lazy", "eager", "background"] = "lazy"
     workers: tuple[tuple[str, int | bool], ...] = ()
     on_failure: Literal["fallback", "raise"] = "fallback"
@@ -121,7 +125,7 @@ class Options:
         compiler = self.compiler if isinstance(self.compiler, str) else None
         knobs = tuple(name for name, _ in self.inductor)
         others = self.recording, knobs, self.saved_tensors, self.saved_tensors_budget
-        return hash((self.specialize, self.compile, self.on_failure, self.compile_timeout, compiler, *others))
+        return hash((self.specialize, self.pad, self.compile, self.on_failure, self.compile_timeout, compiler, *others))
 
     @property
     def recording(self) -> tuple[object, ...]:
@@ -352,6 +356,35 @@ def _read_specialize(given: _Given) -> tuple[Predicate, ...]:
             )
         predicates.extend(predicate.alternatives())
     return tuple(predicates)
+
+
+_A_PAD = 'an object of size names to lists of sizes, such as {"x[0]": [1, 2, 4, "..."]}, or "declared"'
+
+
+def _read_pad(given: _Given) -> tuple[tuple[str, Buckets], ...] | Literal["declared"]:
+    if given.value is None or given.value is False:
+        return ()
+    if isinstance(given.value, str):
+        if given.value != "declared":
+            given.refuse(_A_PAD + did_you_mean(given.value, ["declared"]))
+        return "declared"
+    if not isinstance(given.value, Mapping):
+        given.refuse(_A_PAD)
+    read: dict[str, Buckets] = {}
+    for name, sizes in given.value.items():
+        here = given.inner(name, sizes)
+        if not isinstance(name, str) or not name.strip():
+            here.refuse('the name of a size, such as "x[0]"')
+        if isinstance(sizes, Buckets):
+            read[name] = sizes
+            continue
+        if isinstance(sizes, str | bytes) or not isinstance(sizes, Sequence):
+            here.refuse('a list of sizes, such as [8, 16, 32] or [1, 2, 4, "..."]', "wrap it in a list")
+        try:
+            read[name] = Buckets.of(sizes)
+        except (TypeError, ValueError) as error:
+            raise OptionsError(f"option {here.option!r}: {error}{here.origin}") from error
+    return tuple(read.items())
 
 
 def _read_saved_tensors(given: _Given) -> tuple[Rule, ...]:
@@ -596,6 +629,7 @@ def _modes() -> Mapping[str, Mapping[str, object]]:
 
 _READERS: dict[str, Callable[[_Given], object]] = {
     "specialize": _read_specialize,
+    "pad": _read_pad,
     "compile": _read_choice("lazy", "eager", "background"),
     "workers": _read_workers,
     "on_failure": _read_choice("fallback", "raise"),

@@ -25,6 +25,7 @@ import torch
 from multigraph_backend import environment, events, page
 from multigraph_backend.declare import marks
 from multigraph_backend.options import disabled_pieces
+from multigraph_backend.padding.padded import Account
 from multigraph_backend.process import rank
 from multigraph_backend.region import region as regions
 from multigraph_backend.region import registry
@@ -69,6 +70,20 @@ class VariantReport:
 
 
 @dataclass(frozen=True)
+class PaddingReport:
+    """Calls that are padded up to declared sizes: `sizes`, as text by name; `state`: declared (no call was judged yet),
+    proven (operator by operator), tried (`operators` have no rule, and were tried out) or refused, for `reason`;
+    `refused`: of several sizes those that are not padded, and why; `calls`: how many were padded."""
+
+    sizes: dict[str, str]
+    state: str
+    calls: int
+    reason: str | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    operators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RegionReport:
     """One Dynamo graph: the user's function, its named sizes (name to expression), and what runs it.
 
@@ -87,6 +102,7 @@ class RegionReport:
     generic: VariantReport
     unreachable: tuple[str, ...]
     notes: tuple[str, ...]
+    padding: PaddingReport | None = None
 
 
 @dataclass(frozen=True)
@@ -287,7 +303,29 @@ def _report(
         generic=_variant_report(region, region.generic, (), of_variant(region.generic)),
         unreachable=tuple(entry.condition for entry in variants if (entry.reason or "").startswith("unreachable")),
         notes=tuple(region.notes),
+        padding=None if region.padding is None else _padding_report(region.padding),
     )
+
+
+def _padding_report(account: Account) -> PaddingReport:
+    return PaddingReport(
+        sizes={name: str(buckets) for name, buckets in account.sizes.items()},
+        state=account.state,
+        calls=account.calls,
+        reason=account.reason,
+        refused=dict(account.refused),
+        operators=account.tried,
+    )
+
+
+def _padding_text(entry: PaddingReport) -> list[str]:
+    sizes = "; ".join(f"{name} to {sizes}" for name, sizes in entry.sizes.items() if name not in entry.refused)
+    if entry.state == "refused":
+        names = ", ".join(entry.sizes)
+        return [f"  not padded: {names}: {entry.reason}"]
+    tried = f", {', '.join(entry.operators)} by trial" if entry.operators else ""
+    lines = [f"  padded: {sizes}  {entry.state}{tried}  {entry.calls:>8} calls"]
+    return lines + [f"  not padded: {name}: {why}" for name, why in entry.refused.items()]
 
 
 _ARGUMENT = re.compile(r"a\[\d+\](?:\.(?:size|stride)\(\d+\)|\.item\(\))?")
@@ -369,6 +407,8 @@ def _region_text(entry: RegionReport) -> str:
         if variant.collectives:
             lines.append(f"    {len(variant.collectives)} collectives of {variant.collective_bytes} bytes in all:")
             lines += [f"      {collective}" for collective in variant.collectives]
+    if entry.padding is not None:
+        lines += _padding_text(entry.padding)
     said = {variant.reason for variant in entry.variants}
     lines += [f"  note: {note}" for note in entry.notes if note not in said]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ In:  a graph of a trace in progress, whose nodes have Dynamo's fake tensors.  Ou
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -139,17 +140,28 @@ _PURE_NAMESPACES = frozenset({
 _EFFECTS = ("effect", "torchbind", "print", "callback", "opaque", "leaf", "hooks")
 
 
-def impure(gm: torch.fx.GraphModule) -> str | None:
+def impure(gm: torch.fx.GraphModule, safe: Sequence[str] = ()) -> str | None:
     """The first thing that the graph calls and that is not known to leave nothing behind but its results.
 
-    Known are torch's functions, methods and operators, whatever they write to (see `CapturedGraph.written`), and the
-    random numbers that they draw.
+    Known are torch's functions, methods and operators, whatever they write to (see `CapturedGraph.written`), the
+    random numbers that they draw, and operators that `safe` names, by globs.
     """
     for module in graph_modules(gm):
         for node in module.graph.nodes:
-            if not _known_pure(module, node):
+            if not _known_pure(module, node) and not is_named(node.target, safe):
                 return str(getattr(node.target, "__name__", node.target))
     return None
+
+
+def is_named(target: Any, globs: Sequence[str]) -> bool:
+    """Whether an operator is among those that the user names, by `namespace::op` or `namespace::op.overload`."""
+    if isinstance(target, _compat.OpOverload):
+        names = [target._schema.name, f"{target._schema.name}.{target._overloadname}"]
+    elif isinstance(target, _compat.OpOverloadPacket):
+        names = [str(target).replace(".", "::", 1)]
+    else:
+        return False
+    return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in globs)
 
 
 def _known_pure(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:

@@ -53,12 +53,15 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
     )
     symbols = _locate_symbols(inputs, shape_env)
     guards = []
+    unread: set[sympy.Symbol] = set()
     for guard in shape_env.guards:
         expr = shape_env.replace(guard.expr)
         if expr in (sympy.true, sympy.false) or not expr.free_symbols:
             continue
         if expr.free_symbols <= set(symbols):
             guards.append(expr)
+        else:
+            unread.update(expr.free_symbols)
     sizes, traced_names = _name_sizes(inputs, symbols, shape_env, user_code)
     outputs = output_kinds(gm)
     if not hasattr(gm, "_param_name_to_source"):
@@ -86,6 +89,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
         notes=_lost_marks(inputs, example_inputs, user_code),
         computes_floats=computes_floats(gm),
         zeros=zeros,
+        unread=frozenset(unread),
     )
 
 

@@ -140,6 +140,8 @@ class CapturedGraph:
     compile_id: Any = None  # torch's id of the trace, for its own tools
     notes: list[str] = field(default_factory=list)
     computes_floats: bool = False  # whether Python floats go through arithmetic before tensors take them
+    # symbols that Dynamo's guards relate to values that no argument has: those guards are not among `guards`
+    unread: frozenset[sympy.Symbol] = frozenset()
     zeros: tuple[int, ...] = ()  # positions of Python floats that Dynamo found to be zero, of whichever sign
     floats_are_constants: bool = False  # set by the first compile that cannot keep them apart from their values
     asked_floats: frozenset[sympy.Symbol] = frozenset()  # Python floats whose values a compile has asked for

@@ -217,12 +217,12 @@ class CompileJob:
     def _floats_or_constants(self, process_wide: contextlib.ExitStack) -> Lowered:
         if not self.graph.floats_are_constants:
             try:
-                return self._attempt(process_wide, _constant_floats(self.graph, self.args))
+                return self._attempt(process_wide, constant_floats(self.graph, self.args))
             except _compat.TensorifyScalarRestartAnalysis:
                 # a Python float is used where no tensor can stand for it: Dynamo would trace anew with its value
                 self.graph.floats_are_constants = True
                 process_wide.close()
-        return self._attempt(process_wide, _constant_floats(self.graph, self.args))
+        return self._attempt(process_wide, constant_floats(self.graph, self.args))
 
     def _attempt(self, process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float]) -> Lowered:
         started = time.perf_counter()
@@ -369,7 +369,7 @@ def kept_by_caches(graph: CapturedGraph, args: Sequence[Any]) -> bool:
 # ---------------------------------------------------------------- Python floats
 
 
-def _constant_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Symbol, float]:
+def constant_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Symbol, float]:
     """The Python floats that a compile for `args` takes for constants, with their values.
 
     Those that a symbol cannot stand for: all, where the graph needs them as numbers; infinities, not-a-number and -0.0;
@@ -388,7 +388,7 @@ def telling_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Symb
     """The Python floats whose values a compile for `args` may come to rely on: what it fails of may lie in them."""
     if not graph.floats:
         return {}
-    floats = _constant_floats(graph, args)
+    floats = constant_floats(graph, args)
     asked = {symbol: graph.symbols[symbol].location for symbol in graph.floats if symbol in graph.asked_floats}
     return {**floats, **{symbol: float(where.read(args)) for symbol, where in asked.items() if where is not None}}
 
@@ -439,7 +439,7 @@ def _trace(
     from multigraph_backend.cudagraphs import output_code
 
     started = time.perf_counter()
-    floats = _constant_floats(graph, args)
+    floats = constant_floats(graph, args)
     with state.restored(process_wide, "", autograd_cache=False), _compat.own_float_specializations():
         fresh = fresh_inputs.build(graph, facts, args, floats)
         with _compat.tracing(_compat.TracingContext(fresh.fake_mode)), output_code.attached() as codes:

@@ -84,7 +84,7 @@ def _graph(region: Data) -> dict[str, Any]:
         **region,
         "variants": variants,
         "measured": any(entry["gain"] is not None for entry in variants),
-        "notes": [note for note in region["notes"] if note not in said],
+        "notes": [*(note for note in region["notes"] if note not in said), *_of_padding(region.get("padding"))],
         "calls": sum(entry["calls"] for entry in variants),
         "compile_seconds": sum(entry["compile_seconds"] for entry in variants),
         "saved": [
@@ -93,6 +93,18 @@ def _graph(region: Data) -> dict[str, Any]:
             for number, saved in enumerate(entry["saved"])
         ],
     }
+
+
+def _of_padding(entry: Data | None) -> Iterator[str]:
+    """What became of the padding of a graph's calls."""
+    if entry is None:
+        return
+    sizes = "; ".join(f"{name} to {sizes}" for name, sizes in entry["sizes"].items())
+    if entry["state"] == "refused":
+        yield f"calls are not padded ({sizes}): {entry['reason']}"
+        return
+    yield f"{entry['calls']} calls were padded ({sizes}; {entry['state']})"
+    yield from (f"{name} is not padded: {why}" for name, why in entry["refused"].items())
 
 
 def _variant(entry: Data) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.lower.stand_ins import Likeness, stand_ins
 from multigraph_backend.options import Options
+from multigraph_backend.padding import padded
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import background, dispatch, gains, registry, warm_start
 from multigraph_backend.region.background import Asked
@@ -83,7 +84,8 @@ class Region:
         if options.on_failure == "raise" and not graph.user_code.partial:
             _refuse_unknown_names(graph, options)
         conditions, notes = declared.resolve(graph, options.specialize)
-        self.notes = list(dict.fromkeys([*graph.notes, *options.notes, *notes]))
+        self.padding, said = padded.resolve(graph, options, conditions) if options.pad else (None, [])
+        self.notes = list(dict.fromkeys([*graph.notes, *options.notes, *notes, *said]))
         self.variants = [Variant(number, condition) for number, condition in enumerate(conditions)]
         self.generic = Variant(len(conditions), None)
         self.plan, self._checks = _plan(graph, self.variants, self.generic.number)
@@ -115,7 +117,10 @@ class Region:
     def dispatcher(self) -> Callable[..., Any]:
         """The function that runs a call: same arguments as the graph, same outputs."""
         profiler = dispatch.NoProfiler if _compat.missing("instruments") else _compat.profiler
-        return dispatch.install(self.plan, self._ready, self.missed, self._checks, profiler, self._profiled)
+        run = dispatch.install(self.plan, self._ready, self.missed, self._checks, profiler, self._profiled)
+        if self.padding is None:
+            return run
+        return padded.install(self._graph, self.options, self._state, self.padding, run)
 
     def _profiled(self, target: int, args: tuple[Any, ...]) -> Any:
         """A call while torch's profiler runs: the same, under the variant's name."""
@@ -588,6 +593,7 @@ def compiled_at_once(
     region.serial = next(_serials)
     region.options, region.name, region.user_code, region.sizes = options, options.name, user_code, {}
     region.argument_names = {}
+    region.padding = None
     region.notes = [f"compiled at once, without variants: {reason}", *options.notes]
     region.variants, region.generic = [], Variant(0, None)
     region.generic.add(Form(Lowered(run, guards.NONE, seconds, saved=saved), proven=True))
@@ -690,6 +696,9 @@ def _refuse_unknown_names(graph: CapturedGraph, options: Options) -> None:
         for name in predicate.names:
             if graph.find(name) is None:
                 raise declared.UnknownName(declared.unknown_name(graph, name))
+    for name, _ in options.pad if options.pad != "declared" else ():
+        if graph.find(name) is None:
+            raise declared.UnknownName(declared.unknown_name(graph, name))
 
 
 def _plan(
