@@ -233,7 +233,9 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            shape=("f", "tracing_mode")),
         _S("python_dispatcher", "torch._dispatch.python", "enable_python_dispatcher", feature="padding"),
         _S("preserve_node_meta", "torch.fx.traceback", "preserve_node_meta", feature="padding"),
-        _S("functionalize", "torch.func", "functionalize", feature="padding", shape=("func", "remove")),
+        _S("dispatch_functionalize", "torch._subclasses.functional_tensor", "dispatch_functionalize", feature="padding",
+           shape=("func", "mode")),
+        _S("FunctionalTensorMode", "torch._subclasses.functional_tensor", "FunctionalTensorMode", feature="padding"),
         _S("schema_of", "torch._C", "FunctionSchema", feature="padding",
            shape=("is_mutable", "arguments", "overload_name")),
         # recordings

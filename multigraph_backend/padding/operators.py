@@ -201,7 +201,7 @@ def check(call: Call) -> bool:
     entry = RULES.get(f"{name}.{schema.overload_name or 'default'}", RULES.get(name))
     if entry is None and torch.Tag.nondeterministic_seeded in target.tags:
         raise NotKept("draws random numbers, as many as there are rows")
-    if schema.is_mutable:
+    if schema.is_mutable and not _only_here(call.node):
         raise NotKept("changes its operands in place")
     if entry is None and torch.Tag.pointwise in target.tags:
         entry = _Entry(pointwise)
@@ -224,6 +224,23 @@ def check(call: Call) -> bool:
     if call.positions.intersection(call.node.all_input_nodes):
         call.takes_positions()
     return True
+
+
+def _only_here(node: torch.fx.Node) -> bool:
+    """Whether what is changed in place was made for it: nothing looks at it later, or by another name."""
+    first = node.args[0] if node.args else None
+    written = [entry for entry in node.target._schema.arguments if entry.alias_info and entry.alias_info.is_write]  # type: ignore[union-attr]
+    if not isinstance(first, torch.fx.Node) or written != [node.target._schema.arguments[0]]:  # type: ignore[union-attr]
+        return False
+    before = first.op == "call_function" and all(user is node or user < node for user in first.users)
+    return before and not any(_shares(entry) for entry in (first, *first.users) if entry is not node)
+
+
+def _shares(node: torch.fx.Node) -> bool:
+    """Whether its result may be memory of an operand."""
+    if not isinstance(node.target, _compat.OpOverload):
+        return True
+    return any(entry.alias_info is not None for entry in node.target._schema.returns)
 
 
 def check_sizes(call: Call) -> None:
@@ -524,13 +541,16 @@ def gather(call: Call) -> None:
 
 
 def _beside(call: Call, dim: int, *names: str) -> None:
-    """Apart from `dim`, these operands have the sizes of the first one where these are padded."""
+    """Apart from `dim`, these operands have the sizes of the first one where they are padded.
+
+    Where they are not, they are about the first rows of it, which are real.
+    """
     for name in names:
         operand = call.given.get(name)
         if not isinstance(operand, torch.fx.Node):
             continue
         for at, (own, size) in enumerate(zip(call.shape(operand), call.shape(call.given["self"]), strict=False)):
-            if at != dim and (call.depends(own) or call.depends(size)) and not call.same(own, size):
+            if at != dim and call.depends(own) and not call.same(own, size):
                 raise NotKept(f"combines sizes {own} and {size}")
 
 
@@ -540,6 +560,14 @@ def scatter(call: Call) -> None:
         call.apart(name, [dim], "writes by numbers along")
     call.in_range("index")
     _beside(call, dim, "index", "src")
+
+
+def along_index(call: Call) -> None:
+    """Writes to places along one dimension by numbers."""
+    dim = _dim(call)
+    call.apart("self", [dim], "writes by numbers along")
+    call.free("index")
+    _beside(call, dim, *(["source"] if "source" in call.given else []))
 
 
 def index_put(call: Call) -> None:
@@ -649,6 +677,7 @@ RULES: dict[str, _Entry] = _table({
     "index_select": index_select,
     "gather": gather,
     "scatter scatter_add scatter_reduce": scatter,
+    "index_fill index_add index_copy": along_index,
     "index_put _unsafe_index_put": index_put,
     "_unsafe_index": index,
     "native_layer_norm _fused_rms_norm": layer_norm,
@@ -661,6 +690,7 @@ RULES: dict[str, _Entry] = _table({
     "reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d": last(2),
     "upsample_bicubic2d _upsample_bilinear2d_aa": last(2),
     "avg_pool1d max_pool1d reflection_pad1d upsample_linear1d upsample_nearest1d": last(1),
+    "sym_size sym_stride sym_numel sym_storage_offset": filled,
     "_assert_async": over_all,
     "_assert_scalar sym_constrain_range sym_constrain_range_for_size": filled,
     "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": last(3),

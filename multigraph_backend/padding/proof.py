@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,13 +28,14 @@ import torch
 from multigraph_backend import _compat
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.lower import fresh_inputs, guards
-from multigraph_backend.lower.compile_thread import compile_within
+from multigraph_backend.lower.compile_thread import compile_within, describe
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import FreshInputs
 from multigraph_backend.lower.guards import Guards
 from multigraph_backend.lower.lowering import constant_floats
 from multigraph_backend.padding import operators
 from multigraph_backend.padding.operators import Call, NotKept
+from multigraph_backend.process.interruptions import from_outside
 
 
 class CannotPad(Exception):
@@ -146,6 +148,17 @@ class _WithHeld(torch.fx.Interpreter):
         super().__init__(module)
         self.held = held
 
+    def run_node(self, n: torch.fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            if from_outside(error):
+                raise
+            where = f": {line}" if (line := _line(n)) else ""
+            raise CannotPad(f"{_name(n.target)} cannot be traced ({describe(error)}){where}") from error
+
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return self.held.get(id(value), value)
@@ -173,11 +186,14 @@ class _Traced:
         return outputs
 
     def functional(self) -> torch.fx.Graph:
-        """ATen operators without effects; what is written to inputs is copied to them at the end."""
+        """ATen operators without effects; behind the outputs it returns what became of each tensor among the inputs."""
+
+        def with_inputs(*arguments: Any) -> tuple[Any, ...]:
+            return (*self._run(*arguments), *(entry for entry in arguments if isinstance(entry, torch.Tensor)))
+
+        run = _compat.dispatch_functionalize(with_inputs, _compat.FunctionalTensorMode())
         with _compat.preserve_node_meta():
-            made: torch.fx.GraphModule = _compat.functional_trace(_compat.functionalize(self._run, remove="mutations"))(
-                *self.fresh.inputs, *self.held
-            )
+            made: torch.fx.GraphModule = _compat.functional_trace(run)(*self.fresh.inputs, *self.held)
         return made.graph
 
 
@@ -201,7 +217,7 @@ class _Judge:
             self.found[node] = doubt
             if node.op == "output":
                 reached.update(dict.fromkeys(self._all(node)))
-            elif doubt is not None and not node.users and (node.is_impure() or _writes(node)):
+            elif doubt is not None and not node.users and node.is_impure():
                 reached[doubt] = None
         return tuple(sorted(reached, key=lambda doubt: not doubt.known))
 
@@ -236,12 +252,6 @@ class _Judge:
             if isinstance(values, (*_compat.SymTypes, torch.SymBool, int, float, bool)):
                 return None  # arithmetic with sizes: what takes the number looks at it
             return Doubt(_name(target), "is not known", _line(node), False)
-        if _writes(node):
-            place, value = node.args[:2]
-            if isinstance(place, torch.fx.Node) and place.op == "placeholder" and isinstance(value, torch.fx.Node):
-                whole = Call(_NO_CALL, self.symbol, self.replace)
-                if whole.shape(place) == whole.shape(value):
-                    return None
         call = Call(node, self.symbol, self.replace, self.positions, self.counting)
         try:
             if operators.check(call):
@@ -252,8 +262,7 @@ class _Judge:
         return Doubt(_name(target), "is not known", _line(node), False)
 
 
-def _writes(node: torch.fx.Node) -> bool:
-    return node.target is torch.ops.aten.copy_.default
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _no_call() -> torch.fx.Node:
@@ -274,6 +283,7 @@ def _line(node: torch.fx.Node) -> str:
     """The user's line of an operator: `x.mean(0)  (model.py:12)`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     places = [at for at, line in enumerate(lines) if line.startswith('File "')]
+    places = [at for at in places if not lines[at].startswith(f'File "{_TORCH}')] or places
     if not places:
         return ""
     _, file, number = (*lines[places[-1]].split('"', 2), "")[:3]
