@@ -94,6 +94,11 @@ class Call:
         """Whether this is a tensor with a padded dimension."""
         return isinstance(value, torch.fx.Node) and _is_tensor(value.meta.get("val")) and bool(self.padded(value))
 
+    def apart_from_all(self) -> bool:
+        """Whether no operand depends on the padded size: whatever this is, it is the same with padding and without."""
+        nodes = self.node.all_input_nodes
+        return not any(self.is_padded(node) or self.depends(self.expr(node)) or _is_list_of(node) for node in nodes)
+
     def tensors(self) -> list[torch.fx.Node]:
         """All operands that are tensors."""
         self.given.asked.update(self.given)
@@ -172,6 +177,10 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _is_list_of(node: torch.fx.Node) -> bool:
+    return _is_list(node.meta.get("val"))
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
@@ -197,6 +206,8 @@ def check(call: Call) -> bool:
     """
     target: Any = call.node.target
     schema = target._schema
+    if call.apart_from_all() and not schema.is_mutable:
+        return True
     name = schema.name
     entry = RULES.get(f"{name}.{schema.overload_name or 'default'}", RULES.get(name))
     if entry is None and torch.Tag.nondeterministic_seeded in target.tags:
@@ -653,6 +664,7 @@ RULES: dict[str, _Entry] = _table({
     "full zeros ones empty new_full new_zeros new_ones new_empty": (filled, _SIZE),
     "empty_strided new_empty_strided empty_permuted": (filled, ("size", "stride")),
     "full_like zeros_like ones_like empty_like scalar_tensor": filled,
+    "linspace logspace": filled,
     "arange": (arange, ("end",)),
     "prims::iota": (by_place, ("length",)),
     "tril triu": by_place,

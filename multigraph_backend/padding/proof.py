@@ -251,6 +251,8 @@ class _Judge:
             values = node.meta.get("val")
             if isinstance(values, (*_compat.SymTypes, torch.SymBool, int, float, bool)):
                 return None  # arithmetic with sizes: what takes the number looks at it
+            if _apart(node, self.symbol, self.replace):
+                return None
             return Doubt(_name(target), "is not known", _line(node), False)
         call = Call(node, self.symbol, self.replace, self.positions, self.counting)
         try:
@@ -263,6 +265,13 @@ class _Judge:
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _apart(node: torch.fx.Node, symbol: sympy.Symbol, replace: Any) -> bool:
+    """Whether nothing that a higher-order operator is given depends on the size."""
+    asked = Call(_NO_CALL, symbol, replace)
+    asked.node = node
+    return asked.apart_from_all()
 
 
 def _no_call() -> torch.fx.Node:

@@ -1,4 +1,4 @@
-"""`warmup()`: every declared variant, generic, and sizes 0 and 1 where they are declared, called before traffic comes.
+"""`warmup()`: every declared variant and size to pad to, generic, sizes 0 and 1 where declared, called before traffic.
 
 The example is called first: Dynamo's trace says which sizes depend on which.  From then on calls of other sizes are
 made from it, one for each declared condition that no earlier one answers, and one for generic, after all is loaded that
@@ -230,11 +230,14 @@ def _sizes_to_call(
         named = {name: size for name, size in graph.sizes.items() if example.size(name) is not None}
         at = {size.expr: example.size(name) or 0 for name, size in named.items() if isinstance(size.expr, sympy.Symbol)}
         conditions = [variant.condition for variant in region.variants if variant.condition is not None]
+        wanted: list[dict[sympy.Symbol, int]] = []
         for number in range(len(conditions) + 1):
             values = _values_for(graph, conditions, number, at)
             if values is None:
                 covered.add((region.serial, number))
-                continue
+            else:
+                wanted.append(values)
+        for values in (*wanted, *_padded(region, at)):
             sizes = {
                 name: int(size.expr.xreplace(values))
                 for name, size in named.items()
@@ -244,6 +247,16 @@ def _sizes_to_call(
             if key not in seen and any(example.size(name) != size for name, size in sizes.items()):
                 seen.add(key)
                 yield sizes
+
+
+def _padded(region: Region, at: Mapping[sympy.Symbol, int]) -> Iterator[dict[sympy.Symbol, int]]:
+    """Every declared size that calls are padded up to, of several every combination; open lists up to the example's."""
+    active = {} if region.padding is None else region.padding.active
+    symbols = {name: region.padding.symbols[name] for name in active} if region.padding is not None else {}
+    if not active or not set(symbols.values()) <= at.keys():
+        return
+    for sizes in itertools.product(*(buckets.up_to(at[symbols[name]]) for name, buckets in active.items())):
+        yield {**at, **dict(zip(symbols.values(), sizes, strict=True))}
 
 
 def _values_for(
