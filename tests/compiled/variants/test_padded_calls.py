@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import multigraph_backend
-from multigraph_backend import OptionsError, explain, stats
+from multigraph_backend import OptionsError, explain, metrics, stats
+from multigraph_backend.padding import calls
 from multigraph_backend.region import registry
 
 F = torch.nn.functional
@@ -532,4 +534,95 @@ def test_without_the_option_nothing_stands_before_the_dispatcher() -> None:
     (region,) = registry.living()
     assert region.padding is None  # type: ignore[attr-defined]
     assert region.dispatcher().__code__.co_filename == "<multigraph dispatcher>"  # type: ignore[attr-defined]
+    assert padding() == []
+
+
+# ---------------------------------------------------------------- servers
+
+
+@pytest.fixture
+def _unsealed() -> Any:
+    yield
+    multigraph_backend.unseal()
+
+
+@pytest.mark.usefixtures("_unsealed")
+def test_after_a_warm_up_padded_calls_compile_nothing() -> None:
+    options = {"pad": {"x[0]": [2, 4, 8]}, "specialize": [{"x[0]": [2, 4, 8]}], "compiler": "aot_eager"}
+    call = torch.compile(PROVEN["linear"], backend="multigraph", dynamic=True, options=options)
+    x, n = rows_of(5)
+    done = multigraph_backend.warmup(call, (x, n))
+    assert done.ready, done
+    assert {row.sizes.get("x[0]") for row in done.calls} >= {2, 4, 8}
+    before = stats()
+    multigraph_backend.seal("raise")
+    for rows in (2, 3, 4, 5, 6, 7, 8):
+        x, n = torch.randn(rows, 6), torch.zeros(rows)
+        torch.testing.assert_close(call(x, n), PROVEN["linear"](x, n))
+    after = stats()
+    assert after["padded_calls"] - before["padded_calls"] == 4
+    assert [after[key] for key in ("variants_compiled", "generic_compiled", "regions")] == [
+        before[key] for key in ("variants_compiled", "generic_compiled", "regions")
+    ]
+
+
+def test_threads_that_come_at_once_are_judged_once_and_are_all_right() -> None:
+    call = compiled(PROVEN["every row with every other"], "aot_eager")
+    x, n = rows_of(6)
+    call(x, n)  # Dynamo's own compiles of several threads are not the matter here
+    torch._dynamo.reset()
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        choose = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _ in range(30):
+                rows = int(torch.randint(2, 40, (), generator=choose))
+                x = torch.randn(rows, 6, generator=choose)
+                torch._dynamo.mark_dynamic(x, 0)
+                if not torch.allclose(call(x, n), x @ x.t(), atol=1e-5):
+                    wrong.append(f"{rows} rows")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert {account["state"] for account in padding()} == {"proven"}
+    assert sum(account["calls"] for account in padding()) > 100
+
+
+def test_a_padded_call_that_raises_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong in a longer call alone costs the padding of that size, and no request."""
+    call = compiled(PROVEN["linear"])
+    x, n = rows_of(8)
+    call(x, n)
+    real = calls.appended
+
+    def appended(tensor: torch.Tensor, dim: int, size: int, longer: int) -> torch.Tensor:
+        if longer == 16:
+            raise RuntimeError("no room for sixteen")
+        return real(tensor, dim, size, longer)
+
+    monkeypatch.setattr(calls, "appended", appended)
+    torch._dynamo.reset()
+    for rows in (9, 5, 9, 12):
+        x, n = rows_of(rows)
+        torch.testing.assert_close(call(x, n), PROVEN["linear"](x, n))
+    assert padding()[0]["calls"] == 1
+
+
+def test_metrics_and_the_page_show_it() -> None:
+    run(PROVEN["linear"])
+    assert any(family.name.endswith("padded_calls") for family in metrics.Reader().read())
+    assert "5 calls were padded (x[0] to 4, 8, 16, ...; proven)" in explain().to_html()
+
+
+def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", "padding")
+    call = compiled(PROVEN["linear"])
+    for rows in ROWS:
+        x, n = rows_of(rows)
+        torch.testing.assert_close(call(x, n), PROVEN["linear"](x, n))
     assert padding() == []
