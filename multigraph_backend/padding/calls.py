@@ -142,7 +142,7 @@ class _Texts:
         sizes, strides = (f"({', '.join(map(self._padded, exprs))},)" for exprs in (layout.size, layout.stride))
         needed = frozenset().union(*(sympy.sympify(expr).free_symbols for expr in (*layout.size, *layout.stride)))
         self.asked.append((f"distinct({sizes}, {strides})", needed))
-        return f"extended(a[{index}], ({', '.join(ends)},), {sizes}, {strides})"
+        return f"extended(a[{index}], ({''.join(f'{end}, ' for end in ends)}), {sizes}, {strides})"
 
     def numbers(self, made: Sequence[str | None]) -> str:
         entries = enumerate(zip(self.graph.inputs, made, strict=True))

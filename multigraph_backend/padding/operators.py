@@ -15,7 +15,8 @@ In: calls of ATen operators in a functional graph, with fake tensors over symbol
 
 Positions: `torch.arange(s)` is kept, but its entries behind n are numbers that no call without padding has.  As indices
 they could lie outside of what they index, and as divisors they could be zero.  Values that come from such are told
-apart (`Call.positions`), and are neither.
+apart (`Call.positions`), and are neither.  So are values that come from several rows, `x[1:] - x[:-1]`: rows behind the
+real ones repeat the last one, and so each by itself is one that a call may have, but not with the one before it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Call:
 
     `replace` gives an expression by what the trace found equal.  `positions`: nodes whose padded entries are numbers
     that no call without padding has.  `counting`: nodes that are `arange(0, f(s))`, or that with dimensions of size 1
-    and expanded.
+    and expanded.  `shifted`: nodes whose rows are in other places than where they came from.
     """
 
     node: torch.fx.Node
@@ -53,6 +54,7 @@ class Call:
     replace: Callable[[Any], Any]
     positions: set[torch.fx.Node] = field(default_factory=set)
     counting: dict[torch.fx.Node, sympy.Expr] = field(default_factory=dict)
+    shifted: set[torch.fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.given = _Operands(_given(self.node))
@@ -232,6 +234,11 @@ def check(call: Call) -> bool:
         if operand not in call.given.asked and any(map(call.is_padded, value if _is_list(value) else [value])):
             return False
     check_sizes(call)
+    padded = [node for node in call.node.all_input_nodes if call.is_padded(node)]
+    if call.shifted.intersection(padded):
+        call.shifted.add(call.node)
+        if len(padded) > 1:  # of which one may be of another row than the other
+            call.takes_positions()
     if call.positions.intersection(call.node.all_input_nodes):
         call.takes_positions()
     return True
@@ -352,8 +359,11 @@ def slice_(call: Call) -> None:
         if call.depends(call.expr(end)):
             call.takes_positions()  # a table up to row s: rows of it that no call without padding reads
         return
-    if (call.constant(start, "a start") or 0) < 0:
+    first = call.constant(start, "a start") or 0
+    if first < 0:
         raise NotKept("reads rows counted from the end")
+    if first > 0:
+        call.shifted.add(call.node)
 
 
 def slice_scatter(call: Call) -> None:
@@ -366,6 +376,7 @@ def slice_scatter(call: Call) -> None:
         to_the_end = known is None or (known.is_Integer and known >= END) or call.same(known, size)
         if (start or 0) < 0 or not (to_the_end or (known.is_Integer and known >= 0)):
             raise NotKept("writes to rows counted from the end")
+        call.shifted.add(call.node)
     elif any(call.depends(call.expr(call.given.get(name))) for name in ("start", "end")):
         raise NotKept("writes to a part that depends on the padded size")
     others = [size for at, size in enumerate(call.shape(source)) if at != dim]
@@ -387,6 +398,8 @@ def cat(call: Call) -> None:
     for entry in tensors[:-1]:
         if dim in call.padded(entry):
             raise NotKept("puts rows behind padded ones")
+    if len(tensors) > 1 and dim in call.padded(call.node):
+        call.shifted.add(call.node)
     for entry in tensors:
         for at, (own, out) in enumerate(zip(call.shape(entry), call.shape(call.node), strict=True)):
             if at != dim and (call.depends(own) or call.depends(out)) and not call.same(own, out):
@@ -418,6 +431,11 @@ def arange(call: Call) -> None:
         whole = call.given.get("start") in (None, 0) and call.given.get("step") in (None, 1)
         if whole and call.node.meta["val"].dtype in (torch.int32, torch.int64):
             call.counting[call.node] = call.shape(call.node)[0]
+
+
+def looked_at(call: Call) -> None:
+    """Asks for types alone."""
+    call.tensors()
 
 
 def by_place(call: Call) -> None:
@@ -617,6 +635,8 @@ def constant_pad(call: Call) -> None:
         dim = count - 1 - step
         if dim in dims and ((call.constant(pad[2 * step], "a width") or 0) < 0 or call.expr(pad[2 * step + 1]) != 0):
             raise NotKept("adds entries behind padded rows")
+        if dim in dims and call.expr(pad[2 * step]) != 0:
+            call.shifted.add(call.node)
 
 
 def split(call: Call) -> None:
@@ -703,12 +723,13 @@ RULES: dict[str, _Entry] = _table({
     "upsample_bicubic2d _upsample_bilinear2d_aa": last(2),
     "avg_pool1d max_pool1d reflection_pad1d upsample_linear1d upsample_nearest1d": last(1),
     "sym_size sym_stride sym_numel sym_storage_offset": filled,
+    "_assert_tensor_metadata": looked_at,
     "_assert_async": over_all,
     "_assert_scalar sym_constrain_range sym_constrain_range_for_size": filled,
     "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": last(3),
     "upsample_trilinear3d upsample_nearest3d pixel_shuffle": last(3),
     "constant_pad_nd": (constant_pad, ()),
-    "split split_with_sizes split_with_sizes_copy split_copy unbind chunk": split,
+    "unsafe_split unsafe_split_with_sizes split split_with_sizes split_with_sizes_copy split_copy unbind chunk": split,
     "bucketize": last(0, "self", "boundaries"),
     "searchsorted": last(0, "self", "sorted_sequence"),
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention": attention,

@@ -166,6 +166,7 @@ class Padding:
         self._padded: PaddedCall | None = None
         self._holds: Callable[[tuple[Any, ...], tuple[int, ...]], bool] | None = None
         self._doubts: tuple[Doubt, ...] = ()
+        self._mild = False
         self._known: dict[Any, tuple[int, ...] | None] = {}
 
     # ---------------------------------------------------------------- judging
@@ -192,7 +193,7 @@ class Padding:
     def _first_padded(self, padded: PaddedCall, key: Any, to: tuple[int, ...], args: tuple[Any, ...]) -> Any:
         graph = self.graph
         if self._doubts:
-            different = probing.difference(graph.module, padded, args, to)
+            different = probing.difference(graph.module, padded, args, to, self._mild)
             if different is not None:
                 names = ", ".join(dict.fromkeys(doubt.operator for doubt in self._doubts))
                 self._refuse(f"rows depend on each other ({names}, tried with {_text(key, to)}): {different}")
@@ -302,7 +303,7 @@ class Padding:
             return
         symbols = [symbol for symbol, _ in self._axes]
         padded = calls.make(graph, found, symbols, self.dispatch, account.tick)
-        self._doubts = tuple(dict.fromkeys(doubts))
+        self._doubts, self._mild = tuple(dict.fromkeys(doubts)), found.rounds
         account.tried = tuple(dict.fromkeys(doubt.operator for doubt in self._doubts))
         check = found.guards.check
         steady = check is None or self._is_steady(found.guards.text, symbols)

@@ -77,12 +77,12 @@ class Output:
 @dataclass(frozen=True)
 class Proof:
     """`doubts` by the symbol to be padded, empty: proven; `outputs` in their order, and `guards` of the trace.
-    `written`: positions of arguments whose real rows are copied back."""
+    `rounds`: whether integers are made of floating-point numbers, which not-a-number must not become."""
 
     doubts: Mapping[sympy.Symbol, tuple[Doubt, ...]]
     outputs: tuple[Output, ...]
     guards: Guards
-    written: tuple[int, ...] = ()
+    rounds: bool = False
 
 
 def prove(
@@ -126,8 +126,19 @@ def _prove(
         judge = _Judge(functional, found, replace, len(graph.inputs))
         doubts[symbol] = judge.doubts()
     outputs = _Outputs(graph, fresh, returned, new, doubts).all()
-    padded = _padded_inputs(graph, symbols)
-    return Proof(doubts, outputs, relied_on, tuple(index for index in padded if index in graph.written))
+    return Proof(doubts, outputs, relied_on, any(map(_rounds, functional.nodes)))
+
+
+def _rounds(node: torch.fx.Node) -> bool:
+    """Whether floating-point numbers go in and integers come out: an index that is computed, say."""
+    value = node.meta.get("val")
+    results = value if isinstance(value, list | tuple) else [value]
+    given = [entry.meta.get("val") for entry in node.all_input_nodes]
+    return any(isinstance(entry, torch.Tensor) and entry.is_floating_point() for entry in given) and any(
+        isinstance(entry, torch.Tensor) and not (entry.is_floating_point() or entry.is_complex())
+        for entry in results
+        if not isinstance(entry, torch.Tensor) or entry.dtype is not torch.bool
+    )
 
 
 def _padded_inputs(graph: CapturedGraph, symbols: Sequence[sympy.Symbol]) -> list[int]:
@@ -208,6 +219,7 @@ class _Judge:
         self.found: dict[torch.fx.Node, Doubt | None] = {}
         self.positions: set[torch.fx.Node] = set()
         self.counting: dict[torch.fx.Node, sympy.Expr] = {}
+        self.shifted: set[torch.fx.Node] = set()
 
     def doubts(self) -> tuple[Doubt, ...]:
         """What reaches an output, something that is written, or an effect; known ones first."""
@@ -229,8 +241,9 @@ class _Judge:
         if node.op == "placeholder":
             return self._of_input(node)
         if node.op != "call_function" or node.target is operator.getitem:
-            if inherited is None and self.positions.intersection(node.all_input_nodes):
-                self.positions.add(node)
+            for told in (self.positions, self.shifted):
+                if told.intersection(node.all_input_nodes):
+                    told.add(node)
             return inherited
         own = self._of_call(node)
         if own is None or (inherited is not None and inherited.known):
@@ -254,13 +267,16 @@ class _Judge:
             if _apart(node, self.symbol, self.replace):
                 return None
             return Doubt(_name(target), "is not known", _line(node), False)
-        call = Call(node, self.symbol, self.replace, self.positions, self.counting)
+        call = Call(node, self.symbol, self.replace, self.positions, self.counting, self.shifted)
         try:
             if operators.check(call):
                 return None
             operators.check_sizes(call)
         except NotKept as reason:
             return Doubt(_name(target), str(reason), _line(node), True)
+        if self.positions.intersection(node.all_input_nodes):
+            why = "is not known, and takes positions, of which padded rows have others"
+            return Doubt(_name(target), why, _line(node), True)
         return Doubt(_name(target), "is not known", _line(node), False)
 
 
@@ -298,6 +314,7 @@ def _line(node: torch.fx.Node) -> str:
     _, file, number = (*lines[places[-1]].split('"', 2), "")[:3]
     place = f"{file.rsplit('/', 1)[-1]}:{number.removeprefix(', line ').split(',')[0]}"
     code = next((line for line in lines[places[-1] + 1 :] if line.strip("^~ ")), "")
+    code = code if len(code) <= 100 else f"{code[:97]}..."
     return f"`{code}` ({place})" if code else f"({place})"
 
 

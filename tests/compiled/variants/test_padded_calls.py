@@ -325,6 +325,46 @@ def test_a_bound_of_a_mark_is_kept() -> None:
     assert stats()["padded_calls"] == 2  # 9 would be 16
 
 
+def test_numbers_that_only_padded_rows_would_have_are_no_indices_and_no_divisors() -> None:
+    """A row and the one before it: behind the real ones both are the same row, which no call needs have."""
+    steps = {
+        "differences": (lambda x, n: TABLE[n[1:] - n[:-1] - 1], "takes positions as indices"),
+        "quotients": (lambda x, n: 7 // (n[1:] - n[:-1]), "divides integers by positions"),
+        "behind a token": (lambda x, n: TABLE[torch.cat([n[:1], n])[1:] - n], "takes positions as indices"),
+        "positions": (lambda x, n: n % (torch.arange(n.shape[0]) - 20), "divides integers by positions"),
+    }
+    for name, (function, said) in steps.items():
+        torch._dynamo.reset()
+        call = compiled(function, pad={"n[0]": SIZES})
+        for rows in (5, 7, 9):
+            x, n = rows_of(rows)
+            n = torch.arange(rows) * 2
+            torch._dynamo.mark_dynamic(n, 0)
+            torch.testing.assert_close(call(x, n), function(x, n))
+        assert said in padding()[0]["reason"], name
+    assert stats()["padded_calls"] == 0
+
+
+def test_a_size_that_only_strides_have() -> None:
+    def function(x: torch.Tensor, n: torch.Tensor) -> Any:
+        return x * 2, n + 1
+
+    call = compiled(function, "aot_eager")
+    for rows in ROWS:
+        whole = torch.randn(6, rows)
+        torch._dynamo.maybe_mark_dynamic(whole, 1)
+        x, n = whole.t(), whole.clone()[:, 0]
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        torch.testing.assert_close(call(x, n), function(x, n))
+    assert stats()["padded_calls"] > 0
+
+
+def test_under_inference_mode_and_autocast() -> None:
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        account = run(PROVEN["matrix product"], compiler="aot_eager")
+    assert (account["state"], account["calls"]) == ("proven", 5)
+
+
 # ---------------------------------------------------------------- what is changed in place
 
 
