@@ -16,6 +16,7 @@ guards hold, so callers check them for the real size and for the padded one.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -280,7 +281,7 @@ class _Judge:
         return Doubt(_name(target), "is not known", _line(node), False)
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH = os.path.dirname(inspect.getfile(torch)) + os.sep
 
 
 def _apart(node: torch.fx.Node, symbol: sympy.Symbol, replace: Any) -> bool:
