@@ -142,11 +142,12 @@ def stats() -> dict[str, int]:
 
     `regions`: Dynamo graphs taken; `generic_compiled`, `variants_compiled`: backend compiles; `generic_calls`,
     `variant_calls`: calls run by them; `padded_calls`: those of them that were padded up to a declared size, and
-    `refused_padding`: graphs whose calls are not, though they were to be; `loaded_ahead`: compiled code that was taken from torch's caches alone,
-    before a call asked for it, or after `seal()`; `worker_compiles`: of the variants compiled, those that a worker
-    process compiled; `refused_manifests`: manifests and files of caches that were not to be trusted; `eager_calls`:
-    calls run without compiled code; `failures`: compiles that failed, hung, or gave wrong outputs; `packed_tensors`,
-    `kept_tensors`: tensors saved for backward, by compiles with rules for them; `refused_collectives`: variants refused
+    `refused_padding`: graphs whose calls are not, though they were to be; `loaded_ahead`: compiled code that was taken
+    from torch's caches alone, before a call asked for it, or after `seal()`; `worker_compiles`: of the variants
+    compiled, those that a worker process compiled; `refused_manifests`: manifests and files of caches that were not to
+    be trusted; `eager_calls`: calls run without compiled code; `failures`: compiles that failed, hung, or gave
+    wrong outputs; `packed_tensors`, `kept_tensors`: tensors saved for backward, by compiles with rules for them;
+    `refused_collectives`: variants refused
     because they would issue other collectives than generic;
     `waited_for_ranks`: compiles that waited for another process of the host that compiled the same;
     `late_collectives`: warnings that this rank waits in a collective for others;

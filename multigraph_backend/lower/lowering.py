@@ -363,7 +363,7 @@ def kept_by_caches(graph: CapturedGraph, args: Sequence[Any]) -> bool:
 
     AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it.
     """
-    return not sharing(graph, args) and len(_constant_floats(graph, args)) == len(graph.floats)
+    return not sharing(graph, args) and len(constant_floats(graph, args)) == len(graph.floats)
 
 
 # ---------------------------------------------------------------- Python floats

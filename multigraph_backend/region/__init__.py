@@ -2,6 +2,6 @@
 
 `region` owns the graph; `dispatch` generates the function that finds the variant of a call; `variant` is the life of
 one; `gains` times variants against generic while the user asks for it; `registry` knows which regions are alive;
-`ahead_of_time` makes a region one that torch saves and loads; `warm_start` notes what calls use, and loads it in a second
-process; `background` has variants compiled by worker processes.
+`ahead_of_time` makes a region one that torch saves and loads; `warm_start` notes what calls use, and loads it in a
+second process; `background` has variants compiled by worker processes.
 """

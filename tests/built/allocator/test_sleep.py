@@ -173,7 +173,7 @@ def test_plain_segments_do_not_sleep(make: Make) -> None:
 
 
 def test_what_graphs_use_comes_back_with_its_windows(make: Make) -> None:
-    allocator = make(reuse=ANY_STREAM, expandable=True)
+    allocator = make(reuse=ANY_STREAM, expandable=True, stitch=True)
     main, *_ = capture(allocator, 2)
     blocks = [allocator.allocate(1_500_000, main) for _ in range(6)]
     for block in blocks[::2]:

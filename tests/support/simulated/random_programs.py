@@ -406,7 +406,7 @@ class Program:
         self.thread = self.at = 0
         self._interruption: list[Any] = []
         self.waiting = rng.choice([0.0, 0.0, 0.0, 0.3])
-        if self.narrow and memory.random() < 0.6:  # limits are checked where nothing else goes wrong
+        if self.narrow and lack.random() < 0.6:  # limits are checked where nothing else goes wrong
             self.callers, self.trouble, self.meddling, self.waiting = 1, 0.0, 0.0, 0.0
         self._within: Callable[[], None] | None = None
         self._looking: contextlib.AbstractContextManager[None] | None = None
@@ -1058,7 +1058,7 @@ class Program:
     def _account(self) -> None:
         with self.tree.lock:
             pools, recordings = memory.of_pools(self.tree), memory.of_recordings(self.tree).values()
-        held = {generation: pool.arena.high_water for generation, pool in self.device._pools.items()}
+        held = {generation: pool.held for generation, pool in self.device._pools.items()}
         values = [*self.recorded.values.values(), *self.recorded.lasting.values()]
         mapped = [found for value in values if (found := self.device._memory.of(_storage_of(value))) is not None]
         lying = {(found.pool.base, found.offset): found.nbytes for found in mapped}
@@ -1070,6 +1070,8 @@ class Program:
             of_recordings = sum(entry.alive for entry in recordings if entry.generation == pool.generation)
             self.counts["accounts with something alive"] += live > 0
             self.counts["accounts of what warm-ups left"] += pool.warm > 0
+            if pool.warm and not pool.in_use:
+                continue  # of an old pool the account has what was there when it was left
             if pool.live != live:
                 raise Wrong(f"{live} bytes are alive, and in the account {pool}")
             if pool.live != of_recordings + pool.warm:
