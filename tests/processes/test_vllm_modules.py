@@ -6,8 +6,8 @@ Python modules are not):
     pip download --no-deps --only-binary=:all: vllm==0.33.0 && unzip vllm-*.whl 'vllm/*' -d vllm-0.33.0
     MULTIGRAPH_VLLM=$PWD/vllm-0.33.0 python -m pytest tests/processes/test_vllm_modules.py
 
-Where it is set, nothing here is skipped: a folder without vLLM fails.  What vLLM does is also imitated in
-`tests/compiled/variants/test_ahead_of_time.py`, which needs none.
+Where it is not set these tests are not collected; where it is, a folder without vLLM fails.  What vLLM does is also
+imitated in `tests/compiled/variants/test_ahead_of_time.py`, which needs none.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from tests.support import vllm_from_wheel
 
 WHEELS = [Path(folder) for folder in os.environ.get("MULTIGRAPH_VLLM", "").split(os.pathsep) if folder]
 SIZES = {"specialize": [{"input_ids[0]": [4, 1]}], "compiler": "aot_eager"}
-
-pytestmark = pytest.mark.skipif(not WHEELS, reason="MULTIGRAPH_VLLM names no unpacked wheel of vLLM")
 
 
 def run(wheel: Path, shapes: str, root: Path, *rows: int, **environment: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ models write is compared with transformers' own `generate`, one request at a tim
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -26,13 +25,6 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "server"
-LACKING = [
-    name
-    for name in ("transformers", "starlette", "uvicorn", "httpx", "prometheus_client")
-    if importlib.util.find_spec(name) is None
-]
-
-pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"the extra server is not installed: no {', '.join(LACKING)}")
 
 
 class Running:
