@@ -184,6 +184,7 @@ def switches_in_force(environ: Mapping[str, str]) -> list[Finding]:
 _LOST_WITHOUT = {
     "all": "multigraph compiles each graph at once, as any backend would",
     "cudagraphs": "nothing is recorded",
+    "padding": "no call is padded",
     "saved_tensors": "nothing is packed",
     "variants": "every call runs the generic graph",
 }

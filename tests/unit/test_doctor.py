@@ -429,7 +429,7 @@ def test_doctor_exits_with_0_or_1(capsys: pytest.CaptureFixture[str], monkeypatc
     (entry,) = (entry for entry in loaded["findings"] if entry["level"] == "error")
     assert (
         entry["text"]
-        == "MULTIGRAPH_DISABLE: unknown piece 'everything'; pieces: variants, cudagraphs, saved_tensors, all"
+        == "MULTIGRAPH_DISABLE: unknown piece 'everything'; pieces: variants, padding, cudagraphs, saved_tensors, all"
     )
 
 
