@@ -379,6 +379,7 @@ OFF = {
     "stances": "torch's stances do not hold",
     "instruments": "torch's own instruments hear nothing",
     "modes": "the mode is ignored",
+    "padding": "no call is padded",
     "marks": "mark() marks nothing",
     "saved tensors": _PACKED,
     "changed inputs": f"graphs that change their inputs run eagerly, {_PACKED}, and {_AGAIN}",
@@ -685,7 +686,7 @@ def ahead_of_time() -> bool:
 
 
 def _ahead_of_time() -> FrameType | None:
-    if not getattr(__getattr__("functorch_config"), "bypass_autograd_cache_key", False):
+    if without("functorch_config") or not getattr(__getattr__("functorch_config"), "bypass_autograd_cache_key", False):
         return None
     file = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "aot_compile.py")
     frame: FrameType | None = sys._getframe()
