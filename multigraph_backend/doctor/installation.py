@@ -113,7 +113,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "watchdog": ("warning", "a rank that waits for others says so by a timeout of its own, not its group's"),
     "one compile": ("warning", "each rank of a host compiles on its own"),
     "warm start": ("warning", "nothing is loaded ahead of calls, and `cache save` and `load` do not work"),
-    "workers": ("warning", "`\"compile\": \"background\"` compiles in calls"),
+    "workers": ("warning", '`"compile": "background"` compiles in calls'),
     "saved graphs": ("warning", "what torch's aot_compile makes of multigraph cannot be saved"),
     "padding": ("warning", "the option 'pad' pads nothing"),
     "endings": ("warning", "recordings with collectives are not destroyed when a process group is aborted"),
