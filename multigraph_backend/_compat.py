@@ -742,13 +742,17 @@ def config_outside_of_loading(row: str) -> dict[str, Any]:
     return values
 
 
+_NOT_SAID = object()
+
+
 def named_overrides(overrides: Mapping[contextvars.ContextVar[Any], Any]) -> dict[tuple[str, str], Any]:
     """Overrides, as `config_overrides` told them, by the configuration's module and the knob."""
     named = {}
     for module in _config_modules():
         for name, entry in module._config.items():
-            if entry.user_override in overrides:
-                named[module.__name__, name] = overrides[entry.user_override]
+            value = overrides.get(entry.user_override, _NOT_SAID)
+            if type(value) is not object:  # torch marks by one what was overridden, and is so no more
+                named[module.__name__, name] = value
     return named
 
 

@@ -30,6 +30,9 @@ def program(folder: Path, **arguments: Any) -> dict[str, Any]:
     return said
 
 
+pytestmark = pytest.mark.slow  # a cold process and several warm ones take minutes
+
+
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of caches in which one process compiled and used generic and two variants."""
@@ -60,7 +63,6 @@ def test_a_second_process_has_all_of_it_after_its_first_call(cold: Path) -> None
     print("second process", said["calls"], "settled in", said["settled"])
 
 
-@pytest.mark.slow
 def test_one_that_uses_one_variant_has_the_others_ready(cold: Path) -> None:
     said = program(cold, sizes=[5])
     assert said["states"] == {"x[0] == 8": "ready", "x[0] % 16 == 0": "ready", "generic": "ready"}
@@ -68,7 +70,6 @@ def test_one_that_uses_one_variant_has_the_others_ready(cold: Path) -> None:
     assert nothing_compiled(said)
 
 
-@pytest.mark.slow
 def test_training(tmp_path: Path) -> None:
     """Forward and backward of a variant come together."""
     assert program(tmp_path, sizes=[5, 8, 48], train=True)["aot_autograd"]["autograd_cache_miss"] == 3
@@ -85,7 +86,6 @@ def test_the_manifest_says_what_was_used_how_often_and_in_which_order(cold: Path
     assert all(form.key is not None for entry in found.used for form in entry.forms)
 
 
-@pytest.mark.slow
 def test_a_process_that_is_over_is_carried_to_another_folder(cold: Path, tmp_path: Path) -> None:
     """Saved by a process that compiled nothing, out of torch's folders; there, every compile is a hit."""
     path = tmp_path / "file"
@@ -127,7 +127,6 @@ def test_a_file_that_is_refused_changes_nothing(cold: Path, tmp_path: Path) -> N
     assert "nothing is there to save" in done.stderr
 
 
-@pytest.mark.slow
 def test_manifests_of_nonsense_cost_nothing_but_the_warm_start(cold: Path, tmp_path: Path) -> None:
     """Torn, or about code that is gone: the calls are right, and what they need comes as they need it."""
     import shutil

@@ -372,6 +372,7 @@ FROM = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
 def test_a_runtime_with_one_mistake_is_caught(mutant: Callable[[pytest.MonkeyPatch], None]) -> None:
     before = threading.active_count()

@@ -66,6 +66,7 @@ def test_every_program_with_frees_by_another_thread(simulated: Path, rule: str) 
     assert found["reused_crossed"] > 4_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: MUTANTS[mutant].says)
 def test_a_broken_rule_is_found(broken: Path, mutant: int) -> None:
     if mutant in ASLEEP:
