@@ -25,7 +25,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from multigraph_backend import _compat
 from multigraph_backend.lower import circles
@@ -246,6 +246,19 @@ def _await_end(job: _Job[Result], seconds: float | None) -> bool:
         if time.monotonic() >= until:
             return False
     return True
+
+
+class Enters(Protocol):
+    """A lock under which something is compiled."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+
+
+def enter(lock: Enters, limit: float | None) -> bool:
+    """Take a lock whose holder compiles for at most `limit` seconds; whether it was taken."""
+    if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
+        return lock.acquire(blocking=False)
+    return lock.acquire(timeout=-1 if limit is None else limit + 5)
 
 
 def compile_within(

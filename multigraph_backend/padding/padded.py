@@ -32,7 +32,7 @@ from multigraph_backend.capture.declared import Condition
 from multigraph_backend.capture.effects import impure
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.declare.buckets import Buckets
-from multigraph_backend.lower.compile_thread import CompileTimeout, describe
+from multigraph_backend.lower.compile_thread import CompileTimeout, describe, enter
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.options import Options
 from multigraph_backend.padding import calls, probing, proof
@@ -221,12 +221,7 @@ class Padding:
         stance = "default" if _compat.missing("stances") else _compat.stance()
         if stance in _NO_COMPILE_STANCES:
             return False
-        limit = self.options.compile_timeout
-        if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
-            entered = self._lock.acquire(blocking=False)
-        else:
-            entered = self._lock.acquire(timeout=-1 if limit is None else limit + 5)
-        if not entered:
+        if not enter(self._lock, self.options.compile_timeout):
             return False
         try:
             if self.account.state != "declared":

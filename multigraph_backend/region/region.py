@@ -32,7 +32,7 @@ from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import SameSizes
 from multigraph_backend.lower import guards, lowering
-from multigraph_backend.lower.compile_thread import Interrupted, describe, reaching_the_caller
+from multigraph_backend.lower.compile_thread import Interrupted, describe, enter, reaching_the_caller
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.lowering import Lowered
@@ -183,12 +183,7 @@ class Region:
                 return form
         if beside and (self._begin_beside(variant, args) or stance() in _NO_COMPILE_STANCES):
             return None
-        limit = self.options.compile_timeout
-        if _compat.owns_compile_lock():  # inside a compile of Dynamo: the holder may be waiting for this very thread
-            entered = variant.lock.acquire(blocking=False)
-        else:
-            entered = variant.lock.acquire(timeout=-1 if limit is None else limit + 5)
-        if not entered:
+        if not enter(variant.lock, self.options.compile_timeout):
             return None
         try:
             form = variant.fitting(args)
