@@ -48,6 +48,18 @@ _FLAGS = (
     "backends.mkldnn.enabled",
     "utils.deterministic.fill_uninitialized_memory",
 )
+# the newer names for what `allow_tf32` and `set_float32_matmul_precision` say; keys of caches have these; what others
+# take their value from comes first
+_PRECISIONS = (
+    "backends.fp32_precision",
+    "backends.cudnn.fp32_precision",  # of all that CUDA does
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.rnn.fp32_precision",
+    "backends.mkldnn.matmul.fp32_precision",
+    "backends.mkldnn.conv.fp32_precision",
+    "backends.mkldnn.rnn.fp32_precision",
+)
 _PAIRS = (
     ("get_num_threads", "set_num_threads"),
     ("get_default_dtype", "set_default_dtype"),
@@ -326,29 +338,33 @@ def _of_torch(path: str) -> Any:
 
 
 def _flags() -> dict[str, Any]:
+    """In the order in which they are to be set."""
     found: dict[str, Any] = {
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
     }
-    for name in _FLAGS:
-        with contextlib.suppress(RuntimeError, AttributeError):  # torch refuses old names beside new ones
-            found[name] = _of_torch(name)
     for read, write in _PAIRS:
-        with contextlib.suppress(RuntimeError, AttributeError):
+        with contextlib.suppress(RuntimeError, AttributeError):  # torch refuses old names beside new ones
             found[write] = _of_torch(read)()
+    for name in (*_FLAGS, *_PRECISIONS):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found[name] = _of_torch(name)
     return found
 
 
 def _set_flag(name: str, value: Any) -> None:
+    """Set what differs: while some are set and others not yet, torch may refuse to say what old names stand at."""
     if name == "deterministic":
         torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-    elif name in _FLAGS:
-        if _of_torch(name) != value:
-            place, _, last = name.rpartition(".")
-            setattr(_of_torch(place), last, value)
-    else:
-        read = next(read for read, write in _PAIRS if write == name)
-        if _of_torch(read)() != value:
-            _of_torch(name)(value)
+        return
+    reads = next((read for read, write in _PAIRS if write == name), None)
+    with contextlib.suppress(RuntimeError):
+        if (_of_torch(name) if reads is None else _of_torch(reads)()) == value:
+            return
+    if reads is not None:
+        _of_torch(name)(value)
+        return
+    place, _, last = name.rpartition(".")
+    setattr(_of_torch(place), last, value)

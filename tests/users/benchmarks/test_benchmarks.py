@@ -16,13 +16,15 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from multigraph_backend.lower import parcel
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -824,6 +826,16 @@ def test_the_language_models_as_programs(load: Callable[[str], Any]) -> None:
 # ---------------------------------------------------------------- architectures
 
 
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """torch's settings are put back: a benchmark changes them in a process of its own."""
+    flags = parcel._flags()
+    yield
+    for name, value in flags.items():
+        parcel._set_flag(name, value)
+
+
+@pytest.mark.usefixtures("settings")
 def test_architectures_are_compared_with_eager_in_both_loops(
     load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
