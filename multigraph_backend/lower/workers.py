@@ -5,7 +5,8 @@ the `Outcome`.  A thread of this process stands behind each worker: it starts it
 one job at a time, and waits for the answer, at most so many seconds.  A worker that has nothing to do for a while ends.
 
 Guarantees: each task hears once what became of it, in a thread that no call waits for; a worker that crashes, hangs, or
-is killed fails the one task that it was at, and nothing else; no worker outlives this process.
+is killed fails the one task that it was at, and nothing else; no worker outlives this process.  A worker that has done
+something before and was killed may have had nothing to do then, so its task is given to a new one, once.
 """
 
 from __future__ import annotations
@@ -152,17 +153,22 @@ class Pool:
             job = task.job()
             if isinstance(job, Outcome):
                 return job, process
-            if process is not None and not process.alive:  # it was killed while it had nothing to do
-                self._stop(process)
-                process = None
-            if process is None:
-                process = _Process()
-                with self._lock:
-                    self._processes.add(process)
-                    ended = self._ended
-                if ended:
-                    raise _Lost("the process ends")
-                process.greet()
+            if process is not None:
+                try:
+                    return process.compile(job), process
+                except _Lost as problem:
+                    self._stop(process)
+                    process = None
+                    if not problem.killed:
+                        raise
+            # a new one, also where the last was killed: it may have had nothing to do then
+            process = _Process()
+            with self._lock:
+                self._processes.add(process)
+                ended = self._ended
+            if ended:
+                raise _Lost("the process ends")
+            process.greet()
             return process.compile(job), process
         except _Lost as problem:
             if process is not None:
@@ -181,11 +187,11 @@ class Pool:
 
 
 class _Lost(Exception):
-    """A worker is of no use any more; `said` is the end of what it has written."""
+    """A worker is of no use any more; `said` is the end of what it has written.  `killed`: it ended by a signal."""
 
-    def __init__(self, why: str, said: str = "") -> None:
+    def __init__(self, why: str, said: str = "", killed: bool = False) -> None:
         super().__init__(why)
-        self.said = said
+        self.said, self.killed = said, killed
 
 
 class _Process:
@@ -212,10 +218,6 @@ class _Process:
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         self.pid = self._process.pid
 
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
     def greet(self) -> None:
         """Wait until it is there.  Raises `_Lost`, also for one that runs something else than this process."""
         hello = self._answer(START, "a worker did not start")
@@ -227,8 +229,8 @@ class _Process:
         """Raises `_Lost`."""
         try:
             send(self._to, job)
-        except OSError as error:
-            raise self._lost(f"the worker cannot be reached: {error}") from None
+        except OSError:
+            raise self._lost(self._end_of_it()) from None
         limit = "the compile in a worker took longer than"
         outcome: Outcome = self._answer(job.seconds, limit)
         return outcome
@@ -268,7 +270,7 @@ class _Process:
             size = self._said.seek(0, os.SEEK_END)
             self._said.seek(max(0, size - _MOST_SAID))
             said = self._said.read().decode(errors="replace")
-        return _Lost(why, said)
+        return _Lost(why, said, (self._process.poll() or 0) < 0)
 
     def kill(self) -> None:
         """It and all that it has started end now."""

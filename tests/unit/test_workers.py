@@ -100,8 +100,14 @@ def test_one_that_was_killed_while_it_had_nothing_to_do_costs_nothing(pool: work
     ask(pool, "fine")
     (pid,) = pool.pids
     os.kill(pid, signal.SIGKILL)
-    assert gone(pid)
     assert ask(pool, "fine").kind == "made"
+    assert gone(pid)
+
+
+def test_one_that_is_killed_by_what_it_does_is_tried_twice_at_most(pool: workers.Pool) -> None:
+    ask(pool, "fine")
+    assert ask(pool, "kill").reason == "the worker was ended by SIGKILL, perhaps because memory ran out"
+    assert pool.pids == []
 
 
 def test_one_that_runs_something_else_is_not_used(pool: workers.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
