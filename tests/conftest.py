@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
 import pytest
 
-os.environ.setdefault("MULTIGRAPH_MANIFESTS", "")  # also in the processes that tests start
+# also in the processes that tests start
+os.environ.setdefault("MULTIGRAPH_MANIFESTS", "")
+# Inductor compiles a program for each instruction set of the machine, to see whether the C++ compiler knows it: ten
+# seconds for each new folder of caches.  Empty, it does so
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # selected by a variable that names unpacked wheels; see there
 collect_ignore = [] if os.environ.get("MULTIGRAPH_VLLM") else ["processes/test_vllm_modules.py"]
@@ -27,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_start() -> None:
+    # pytest listens to loggers that do not propagate, and where anybody listens torch writes a trace of each compile
+    logging.getLogger("torch.__trace").propagate = True
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
         # torch 2.11 forgets to set it back where threads call code with dynamic=True at the same time

@@ -196,7 +196,11 @@ def drops(stop: float) -> None:
 ENDINGS: tuple[Callable[[float], None], ...] = (ends, sleeps, fails, unwinds_slowly, drops)
 
 
-def disturbed(seed: int, seconds: float) -> list[str]:
+def holds_briefly(draw: random.Random) -> None:
+    time.sleep(draw.random() * 0.01)
+
+
+def disturbed(seed: int, seconds: float, hold: Callable[[random.Random], None] = holds_briefly) -> list[str]:
     """What goes wrong while threads compile up to their limits and past them, beside threads that own the lock."""
     wrong: list[str] = []
     stop = time.monotonic() + seconds
@@ -205,7 +209,7 @@ def disturbed(seed: int, seconds: float) -> list[str]:
         while time.monotonic() < stop:
             try:
                 with _compat.compile_lock:
-                    time.sleep(draw.random() * 0.01)
+                    hold(draw)
                     if not _compat.owns_compile_lock():
                         wrong.append("the lock was taken from its owner")
             except RuntimeError:
@@ -270,13 +274,21 @@ def test_the_random_programs_notice_when_the_lock_is_taken_from_whoever_has_it(
 ) -> None:
     """The old mistake: whoever abandons a compile takes the lock over, whether that still has it or not."""
     live_without = compile_thread._Job._live_without
+    wanted, owned, taken = threading.Event(), threading.Event(), threading.Event()
 
     def takes_it(self: compile_thread._Job[Any], thread: threading.Thread) -> None:
-        time.sleep(0.005)
         live_without(self, thread)
+        wanted.set()
+        owned.wait(10)
         _compat.take_over_compile_lock()
+        taken.set()
+
+    def hold(draw: random.Random) -> None:
+        holds_briefly(draw)
+        if wanted.is_set():
+            owned.set()
+            taken.wait(10)
 
     monkeypatch.setattr(compile_thread._Job, "_live_without", takes_it)
-    # which threads meet is chance, and rarer on a machine with other work: so it is tried for a while
-    found = (disturbed(seed, 1.5) for seed in range(20))
-    assert any("the lock was taken from its owner" in wrong for wrong in found)
+    assert "the lock was taken from its owner" in disturbed(0, 1.5, hold)
+    assert taken.is_set()
