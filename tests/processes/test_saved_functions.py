@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support import saved_function
+from tests.support import forked, saved_function
 
 
 def run(what: str, path: Path, cache: Path) -> dict[str, Any]:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    command = [sys.executable, saved_function.__file__, what, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    done = forked.run(saved_function.__file__, what, str(path), env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout)
     return said

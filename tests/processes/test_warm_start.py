@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multigraph_backend.cache import manifests
+from tests.support import forked
 
 
 def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     environ.pop(manifests.VARIABLE, None)
-    return subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=600)
+    return forked.run(*command, env=environ, timeout=600)
 
 
 def program(folder: Path, **arguments: Any) -> dict[str, Any]:
@@ -28,9 +28,6 @@ def program(folder: Path, **arguments: Any) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
-
-
-pytestmark = pytest.mark.slow  # a cold process and several warm ones take minutes
 
 
 @pytest.fixture(scope="module")

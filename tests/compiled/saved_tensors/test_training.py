@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 import multigraph_backend
 from multigraph_backend import Bits, Cast, Keep, Match, Rule, Scaled, _compat
 from multigraph_backend.capture import from_dynamo
+from tests.support import forked
 from tests.support.saved_tensors.models import Block, Mlp, accounts, assert_step, compiled, rules, step
 
 BOUNDS = [(Scaled("int8", per=16), 0.05), (Cast("e4m3", stochastic=True), 0.4)]
@@ -377,8 +377,7 @@ print(json.dumps(found))
 
 def in_a_process(constant: float, packs: list[object]) -> list[Any]:
     path = os.pathsep.join([str(Path(multigraph_backend.__file__).parent.parent), *filter(None, sys.path)])
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(constant), json.dumps(packs)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    done = forked.run("-c", PROGRAM, str(constant), json.dumps(packs), env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return found

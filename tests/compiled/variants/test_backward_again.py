@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch._functorch.config as functorch_config
 import multigraph_backend
 from multigraph_backend import Cast, Match, Range, Rule
 from multigraph_backend.lower import donation, retained
+from tests.support import forked
 from tests.support.backward_again import Function, also_saves, compiled, counted, writes
 
 
@@ -193,8 +192,7 @@ def test_code_from_a_cache_in_a_second_process(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     said = []
     for _ in range(2):
-        command = [sys.executable, "-c", SCRIPT]
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        done = forked.run("-c", SCRIPT, cwd=root, env=environment)
         assert done.returncode == 0, done.stderr
         said.append([int(word) for word in done.stdout.split()])
     (hits, compiles, copies), (hits_again, compiles_again, copies_again) = said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,14 +12,22 @@ import torch.distributed as dist
 
 from multigraph_backend.distributed import endings
 from tests.support.distributed import endings as program
-from tests.support.distributed import soak_endings
+from tests.support.distributed import processes, soak_endings
 from tests.support.distributed.doubling import recorded, right
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[processes.Warm]:
+    """What each run would take most of its time to import."""
+    process = processes.Warm(soak_endings.PROGRAM)
+    yield process
+    process.close()
+
+
 @pytest.mark.parametrize("ending", program.ENDINGS)
-def test_every_ending_ends(ending: str) -> None:
+def test_every_ending_ends(ending: str, warm: processes.Warm) -> None:
     size = 2 if ending == "one rank killed" else 1
-    assert soak_endings.run(ending, size, "cpu", seconds=60) is None
+    assert soak_endings.once(ending, size, "cpu", 60, warm).problem is None
 
 
 # ---------------------------------------------------------------- in this process

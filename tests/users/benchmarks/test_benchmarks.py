@@ -12,8 +12,6 @@ import json
 import logging
 import math
 import os
-import subprocess
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ import pytest
 import torch
 
 from multigraph_backend.lower import parcel
+from tests.support import forked
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -34,16 +33,14 @@ FACTS = {"benchmark", "title", "quick", "commit", "date", "torch", "triton", "py
 def run(name: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of a quick run on the CPU, none of which failed."""
     path = folder / "out" / f"{name}.json"
-    command = [sys.executable, str(CHECKOUT / "benchmarks" / f"{name}.py"), "--quick", "--device", "cpu"]
+    command = [str(CHECKOUT / "benchmarks" / f"{name}.py"), "--quick", "--device", "cpu"]
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "MULTIGRAPH_COMMIT": "abc",
         "OMP_WAIT_POLICY": "passive",
     }
-    done = subprocess.run(
-        [*command, "--json", str(path)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = forked.run(*command, "--json", str(path), cwd=folder, env=environment)
     said = f"{done.stdout}\n{done.stderr}"
     assert path.exists(), said
     written = json.loads(path.read_text())

@@ -5,7 +5,7 @@
 - ```python whose first line is ``# name.py`` is a file beside the page's commands, one of which runs it.
 - ```python of nothing but dicts shows conditions; `specialize` accepts each.
 - ```console has commands after ``$ ``, continued after a backslash, and below a command what it prints, if the page
-  shows that. ``python`` runs in a process of its own, two at a time, beside the page's files. ``scripts/...`` has to be
+  shows that. ``python`` runs in a process of its own, beside the page's files. ``scripts/...`` has to be
   there.
 - ```json is a value of MULTIGRAPH_OPTIONS.
 - ``` without a language lists scripts or modules of this repository, one a line.
@@ -23,7 +23,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from pathlib import Path
 import pytest
 
 from multigraph_backend.options import VARIABLE, Options
+from tests.support import forked
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "multigraph_backend"
@@ -171,8 +171,9 @@ def _run_command(block: Block, command: str, folder: Path) -> str:
     if "vllm" in words:  # which has to be installed; what it is given is checked
         _check_vllm(block, words)
         return ""
+    given = {}
     while re.match(r"\w+=", words[0]):
-        del words[0]
+        name, given[name] = words.pop(0).split("=", 1)
     if words in (["pip", "install", "."], ["pip", "install", "./allocator_ext"]):  # tests/built/packaging does it
         assert (ROOT / words[2] / "pyproject.toml").is_file()
         return ""
@@ -181,18 +182,19 @@ def _run_command(block: Block, command: str, folder: Path) -> str:
         return ""
     if words[0] != "python":
         raise Uncovered(f"{block}: nothing runs or checks the command {command}")
-    ran = subprocess.run(
-        ["bash", "-c", f"{command} --no-self-test" if command == DOCTOR else command],
+    if set(words) & {">", ">>", "<", "|", "&", "&&", ";"}:
+        raise Uncovered(f"{block}: no shell runs the command {command}")
+    ran = forked.run(
+        *words[1:],
+        *(["--no-self-test"] if command == DOCTOR else []),
         cwd=folder,
         env={
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            **given,
         },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=120,
+        merged=True,
     )
     assert ran.returncode == 0 or (command == DOCTOR and ran.returncode == 1), f"{block}: {command}\n{ran.stdout}"
     return ran.stdout

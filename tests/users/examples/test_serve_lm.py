@@ -2,18 +2,18 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import forked
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def _printed(cwd: Path, **environment: str) -> str:
-    demo = [sys.executable, str(CHECKOUT / "examples" / "serve_lm.py"), "--quick", "--device", "cpu"]
-    done = subprocess.run(demo, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=600)
+    demo = str(CHECKOUT / "examples" / "serve_lm.py")
+    done = forked.run(demo, "--quick", "--device", "cpu", cwd=cwd, env=os.environ | environment, timeout=600)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     assert "training: 5/5 s" in done.stderr

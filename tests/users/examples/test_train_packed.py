@@ -1,20 +1,19 @@
 """The example as a user runs it: a process of its own, judged by what it prints; and what it measures with."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support import forked
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def test_a_model_that_does_not_fit_without_packing_trains_with_it(tmp_path: Path) -> None:
-    example = [sys.executable, str(EXAMPLES / "train_packed.py"), "--quick", "--device", "cpu"]
-    done = subprocess.run(example, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=600)
+    example = str(EXAMPLES / "train_packed.py")
+    done = forked.run(example, "--quick", "--device", "cpu", cwd=tmp_path, timeout=600)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     assert "packed: 8/8 steps" in done.stderr
