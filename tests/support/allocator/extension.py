@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import json
 import os
@@ -33,6 +34,17 @@ def build(folder: Path, *options: str, targets: tuple[str, ...] = (), source: Pa
     for command in commands:
         done = subprocess.run(["env", f"PATH={path}", *command], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return folder
+
+
+def build_once(root: Path, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name` in `root`, in which `make` has built: once for all the processes that run tests."""
+    folder = root / name
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / f"{name}.built").exists():
+            make(folder)
+            (root / f"{name}.built").touch()
     return folder
 
 
