@@ -17,17 +17,31 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # selected by a variable that names unpacked wheels; see there
 collect_ignore = [] if os.environ.get("MULTIGRAPH_VLLM") else ["processes/test_vllm_modules.py"]
 
-#: files that take minutes: begun first, so that no process is left alone with one in the end
+#: files that take a minute or more: begun first, so that no process is left alone with one in the end
 LONG = (
     "users/benchmarks/test_benchmarks.py",
-    "compiled/variants/test_missing_symbols.py",
-    "built/allocator/test_overlap_property.py",
     "compiled/random/test_fuzz.py",
+    "built/allocator/test_overlap_property.py",
+    "built/allocator/test_sanitizers.py",
+    "simulated/test_random_programs.py",
+    "compiled/variants/test_missing_symbols.py",
+    "processes/test_background.py",
+    "processes/test_warm_start.py",
+    "users/docs/test_code_blocks.py",
+    "users/examples/test_serve_lm.py",
+    "users/examples/test_server.py",
+    "processes/test_saved_functions.py",
+    "processes/distributed/test_ranks.py",
+    "simulated/test_every_order.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
+    def rank(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((number for number, name in enumerate(LONG) if path.endswith(name)), len(LONG))
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(autouse=True)

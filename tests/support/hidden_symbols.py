@@ -331,6 +331,7 @@ def import_all() -> None:
 
     for name in ("async_compile", "graph", "lowering", "scheduler", "codegen.cpp", "fx_passes.joint_graph"):
         importlib.import_module(f"torch._inductor.{name}")
+    importlib.import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()  # asks the C++ compiler for each set
     # autograd of a torch with CUDA begins threads in its first backward, which no fork survives
     weight = torch.randn(6, 8, requires_grad=torch.version.cuda is None)
 

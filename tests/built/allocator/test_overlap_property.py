@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.allocator.extension import build, stress
+from tests.support.allocator.extension import stress
 from tests.support.allocator.mutants import MUTANTS
-
-# one file at a time would be compiled for most of the test's time
-QUICK_BUILD = ("-DMULTIGRAPH_STRESS=ON", "-DCMAKE_BUILD_TYPE=", "-DCMAKE_UNITY_BUILD=ON")
 
 ODD = {4, 5}  # their programs need programmatic launches and replaced dependencies
 ELSEWHERE = {29, 30}  # these need frees by another thread
@@ -66,7 +63,6 @@ def test_every_program_with_frees_by_another_thread(simulated: Path, rule: str) 
     assert found["reused_crossed"] > 4_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: MUTANTS[mutant].says)
 def test_a_broken_rule_is_found(broken: Path, mutant: int) -> None:
     if mutant in ASLEEP:
@@ -171,20 +167,3 @@ def test_what_is_timed_is_right(simulated: Path) -> None:
 
 def test_threads(simulated: Path) -> None:
     assert stress(simulated / "threads", "--operations", "20000")["wrong"] == ""
-
-
-def test_under_address_and_undefined_behaviour_sanitizers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    sanitizers = "-DMULTIGRAPH_SANITIZE=address,undefined"
-    # compiled as fast as without any optimization, and twice as fast then
-    options = (*QUICK_BUILD, "-DCMAKE_CXX_FLAGS=-O1", sanitizers)
-    folder = build(tmp_path_factory.mktemp("address"), *options, targets=("fuzz",))
-    assert stress(folder / "fuzz", "--operations", "200000")["wrong"] == ""
-    assert stress(folder / "fuzz", "--operations", "100000", "--sleep")["wrong"] == ""
-    assert stress(folder / "fuzz", "--operations", "200000", "--length", "60", "--each-call")["wrong"] == ""
-
-
-def test_under_the_thread_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = build(
-        tmp_path_factory.mktemp("thread"), *QUICK_BUILD, "-DMULTIGRAPH_SANITIZE=thread", targets=("threads",)
-    )
-    assert stress(folder / "threads", "--operations", "1000")["wrong"] == ""
