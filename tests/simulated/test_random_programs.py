@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -363,27 +364,42 @@ MUTANTS = [
 ]
 
 
-#: where the first programs that show it are known: few have what it concerns
-FROM = {
-    _floats_are_keys_by_what_they_equal: 100,
-    _what_has_outgrown_a_limit_stays: 34,
-    _nothing_gives_way: 18,
-    _all_code_is_run_again: 23,
+#: programs that are known to show it, where few have what it concerns
+KNOWN = {
+    _storages_alone_are_not_seen: (4, 10),
+    _what_is_dead_does_not_matter: (376, 386, 165),
+    _floats_are_keys_by_what_they_equal: (100, 135),
+    _hidden_values_always_die: (297, 534),
+    _views_begin_where_the_input_begins: (14, 24),
+    _outputs_are_moved_under_work_on_other_streams: (1, 33),
+    _moved_outputs_are_not_waited_for: (28, 81, 119),
+    _storages_are_trusted: (6, 21),
+    _expanded_dimensions_are_forgotten: (7, 12),
+    _given_up_recordings_get_children: (24, 39),
+    _each_has_a_switch_of_its_own: (118, 204, 225),
+    _pools_are_left_with_recordings_in_them: (18, 24),
+    _recordings_give_way_whose_outputs_are_alive: (6, 24),
+    _what_gave_way_is_found: (9, 24),
+    _what_was_resized_counts_as_alive: (6, 21),
+    _what_was_given_up_is_not_in_the_account: (18, 24),
+    _limits_are_not_kept: (0, 66),
+    _what_has_outgrown_a_limit_stays: (34, 80),
+    _nothing_gives_way: (18, 139),
+    _all_code_is_run_again: (34, 50),
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
 def test_a_runtime_with_one_mistake_is_caught(mutant: Callable[[pytest.MonkeyPatch], None]) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
         with pytest.raises(Wrong):
-            _run_until_wrong(FROM.get(mutant, 0))
-    assert threading.active_count() == before
+            _run_until_wrong(KNOWN.get(mutant, ()))
+    assert set(threading.enumerate()) <= before  # one of another test may have ended meanwhile
 
 
-def _run_until_wrong(first: int) -> None:
+def _run_until_wrong(known: tuple[int, ...]) -> None:
     # where memory comes to lie differs from run to run, and what a mistake meets
-    for seed in range(first, first + 10 * len(SLICE)):
+    for seed in itertools.chain(known, range(10 * len(SLICE))):
         run(seed)

@@ -122,7 +122,6 @@ def test_capture_sizes(tmp_path: Path) -> None:
     assert [list(row["each_size_ms"]) for row in rows] == [["4", "3", "2"]] * 2
 
 
-@pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     rows = run("memory", tmp_path)
     assert Counter(row["program"] for row in rows) == {"two lengths": 4}
@@ -168,7 +167,6 @@ def test_staging(tmp_path: Path) -> None:
     assert positive(rows, "ours_host", "stock_host", "host_ratio")
 
 
-@pytest.mark.slow
 def test_sleep(tmp_path: Path) -> None:
     rows = run("sleep", tmp_path)
     forms = ["stock", "stock, to()", "pool, host", "pool, nothing", "process, host"]
@@ -187,7 +185,6 @@ def test_models(tmp_path: Path) -> None:
         assert row["counts"]["generic_calls"] > 0
 
 
-@pytest.mark.slow
 def test_serving(tmp_path: Path) -> None:
     rows = run("serving", tmp_path)
     assert [row["form"] for row in rows] == ["multigraph", "static loop"]
