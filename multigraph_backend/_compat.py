@@ -115,7 +115,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            "create_unbacked_symint", "evaluate_expr", "ignore_fresh_unbacked_symbols", "_constrain_range_for_size",
            "_update_var_to_range", "replace"),
            carried=("settings", "guards", "replacements", "var_to_range", "var_to_sources", "specializations",
-           "unbacked_inputs"), made=lambda cls: cls()),
+           "unbacked_inputs", "deferred_runtime_asserts"), made=lambda cls: cls()),
         _S("create_symbol", _SHAPES, "ShapeEnv.create_symbol",
            shape=("val", "source", "dynamic_dim", "constraint_dim", "positive", "do_not_specialize_zero_one")),
         _S("ShapeGuard", _SHAPES, "ShapeGuard", shape=("expr",)),
@@ -134,6 +134,10 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("symbol_is_type", f"{_SYMPY}.symbol", "symbol_is_type"),
         _S("ValueRanges", f"{_SYMPY}.value_ranges", "ValueRanges"),
         _S("Mod", f"{_SYMPY}.functions", "Mod"),
+        _S("sympy_interp", f"{_SYMPY}.interp", "sympy_interp", feature="size assertions",
+           shape=("analysis", "env", "expr")),
+        _S("ReferenceAnalysis", f"{_SYMPY}.reference", "OptimizedPythonReferenceAnalysis", feature="size assertions"),
+        _S("CallMethodKey", _SHAPES, "CallMethodKey", feature="size assertions", shape=("name",)),
         _S("int_oo", f"{_SYMPY}.numbers", "int_oo"),
         # sources and tracing
         _S("TensorProperty", "torch._dynamo.source", "TensorProperty", shape=("SIZE", "STRIDE", "STORAGE_OFFSET")),
@@ -399,6 +403,7 @@ OFF = {
     "allocator": "the allocator extension is off",
     "allocator on CUDA": "the allocator extension is off",
     "recordings in the extension on CUDA": "nothing is recorded where the allocator extension is installed",
+    "size assertions": "graphs that assert something of sizes that they compute have no variants",
 }
 
 

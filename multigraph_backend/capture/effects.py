@@ -210,10 +210,31 @@ def _outputs(gm: torch.fx.GraphModule) -> Sequence[Any]:
 
 
 def viewed_inputs(gm: torch.fx.GraphModule) -> tuple[int, ...]:
-    """Which inputs an output looks into without being one, by the memory of Dynamo's fake tensors."""
-    returned = {_memory(node) for node in _outputs(gm) if isinstance(node, torch.fx.Node) and node.op != "placeholder"}
+    """Which inputs an output looks into without being one, by the memory of Dynamo's fake tensors.
+
+    What an operator returns that writes in place is the very tensor that it was given: AOTAutograd returns the input.
+    Operators that give a tensor another shape in place count as views.
+    """
     placeholders = gm.graph.find_nodes(op="placeholder")
+    reshaped = {_memory(node.args[0]) for node in gm.graph.nodes if _reshapes_in_place(node)}
+    themselves = [node.meta.get("example_value") for node in placeholders if _memory(node) not in reshaped]
+    returned = {
+        _memory(node)
+        for node in _outputs(gm)
+        if isinstance(node, torch.fx.Node) and not any(node.meta.get("example_value") is value for value in themselves)
+    }
     return tuple(index for index, node in enumerate(placeholders) if _memory(node) in returned)
+
+
+def _reshapes_in_place(node: torch.fx.Node) -> bool:
+    """Whether it is an operator such as `t_` on a tensor of the graph."""
+    target = getattr(torch.ops.aten, node.target, None) if isinstance(node.target, str) else node.target
+    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], torch.fx.Node):
+        return False
+    packet = getattr(target, "overloadpacket", target)
+    if not isinstance(packet, _compat.OpOverloadPacket):
+        return False
+    return any(torch.Tag.inplace_view in getattr(packet, name).tags for name in packet.overloads())
 
 
 def output_kinds(gm: torch.fx.GraphModule) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.capture import size_names
+from multigraph_backend.capture import assertions, size_names
 from multigraph_backend.capture.effects import computes_floats, impure, output_kinds, viewed_inputs, written
 from multigraph_backend.capture.graph import (
     CapturedGraph,
@@ -67,6 +67,10 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
     if not hasattr(gm, "_param_name_to_source"):
         gm._param_name_to_source = {}  # type: ignore[assignment]
     module = copy_structure(gm)
+    try:
+        unchecked = assertions.put_back(module, shape_env, symbols)
+    except assertions.CannotAssert as reason:
+        raise CannotCapture(f"an assertion about sizes cannot be kept: {reason}") from None
     forget_tracer(module)
     zeros = write_known_items(module, inputs, lambda expr: expr)
     module.meta = {key: value for key, value in gm.meta.items() if key in KEPT_META}
@@ -86,7 +90,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
         communicates=sequence.holds_collectives(gm),
         impure=impure(gm),
         compile_id=events.current_compile_id(),
-        notes=_lost_marks(inputs, example_inputs, user_code),
+        notes=[*_lost_marks(inputs, example_inputs, user_code), *unchecked],
         computes_floats=computes_floats(gm),
         zeros=zeros,
         unread=frozenset(unread),

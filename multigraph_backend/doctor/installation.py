@@ -133,8 +133,13 @@ LOST: dict[str, tuple[Level, str]] = {
         "warning",
         "nothing is recorded while the allocator extension is installed",
     ),
+    "size assertions": ("warning", "graphs that assert something of sizes that they compute have no variants"),
     "stances": ("warning", "late compiles do not heed torch.compiler.set_stance"),
     "modes": ("warning", "the option 'mode' is ignored"),
+    "redirect": (
+        "warning",
+        "redirected programs get no mode that they ask of Inductor, and neither their own backends",
+    ),
     "marks": ("warning", "multigraph_backend.mark marks nothing"),
     "instruments": ("warning", "torch's counters, structured trace and profiler do not show variants"),
     "messages": ("warning", "some errors are told in torch's words"),

@@ -425,6 +425,14 @@ def filled(call: Call) -> None:
     call.given.get("self")
 
 
+def assertion(call: Call) -> None:
+    """What the program says of its sizes, it says of the real ones."""
+    said = call.given["self"]
+    compared = [said, *said.all_input_nodes] if isinstance(said, torch.fx.Node) else []
+    if any(call.depends(call.expr(number)) for number in compared):
+        raise NotKept("asserts something of the padded size")
+
+
 def arange(call: Call) -> None:
     if call.depends(call.expr(call.given["end"])):
         call.takes_positions()
@@ -725,7 +733,8 @@ RULES: dict[str, _Entry] = _table({
     "sym_size sym_stride sym_numel sym_storage_offset": filled,
     "_assert_tensor_metadata": looked_at,
     "_assert_async": over_all,
-    "_assert_scalar sym_constrain_range sym_constrain_range_for_size": filled,
+    "_assert_scalar": assertion,
+    "sym_constrain_range sym_constrain_range_for_size": filled,
     "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": last(3),
     "upsample_trilinear3d upsample_nearest3d pixel_shuffle": last(3),
     "constant_pad_nd": (constant_pad, ()),

@@ -149,6 +149,50 @@ def test_views_of_a_changed_input_that_is_a_window_itself(function: Callable[...
                 torch.testing.assert_close(whole, twin)
 
 
+def adds(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x += y.sum()
+    return x
+
+
+def adds_and_bounds(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.relu(x.add_(y.sum()), inplace=True)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "channels last": lambda whole: whole.to(memory_format=torch.channels_last),
+    "transposed": lambda whole: whole.transpose(0, 1),
+    "slice": lambda whole: whole[1:-1, 1:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("function", [adds, adds_and_bounds], ids=lambda function: function.__name__)
+def test_a_changed_input_that_is_returned_is_compiled_in_any_layout(
+    function: Callable[..., torch.Tensor], layout: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    run = compiled(function)
+    for size in (4, 5, 6, 9):
+        whole, y = torch.randn(size, size, 3, 3), torch.randn(size)
+        x, twin = layout(whole), layout(whole.clone())
+        assert run(x, y) is x
+        torch.testing.assert_close(x, function(twin, y))
+    assert_nothing_fell_back()
+    assert multigraph_backend.stats()["variant_calls"] > 0
+
+
+def test_a_view_beside_a_changed_input_that_is_returned() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x += 1
+        return x, x[1:]
+
+    run = compiled(function)
+    for size in (4, 5, 6):
+        whole = torch.randn(size + 2, size)
+        twin = whole.clone()
+        torch.testing.assert_close(run(whole[1:-1, 1:]), function(twin[1:-1, 1:]))
+        torch.testing.assert_close(whole, twin)
+
+
 # ---------------------------------------------------------------- what a graph writes to
 
 
