@@ -1,7 +1,9 @@
-"""What a shell can ask of multigraph: whether it can work here (`doctor`), what it did for a script (`explain`, and
-`report` as a page for a browser), and its caches as one file (`cache`).
+"""What a shell can ask of multigraph: whether it can work here (`doctor`), a program with it in place of Inductor
+(`run`), what it did for a script (`explain`, and `report` as a page for a browser), and its caches as one file
+(`cache`).
 
     python -m multigraph_backend doctor
+    python -m multigraph_backend run [--options FILE] SCRIPT [args...]
     python -m multigraph_backend explain SCRIPT [args...]
     python -m multigraph_backend report SCRIPT [args...]
     python -m multigraph_backend cache save|load FILE
@@ -19,9 +21,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from multigraph_backend import __version__
+from multigraph_backend import __version__, redirect
+from multigraph_backend.environment import OptionsError
 from multigraph_backend.region import registry
 
 
@@ -38,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = _Account if arguments.command == "explain" else _Page
         kind(arguments.script, path, arguments.model).run(arguments.args)
         return 0
+    if arguments.command == "run":
+        _run(parser, arguments)
     if arguments.command == "cache":
         return _cache(arguments)
     from multigraph_backend import doctor
@@ -65,6 +70,19 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for the self-test on each device (300)"
     )
+    run = commands.add_parser(
+        "run",
+        help="run a program with multigraph in place of Inductor",
+        usage="python -m multigraph_backend run [-h] [--options FILE] (SCRIPT | -m MODULE) [args ...]",
+        description="Runs SCRIPT or MODULE as python does, with torch told to hand what asks for Inductor to "
+        "multigraph (TORCH_COMPILE_OVERRIDE_BACKENDS), in this process and in those that it starts. Modes and options "
+        "of Inductor that the program names are honoured. With several ranks: torchrun ... -m multigraph_backend run "
+        "SCRIPT.",
+        epilog="exit status: the program's; 2 wrong usage",
+    )
+    run.add_argument("--options", metavar="FILE", help="options by the names of models, as for MULTIGRAPH_OPTIONS")
+    run.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="a module and its arguments")
+    run.add_argument("program", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a Python file and its arguments")
     explain = commands.add_parser(
         "explain",
         help="run a script, then print what multigraph did for it",
@@ -101,6 +119,19 @@ def _parser() -> argparse.ArgumentParser:
     save.add_argument("file", metavar="FILE")
     actions.add_parser("load", help="read FILE").add_argument("file", metavar="FILE")
     return parser
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> NoReturn:
+    program = arguments.program if arguments.module is None else ["-m", *arguments.module]
+    if not program or program == ["-m"]:
+        parser.error("run takes a Python file, or -m and a module")
+    if program[0] != "-m" and not os.path.exists(program[0]):
+        parser.error(f"there is no file {program[0]!r}")
+    try:
+        environ = redirect.settings(os.environ, arguments.options)
+    except (redirect.CannotRedirect, OptionsError) as problem:
+        parser.error(str(problem))
+    redirect.run(program, environ)
 
 
 def _cache(arguments: argparse.Namespace) -> int:

@@ -156,6 +156,14 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("compute_overlapping_tensors", "torch._C._dynamo.guards", "compute_overlapping_tensors"),
         _S("InstructionTranslator", "torch._dynamo.symbolic_convert", "InstructionTranslator",
            feature="names", shape=("current_tx",)),
+        _S("backend_override", "torch._dynamo.graph_id_filter", "get_backend_override_for_compile_id",
+           feature="redirect", shape=("compile_id", "config_str")),
+        _S("overrides", "torch._dynamo", "config", feature="redirect", shape=("debug_backend_override",)),
+        _S("innermost_backend", "torch._dynamo.eval_frame", "innermost_backend", feature="redirect", shape=("fn",)),
+        _S("InductorWrapper", "torch", "_TorchCompileInductorWrapper", feature="redirect",
+           shape=("apply_options", "get_compiler_config")),
+        _S("BackendWrapper", "torch", "_TorchCompileWrapper", feature="redirect",
+           carried=("compiler_fn", "kwargs"), made=lambda cls: cls("eager", None, None, None)),
         _S("install_guard", "torch._dynamo.guards", "install_guard", feature="instances", shape=("guards",)),
         _S("GuardBuilder", "torch._dynamo.guards", "GuardBuilder", feature="instances",
            shape=("EQUALS_MATCH", "NOT_PRESENT_IN_GENERIC_DICT")),
@@ -381,6 +389,7 @@ OFF = {
     "names": "sizes go by Dynamo's names, and options by no name of a model",
     "instances": "instances of one class share options and reports, whatever their names",
     "stances": "torch's stances do not hold",
+    "redirect": "what redirected programs ask of Inductor is ignored, and who names another backend gets multigraph",
     "instruments": "torch's own instruments hear nothing",
     "modes": "the mode is ignored",
     "padding": "no call is padded",
@@ -674,6 +683,23 @@ def root_frame() -> tuple[Any, Mapping[str, Any]] | None:
     except Exception:  # not inside a trace: torch raises an AttributeError of its own thread-local
         return None
     return None if translator is None else (translator.f_code, translator.f_locals)  # None: 2.11, after a trace
+
+
+def overridden() -> Any:
+    """The backend that `TORCH_COMPILE_OVERRIDE_BACKENDS` names for the trace in progress, None where it names none."""
+    rules = __getattr__("overrides").debug_backend_override
+    if not rules:
+        return None
+    return __getattr__("backend_override")(__getattr__("CompileContext").current_compile_id(), rules)
+
+
+def asked_backend() -> Any:
+    """What the program gave to `torch.compile` for the trace in progress, as Dynamo calls it; None outside of one."""
+    try:
+        translator = __getattr__("InstructionTranslator").current_tx()
+    except Exception:  # as in `root_frame`
+        return None
+    return getattr(getattr(translator, "output", None), "compiler_fn", None)
 
 
 # what torch's aot_compile changes for its own backends: they would make a late compile go past the caches

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, events, sealing
-from multigraph_backend.capture import from_dynamo, user_code
+from multigraph_backend.capture import from_dynamo, redirected, user_code
 from multigraph_backend.declare import marks
 from multigraph_backend.lower import at_once
 from multigraph_backend.lower.compile_thread import describe
@@ -62,9 +62,16 @@ class Multigraph:
         `mode`, `options` and `name` as in torch.compile (see `Options.build`).  Raises `OptionsError` for what is not
         accepted.
         """
+        knobs: Mapping[str, object] = {}
+        if (mode, options, name) == (None, None, None) and (asked := redirected.asked(self)) is not None:
+            if asked.other is not None:
+                other: Callable[..., Any] = asked.other(gm, example_inputs)
+                return other
+            mode, options, name = (asked.arguments.get(key) for key in ("mode", "options", "name"))
+            knobs = asked.knobs
         marks.meet(example_inputs)
         traced = user_code.current()
-        accepted = _accepted(options, mode, name, traced)
+        accepted = _accepted(options, mode, name, traced, knobs)
         traced = dataclasses.replace(traced, name=accepted.name)
         by_inductor = accepted.compiler == "inductor"
         for feature, line in _compat.switched_off(by_inductor):
@@ -120,13 +127,19 @@ class Multigraph:
 
 
 def _accepted(
-    options: Mapping[str, object] | None, mode: str | None, name: str | None, traced: user_code.UserCode
+    options: Mapping[str, object] | None,
+    mode: str | None,
+    name: str | None,
+    traced: user_code.UserCode,
+    knobs: Mapping[str, object],
 ) -> Options:
-    """What the user asked for; where the module's own name has a part in it, modules of other names get other code."""
+    """What the user asked for; where the module's own name has a part in it, modules of other names get other code.
+
+    `knobs`: of Inductor, from a program that names Inductor as its backend.
+    """
     owner = traced.owner
-    accepted = Options.build(
-        options, mode, traced.models, name=name, attribute=None if owner is None else owner.attribute
-    )
+    attribute = None if owner is None else owner.attribute
+    accepted = Options.build(options, mode, traced.models, name=name, attribute=attribute, redirected=knobs)
     in_code = name is not None or (options is not None and options.get("name") is not None)
     if owner is not None and not in_code and (owner.attribute is not None or os.environ.get(VARIABLE, "").strip()):
         owner.keep_apart()

@@ -157,6 +157,7 @@ class Options:
         environ: Mapping[str, str] | None = None,
         name: str | None = None,
         attribute: object = None,
+        redirected: Mapping[str, object] | None = None,
     ) -> Options:
         """Merge and check what was asked for.
 
@@ -166,6 +167,7 @@ class Options:
         environ: the environment; if None, that of the process, where keys that match no model are noted
         name: as given to `torch.compile`, from torch 2.15 on; the same as the key "name"
         attribute: the module's `multigraph_name`, which names it where nothing in code does
+        redirected: knobs that a program gave to Inductor whose graphs are multigraph's now; all else goes before them
 
         ``MULTIGRAPH_OPTIONS`` is a JSON object of names or globs to options, or the path of a file that holds it; which
         of its entries apply, and in which order, is said at `Entries.applying`.
@@ -192,8 +194,12 @@ class Options:
             if compiler != "inductor" and read.get(key):
                 given[key].refuse("none", f"only Inductor has it, and the compiler is {compiler!r}")
         wanted = None if mode_given is None else _read_mode(mode_given, compiler)
+        if compiler == "inductor":
+            knobs.update(redirected or {})
         if wanted is not None and compiler == "inductor":
             knobs.update(_modes()[wanted])
+        elif knobs and _tunes_unrecorded(knobs):
+            wanted = _NO_CUDAGRAPHS
         knobs.update(cast(Mapping[str, object], read.get("inductor", {})))
         _take_over_cudagraphs(knobs, read, wanted, os.environ if environ is None else environ)
         read["cut"] = cast(tuple[str, ...], read.get("cut", ())) + cast(tuple[str, ...], read.pop("splitting_ops", ()))
@@ -204,6 +210,18 @@ class Options:
             else:
                 read["notes"] = (_mode_without_effect(wanted, compiler),)
         return Options(**cast(dict[str, Any], read), name=called)
+
+
+_NO_CUDAGRAPHS = "max-autotune-no-cudagraphs"
+
+
+def _tunes_unrecorded(knobs: Mapping[str, object]) -> bool:
+    """Whether these knobs of a redirected program are those of that mode, which says by what it lacks what it is."""
+    try:
+        tuned = _modes()[_NO_CUDAGRAPHS].items()
+    except (RuntimeError, KeyError):
+        return False
+    return "triton.cudagraphs" not in knobs and all(knobs.get(key) == value for key, value in tuned)
 
 
 def _take_over_cudagraphs(

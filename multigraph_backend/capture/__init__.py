@@ -1,6 +1,7 @@
 """One Dynamo graph, captured so that it can be compiled again and again later.
 
-`from_dynamo` takes it from a backend call in progress; `graph` is what it is then, as data; `structure` copies it,
+`redirected` tells what was asked for where torch calls another backend than the program names.
+`from_dynamo` takes a graph from a backend call in progress; `graph` is what it is then, as data; `structure` copies it,
 `effects` tells what a call of it does, `assertions` puts back what of the program's assertions Dynamo has taken out,
 `known_numbers` writes into it what a compile knows.  `user_code` and
 `size_names` give things the names that the user knows; `aliasing` tells which inputs of a call share memory; `declared`

@@ -138,7 +138,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "modes": ("warning", "the option 'mode' is ignored"),
     "redirect": (
         "warning",
-        "redirected programs get no mode that they ask of Inductor, and neither their own backends",
+        "what redirected programs ask of Inductor is ignored, and those that name other backends get multigraph",
     ),
     "marks": ("warning", "multigraph_backend.mark marks nothing"),
     "instruments": ("warning", "torch's counters, structured trace and profiler do not show variants"),

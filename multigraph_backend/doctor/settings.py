@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from multigraph_backend import redirect
 from multigraph_backend.doctor.findings import Finding, Level
 from multigraph_backend.environment import entries as environment_entries
 from multigraph_backend.options import DISABLE_VARIABLE, VARIABLE, Options, OptionsError, disabled_pieces
@@ -155,10 +156,14 @@ class Switch:
     text: str
 
 
+def _names_others(rules: str) -> bool:
+    return bool(rules) and not redirect.in_force({redirect.OVERRIDE: rules})
+
+
 SWITCHES = (
     Switch("TORCH_COMPILE_DISABLE", "1".__eq__, "error", "torch.compile compiles nothing: everything runs eagerly"),
     Switch("TORCHDYNAMO_DISABLE", "1".__eq__, "error", "torch.compile compiles nothing: everything runs eagerly"),
-    Switch("TORCH_COMPILE_OVERRIDE_BACKENDS", bool, "warning", "graphs that it names go to another backend"),
+    Switch(redirect.OVERRIDE, _names_others, "warning", "graphs that it names go to another backend"),
     # any text at all turns it on, "0" too
     Switch("TORCHDYNAMO_SUPPRESS_ERRORS", bool, "warning", "what fails to compile runs eagerly without a word"),
     Switch(
@@ -204,6 +209,10 @@ def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("environment", "warning", said, f"unset {DISABLE_VARIABLE}", {"disabled": pieces})
         else:
             yield Finding("environment", "ok", f"{DISABLE_VARIABLE} turns nothing off")
+    if redirect.in_force(environ):
+        rules = environ[redirect.OVERRIDE]
+        said = f"{redirect.OVERRIDE}={rules}: what asks for Inductor is compiled by multigraph"
+        yield Finding("environment", "ok", said, facts={"redirected": rules})
     switches = switches_in_force(environ)
     yield from switches
     if not switches:
