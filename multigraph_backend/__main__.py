@@ -128,7 +128,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> NoRe
     if program[0] != "-m" and not os.path.exists(program[0]):
         parser.error(f"there is no file {program[0]!r}")
     try:
-        environ = redirect.settings(os.environ, arguments.options)
+        environ = redirect.program_environment(os.environ, arguments.options)
     except (redirect.CannotRedirect, OptionsError) as problem:
         parser.error(str(problem))
     redirect.run(program, environ)

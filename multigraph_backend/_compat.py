@@ -130,7 +130,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("SYMPY_INTERP", _SHAPES, "SYMPY_INTERP"),
         _S("SymTypes", "torch.fx.experimental.sym_node", "SymTypes"),
         _S("PythonPrinter", f"{_SYMPY}.printers", "PythonPrinter", shape=("doprint",)),
-        _S("SymT", f"{_SYMPY}.symbol", "SymT", shape=("UNBACKED_INT", "UNBACKED_FLOAT", "FLOAT")),
+        _S("SymT", f"{_SYMPY}.symbol", "SymT", shape=("UNBACKED_INT", "UNBACKED_FLOAT", "FLOAT", "SIZE")),
         _S("symbol_is_type", f"{_SYMPY}.symbol", "symbol_is_type"),
         _S("ValueRanges", f"{_SYMPY}.value_ranges", "ValueRanges"),
         _S("Mod", f"{_SYMPY}.functions", "Mod"),

@@ -36,7 +36,7 @@ def in_force(environ: Mapping[str, str]) -> bool:
     return backends(environ) == ("multigraph",)
 
 
-def settings(environ: Mapping[str, str], options: str | None) -> dict[str, str]:
+def program_environment(environ: Mapping[str, str], options: str | None) -> dict[str, str]:
     """The environment of the program.  Raises CannotRedirect, and OptionsError for what is wrong in the file."""
     made = dict(environ)
     if environ.get(OVERRIDE) and not in_force(environ):

@@ -6,6 +6,7 @@ As text it is for reading in a terminal, as data for programs, and `page` makes 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import fnmatch
@@ -110,7 +111,8 @@ class Explanation:
     """Regions that are alive, in the order of the source; `str` is for reading.
 
     `stance`: torch's stance at that moment (`torch.compiler.set_stance`); `disabled`: pieces that `MULTIGRAPH_DISABLE`
-    turns off; `unmet_marks`: places ("file:line") of `mark` calls whose tensors no trace has had;
+    turns off; `unmet_marks`: places ("file:line") of `mark` calls whose tensors no trace has had; `late_marks`: those
+    of them that came after graphs had been traced;
     `unmatched_options`: keys of `MULTIGRAPH_OPTIONS` that no model has had as a name so far;
     `recordings`: CUDA graphs of each device, of all models; `graphs`: compiled graphs on GPUs, with what their
     recordings leave out; `rank`, `world_size`: of this process among others, None where it is alone.
@@ -120,6 +122,7 @@ class Explanation:
     stance: str = "default"
     disabled: tuple[str, ...] = ()
     unmet_marks: tuple[str, ...] = ()
+    late_marks: tuple[str, ...] = ()
     unmatched_options: tuple[environment.Unmatched, ...] = ()
     recordings: tuple[DeviceReport, ...] = ()
     graphs: tuple[GraphReport, ...] = ()
@@ -173,12 +176,19 @@ class Explanation:
         if self.disabled:
             lines.append(f"MULTIGRAPH_DISABLE turns off: {', '.join(self.disabled)}")
         lines += [
-            f"marked at {place}: no trace has had that tensor (a clone or a slice of it, perhaps, or no call yet)"
+            f"marked at {place}: no trace has had that tensor ({_TOO_LATE if place in self.late_marks else _LOST})"
             for place in self.unmet_marks
         ]
         if self.unmatched_options:
             lines.append(environment.said_of(self.unmatched_options))
         return "\n".join(lines)
+
+
+_LOST = "a clone or a slice of it, perhaps, or no call yet"
+_TOO_LATE = (
+    "graphs had been traced when the mark came, and one of them serves it: mark before the first call, or declare in "
+    f"options; or it is {_LOST}"
+)
 
 
 def _version(distribution: str) -> str:
@@ -208,6 +218,7 @@ def explain(model: object = None) -> Explanation:
         stance=regions.stance(),
         disabled=tuple(sorted(disabled_pieces(os.environ))),
         unmet_marks=marks.unmet(),
+        late_marks=marks.late(),
         unmatched_options=environment.unmatched(os.environ),
         recordings=_recordings(),
         graphs=_graphs(),
@@ -378,6 +389,52 @@ def _variant_report(
     )
 
 
+_LONG = 160  # characters of guards that are shown as they are
+_OF_ATTRIBUTE = re.compile(r"(?:same_float\(|ordinary\()?([^\W\d][\w.\[\]']*)(?: == |, |\)).*")
+
+
+def folded(guards: str, most: int = _LONG) -> str:
+    """The text of guards in words, where it is long: attributes of one object that have to be as they were traced.
+
+    `self.layers[0].eps == 1e-05 and self.layers[1].eps == 1e-05 and ...` -> `12 attributes of self.layers as traced`
+    """
+    if len(guards) <= most:
+        return guards
+    parts = _joined_by_and(guards)
+    owners = [_owner(part) for part in parts]
+    counts = collections.Counter(filter(None, owners))
+    shown: dict[str, None] = {}
+    for part, owner in zip(parts, owners, strict=True):
+        if owner is None or counts[owner] < 3:
+            shown[part] = None
+        else:
+            shown[f"{counts[owner]} attributes of {owner} as traced"] = None
+    kept = list(shown)
+    while len(kept) > 1 and len(" and ".join(kept)) > most:
+        kept.pop()
+    left = len(shown) - len(kept)
+    return " and ".join([*kept, f"{left} more" if left > 1 else "one more"] if left else kept)
+
+
+def _owner(guard: str) -> str | None:
+    """The object whose attribute, or whose part's, a guard asks for; None where it asks for something else."""
+    asked = _OF_ATTRIBUTE.fullmatch(guard)
+    if asked is None or "." not in asked[1]:
+        return None
+    return re.split(r"\[|\._modules|\.\w+$", asked[1], maxsplit=1)[0]
+
+
+def _joined_by_and(guards: str) -> list[str]:
+    """The guards of a text, each as it stands; those in parentheses belong together."""
+    parts, depth = [""], 0
+    for word in guards.split(" and "):
+        parts[-1] += f" and {word}" if parts[-1] else word
+        depth += word.count("(") - word.count(")")
+        if not depth:
+            parts.append("")
+    return [part for part in parts if part]
+
+
 def _region_text(entry: RegionReport) -> str:
     title = f"graph {entry.id}: {entry.function} ({entry.file}:{entry.line})"
     lines = [f"{title}, {entry.name}" if entry.name else title]
@@ -393,7 +450,7 @@ def _region_text(entry: RegionReport) -> str:
             line += f"  {variant.gain:.2f} times as fast as generic ({variant.gain_calls} calls)"
         guarded = [form for form in variant.forms if form != "True"]
         if guarded:
-            line += f"  where {' | '.join(guarded)}"
+            line += f"  where {' | '.join(map(folded, guarded))}"
         if variant.opaque:
             line += f"  checked at each call: {variant.opaque}"
         if variant.reason:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from multigraph_backend.capture import size_names
+from multigraph_backend.capture import size_names, static_sizes
 from multigraph_backend.capture.graph import CapturedGraph, MarkedSize, NamedSize
 from multigraph_backend.declare import probing
 from multigraph_backend.declare.facts import Facts
@@ -75,12 +75,14 @@ def _from_predicate(graph: CapturedGraph, predicate: Predicate, notes: list[str]
     condition = Condition(str(predicate), predicate)
     for name, facts in predicate.facts().items():
         found = graph.find(name)
-        if found is None:
+        if found is None and name in graph.static:
+            condition.never = f"{name} is a constant of this graph: {graph.static[name]}"
+        elif found is None:
             condition.never = unknown_name(graph, name)
             if not graph.user_code.partial:  # what Dynamo traces after a break is not what the name was declared for
                 notes.append(condition.never)
         elif isinstance(found, int):
-            _decide(condition, name, found, facts)
+            _decide(graph, condition, name, found, facts)
         else:
             _add_term(graph, condition, name, found, facts)
             if found.location.kind == "size" and facts.intersect(Facts(min=0)).empty:
@@ -107,7 +109,7 @@ def unknown_name(graph: CapturedGraph, name: str) -> str:
 
 def _add_term(graph: CapturedGraph, condition: Condition, name: str, size: NamedSize, facts: Facts) -> None:
     if size.expr.is_Integer:
-        _decide(condition, name, int(size.expr), facts)
+        _decide(graph, condition, name, int(size.expr), facts)
         return
     condition.terms.append((size, facts))
     for symbol, known in about_symbols(size.expr, facts).items():
@@ -120,9 +122,9 @@ def _add_term(graph: CapturedGraph, condition: Condition, name: str, size: Named
             condition.elsewhere = True
 
 
-def _decide(condition: Condition, name: str, value: int, facts: Facts) -> None:
+def _decide(graph: CapturedGraph, condition: Condition, name: str, value: int, facts: Facts) -> None:
     if not facts.holds(value):
-        condition.never = f"{name} is {value} in this graph"
+        condition.never = static_sizes.said(name, value, graph.static)
 
 
 def bounds(graph: CapturedGraph, symbol: sympy.Symbol) -> Facts:

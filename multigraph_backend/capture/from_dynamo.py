@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.capture import assertions, size_names
+from multigraph_backend.capture import assertions, size_names, static_sizes
 from multigraph_backend.capture.effects import computes_floats, impure, output_kinds, viewed_inputs, written
 from multigraph_backend.capture.graph import (
     CapturedGraph,
@@ -94,6 +94,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
         computes_floats=computes_floats(gm),
         zeros=zeros,
         unread=frozenset(unread),
+        static=static_sizes.reasons(inputs, example_inputs, shape_env, user_code),
     )
 
 

@@ -142,6 +142,7 @@ class CapturedGraph:
     computes_floats: bool = False  # whether Python floats go through arithmetic before tensors take them
     # symbols that Dynamo's guards relate to values that no argument has: those guards are not among `guards`
     unread: frozenset[sympy.Symbol] = frozenset()
+    static: Mapping[str, str] = field(default_factory=dict)  # why sizes are constants, by their names; for reports
     zeros: tuple[int, ...] = ()  # positions of Python floats that Dynamo found to be zero, of whichever sign
     floats_are_constants: bool = False  # set by the first compile that cannot keep them apart from their values
     asked_floats: frozenset[sympy.Symbol] = frozenset()  # Python floats whose values a compile has asked for

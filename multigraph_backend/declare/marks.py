@@ -63,15 +63,21 @@ def mark(
         else:
             _compat.mark_dynamic(tensor, index, specialize_on=checks, **bounds)
         tensor._specialize_on = {**table, **getattr(tensor, "_specialize_on", {})}  # type: ignore[attr-defined]
+    if place not in _met and _traces:
+        _late.add(place)
     _met.setdefault(place, False)
     tensor._multigraph_marks = {*getattr(tensor, "_multigraph_marks", ()), place}  # type: ignore[attr-defined]
 
 
 _met: dict[str, bool] = {}  # place of a `mark` -> whether a trace had one of its tensors
+_late: set[str] = set()  # places of marks before which graphs had been traced
+_traces = 0
 
 
 def meet(example_inputs: Sequence[Any]) -> None:
     """These are inputs of a trace."""
+    global _traces
+    _traces += 1
     for value in example_inputs:
         for place in getattr(value, "_multigraph_marks", ()):
             _met[place] = True
@@ -82,9 +88,17 @@ def unmet() -> tuple[str, ...]:
     return tuple(place for place, met in list(_met.items()) if not met)
 
 
+def late() -> tuple[str, ...]:
+    """Those of `unmet` that came when graphs had been traced already, one of which may serve their calls."""
+    return tuple(place for place in unmet() if place in _late)
+
+
 def forget() -> None:
     """Start anew, with `torch._dynamo.reset()`."""
+    global _traces
     _met.clear()
+    _late.clear()
+    _traces = 0
 
 
 def _check_types(

@@ -92,16 +92,17 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_environment_of_the_program(tmp_path: Path) -> None:
     options = tmp_path / "options.json"
     options.write_text('{"*": {"compile": "eager"}}')
-    made = redirect.settings({"HOME": "/h"}, str(options))
+    made = redirect.program_environment({"HOME": "/h"}, str(options))
     assert made == {"HOME": "/h", redirect.OVERRIDE: ">=0:multigraph", "MULTIGRAPH_OPTIONS": f"@{options}"}
-    assert redirect.settings({redirect.OVERRIDE: "3:multigraph"}, None) == {redirect.OVERRIDE: "3:multigraph"}
-    assert redirect.settings({redirect.OVERRIDE: ""}, None) == {redirect.OVERRIDE: ">=0:multigraph"}
+    some = {redirect.OVERRIDE: "3:multigraph"}
+    assert redirect.program_environment(some, None) == some
+    assert redirect.program_environment({redirect.OVERRIDE: ""}, None) == {redirect.OVERRIDE: ">=0:multigraph"}
     with pytest.raises(redirect.CannotRedirect, match="names another backend; unset it"):
-        redirect.settings({redirect.OVERRIDE: ">5:eager"}, None)
+        redirect.program_environment({redirect.OVERRIDE: ">5:eager"}, None)
     broken = tmp_path / "broken.json"  # a file is read once
     broken.write_text("{")
     with pytest.raises(OptionsError, match="line 1"):
-        redirect.settings({}, str(broken))
+        redirect.program_environment({}, str(broken))
 
 
 @pytest.mark.parametrize(
