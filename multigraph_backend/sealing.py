@@ -32,7 +32,7 @@ def seal(then: Then = "log") -> None:
     "log"     it is made, with one line in the log
     "refuse"  it is not: the call runs the next safer form (generic for a variant, the graph as it is where there is
               none, code without its recording), with one line in the log for each
-    "raise"   the call raises `Sealed`; where Dynamo traces, its error has that as its cause
+    "raise"   the call raises `Sealed`; where Dynamo traces, torch's error has it as its `inner_exception`
 
     Each is counted as `after_seal` in `stats()`.  Code that torch's caches have is loaded as before, for that compiles
     nothing.  Backwards of what has run forward are compiled all the same: nothing else could give its gradients.

@@ -43,7 +43,7 @@ class ExampleCall:
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = tuple(args), dict(kwargs)
-        self._named = _named(function, self.args, self.kwargs)
+        self._named, self._rest = _named(function, self.args, self.kwargs)
 
     def size(self, name: str) -> int | None:
         """The value of a size or integer argument in this call, None where it has none of that name."""
@@ -103,9 +103,17 @@ class ExampleCall:
         except (SyntaxError, ValueError):
             return None
         (_, root), *steps = steps
-        if root not in self._named:
+        path: Path
+        if root == self._rest[0] and steps and steps[0][0] == "item":  # of `*args`
+            at = steps.pop(0)[1]
+            rest = self.args[self._rest[1] :]
+            if type(at) is not int or not 0 <= at < len(rest):
+                return None
+            path, value = (("item", self._rest[1] + at),), rest[at]
+        elif root in self._named:
+            path, value = self._named[root]
+        else:
             return None
-        path, value = self._named[root]
         for number, (kind, key) in enumerate(steps):
             if isinstance(value, torch.Tensor):
                 last = number == len(steps) - 1
@@ -121,17 +129,21 @@ class ExampleCall:
         return _Place(path, value, None) if type(value) is int else None
 
 
-def _named(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
-    """The arguments by the names that the function has for them, each with its path."""
+def _named(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, tuple[Path, Any]], tuple[str | None, int]]:
+    """The arguments by the names that the function has for them, each with its path; and the name of its `*args`, with
+    the number of arguments before."""
     named: dict[str, tuple[Path, Any]] = {name: ((("item", name),), value) for name, value in kwargs.items()}
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return named
+        return named, (None, 0)
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in by_position]
     named.update((name, ((("item", at),), args[at])) for at, name in enumerate(names[: len(args)]))
-    return named
+    rest = next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL), None)
+    return named, (rest, len(names))
 
 
 def _steps(node: ast.expr) -> Iterator[tuple[str, Any]]:

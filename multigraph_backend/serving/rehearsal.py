@@ -6,7 +6,8 @@ earlier processes used (`region/warm_start`); those with the largest inputs firs
 ones lies in memory that is there already.  They go through the compiled function as the user's calls do, past Dynamo's
 guards and graph breaks, each as often as it takes to compile, to record and to replay.
 
-Guarantees: random number generators, buffers and gradients are afterwards what they were before.  An error ends the
+Guarantees: random number generators (torch's, Python's, numpy's), the buffers of the modules that are called, and
+gradients are afterwards what they were before.  An error ends the
 row that it came in, and is told; nothing else.
 """
 
@@ -14,12 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import itertools
 import logging
+import random
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +48,9 @@ CALLS = 3  # one compiles, one records, one replays; a parameter that was seen t
 _TRIED = 64  # sizes that are tried for a condition, until one meets it and no earlier one
 
 
+_Asked = tuple[int, int]  # a region's serial number and that of a condition; behind the last: generic, sizes to pad to
+
+
 @dataclass(frozen=True)
 class Rehearsed:
     """One size that was called: its `sizes` by name, the conditions that ran ("generic" for that graph), seconds of all
@@ -56,10 +63,15 @@ class Rehearsed:
     failed: str | None = None
 
     def __str__(self) -> str:
+        grown = f", {self.pool_bytes / 2**20:.1f} MiB of recordings" if self.pool_bytes else ""
+        return f"{self.said}  ({self.seconds:.2f} s{grown})"
+
+    @property
+    def said(self) -> str:
+        """What ran at which sizes."""
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items()) or "the example"
         what = f"failed: {self.failed}" if self.failed else "; ".join(self.ran) or "nothing of multigraph"
-        grown = f", {self.pool_bytes / 2**20:.1f} MiB of recordings" if self.pool_bytes else ""
-        return f"{sizes}: {what}  ({self.seconds:.2f} s{grown})"
+        return f"{sizes}: {what}"
 
 
 @dataclass(frozen=True)
@@ -74,8 +86,8 @@ class WarmUp:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is missing and no call failed: for a health check."""
-        return not self.missing and not any(call.failed for call in self.calls)
+        """Whether nothing is missing, and each call ran code of multigraph: for a health check."""
+        return not self.missing and all(call.ran and not call.failed for call in self.calls)
 
     def __str__(self) -> str:
         loaded = f", {self.loaded} loaded from caches" if self.loaded else ""
@@ -106,17 +118,20 @@ def warmup(
     call it, with the same sizes.
 
     Returns what became of each size.  Raises what the example's own call raises, before anything else is called, and
-    TypeError where `inputs` is no call.
+    TypeError where `inputs` is no call, or has none.
     """
     began = time.monotonic()
     function = _signature_of(compiled)
+    if isinstance(inputs, list) and not inputs:
+        raise TypeError("warmup(inputs=[]) has no call: give a tensor, a tuple or a dict of arguments, or several")
     examples = [ExampleCall(function, *_as_call(entry)) for entry in (inputs if isinstance(inputs, list) else [inputs])]
     rows: list[Rehearsed] = []
     regions: list[Region] = []
     covered: set[tuple[int, int]] = set()
     had = events.stats()["loaded_ahead"]
     with _put_back(compiled, examples):
-        waiting: list[tuple[ExampleCall, dict[str, int]]] = []
+        waiting: list[tuple[ExampleCall, dict[str, int], _Asked]] = []
+        tried: dict[_Asked, Rehearsed] = {}
         for example in examples:
             before = _calls()
             rows.append(_called(compiled, example, {}, backward))
@@ -125,11 +140,11 @@ def warmup(
             for region in reached:
                 region.compile_ahead()
             regions += [region for region in reached if region not in regions]
-            waiting += [(example, sizes) for sizes in _sizes_to_call(reached, example, covered)]
-        waiting.sort(key=lambda entry: -_bytes_of(*entry))
+            waiting += [(example, sizes, asked) for sizes, asked in _sizes_to_call(reached, example, covered)]
+        waiting.sort(key=lambda entry: -_bytes_of(*entry[:2]))
         background.wait()
         with _shown(len(waiting), progress) as say:
-            for example, sizes in waiting:
+            for example, sizes, asked in waiting:
                 say(sizes, None)
                 try:
                     row = _called(compiled, example, sizes, backward)
@@ -139,9 +154,10 @@ def warmup(
                     row = Rehearsed(sizes, (), 0.0, failed=describe(error))
                     log.info("warm-up with %s failed", sizes, exc_info=True)
                 rows.append(row)
+                tried[asked] = row
                 say(sizes, row)
     loaded = events.stats()["loaded_ahead"] - had
-    return WarmUp(tuple(rows), time.monotonic() - began, _missing(regions, covered), loaded)
+    return WarmUp(tuple(rows), time.monotonic() - began, _missing(regions, covered, tried), loaded)
 
 
 # ---------------------------------------------------------------- one size
@@ -214,10 +230,10 @@ def _leaves(ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _sizes_to_call(
-    regions: Sequence[Region], example: ExampleCall, covered: set[tuple[int, int]]
-) -> Iterator[dict[str, int]]:
+    regions: Sequence[Region], example: ExampleCall, covered: set[_Asked]
+) -> Iterator[tuple[dict[str, int], _Asked]]:
     """Sizes for each condition of `regions` that no earlier one answers, and for generic, each once, and not those of
-    the example.
+    the example; with each, what they are for.
 
     Conditions of which earlier ones answer all sizes that were tried are added to `covered`: the region's serial number
     and theirs.
@@ -230,14 +246,14 @@ def _sizes_to_call(
         named = {name: size for name, size in graph.sizes.items() if example.size(name) is not None}
         at = {size.expr: example.size(name) or 0 for name, size in named.items() if isinstance(size.expr, sympy.Symbol)}
         conditions = [variant.condition for variant in region.variants if variant.condition is not None]
-        wanted: list[dict[sympy.Symbol, int]] = []
+        wanted: list[tuple[int, dict[sympy.Symbol, int]]] = []
         for number in range(len(conditions) + 1):
             values = _values_for(graph, conditions, number, at)
             if values is None:
                 covered.add((region.serial, number))
             else:
-                wanted.append(values)
-        for values in (*wanted, *_padded(region, at)):
+                wanted.append((number, values))
+        for number, values in (*wanted, *((len(conditions), values) for values in _padded(region, at))):
             sizes = {
                 name: int(size.expr.xreplace(values))
                 for name, size in named.items()
@@ -246,7 +262,7 @@ def _sizes_to_call(
             key = tuple(sorted(sizes.items()))
             if key not in seen and any(example.size(name) != size for name, size in sizes.items()):
                 seen.add(key)
-                yield sizes
+                yield sizes, (region.serial, number)
 
 
 def _padded(region: Region, at: Mapping[sympy.Symbol, int]) -> Iterator[dict[sympy.Symbol, int]]:
@@ -364,7 +380,7 @@ def _ran(region: Region, before: Sequence[int]) -> Iterator[str]:
             yield variant.text
 
 
-def _missing(regions: Sequence[Region], covered: set[tuple[int, int]]) -> dict[str, str]:
+def _missing(regions: Sequence[Region], covered: set[_Asked], tried: Mapping[_Asked, Rehearsed]) -> dict[str, str]:
     missing: dict[str, str] = {}
     everywhere = _living()
     for region in regions:
@@ -384,8 +400,9 @@ def _missing(regions: Sequence[Region], covered: set[tuple[int, int]]) -> dict[s
                 )
             ):
                 continue
-            why = variant.reason or "no size was found that meets it and no earlier condition"
-            missing[f"{region.user_code}: {variant.text}"] = why
+            called = tried.get((region.serial, number))
+            why = "no size was found that meets it and no earlier condition" if called is None else called.said
+            missing[f"{region.user_code}: {variant.text}"] = variant.reason or why
     return missing
 
 
@@ -431,20 +448,59 @@ def _signature_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _put_back(compiled: Callable[..., Any], examples: Sequence[ExampleCall]) -> Iterator[None]:
     """What calls inside do to buffers and to random number generators is undone."""
-    module = compiled if isinstance(compiled, torch.nn.Module) else getattr(compiled, "__self__", None)
-    buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
-    parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
-    tensors = [*buffers, *parameters, *(tensor for example in examples for tensor in example.tensors())]
+    modules = list(dict.fromkeys(inner for module in _modules_of(compiled) for inner in module.modules()))
+    places: list[tuple[torch.nn.Module, str, Any]] = [
+        (module, name, buffer) for module in modules for name, buffer in module._buffers.items()
+    ]
+    kept = {id(buffer): (buffer, buffer.detach().clone()) for _, _, buffer in places if buffer is not None}
+    parameters = [entry for module in modules for entry in module.parameters(recurse=False)]
+    used = [tensor for example in examples for tensor in example.tensors()]
+    tensors = [*(buffer for buffer, _ in kept.values()), *parameters, *used]
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-    kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
         with torch.no_grad():
-            for buffer, was in kept:
+            for buffer, was in kept.values():
                 if not _same(buffer, was):
-                    buffer.copy_(was)
+                    (buffer if buffer.shape == was.shape else buffer.resize_(was.shape)).copy_(was)
+        for module, name, buffer in places:  # a forward may also put another tensor there
+            if name in module._buffers and module._buffers[name] is not buffer:
+                module._buffers[name] = buffer
+
+
+def _modules_of(compiled: Any) -> Iterator[torch.nn.Module]:
+    """The modules that are called: itself, what it is a method of, what its function closes over or names globally."""
+    function = compiled if isinstance(compiled, torch.nn.Module) else inspect.unwrap(compiled)
+    while isinstance(function, functools.partial):
+        yield from (entry for entry in (*function.args, *function.keywords.values()) if _is_module(entry))
+        function = function.func
+    code = getattr(function, "__code__", None)
+    known = getattr(function, "__globals__", {})
+    found = [
+        function,
+        getattr(function, "__self__", None),
+        *map(_content, getattr(function, "__closure__", None) or ()),
+        *(known.get(name) for name in (code.co_names if code is not None else ())),
+    ]
+    yield from (entry for entry in found if _is_module(entry))
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was put there yet
+        return None
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

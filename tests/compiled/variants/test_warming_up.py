@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -105,6 +107,46 @@ def test_buffers_gradients_and_random_numbers_are_as_before() -> None:
         assert torch.equal(value, kept[name])
 
 
+class Replaces(torch.nn.Module):
+    """Puts new tensors in place of its buffers, and draws from Python's generator outside of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+        self.register_buffer("last", None)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total = self.total + 1
+        self.last = x.sum(0)
+        self.calls.add_(1)
+        return x + self.total
+
+
+replaces = Replaces()
+
+
+@pytest.mark.parametrize("way", ["its forward", "a closure", "a global"])
+def test_buffers_that_are_replaced_are_as_before_and_so_in_functions_that_call_a_module(way: str) -> None:
+    model = replaces if way == "a global" else Replaces()
+    functions = {"a closure": lambda x: (random.random(), model(x))[1], "a global": lambda x: replaces(x)}
+    function: Any = functions.get(way, model.forward)
+    total = model.total
+    random.seed(5)
+    numpy.random.seed(5)
+    expected = random.random(), numpy.random.rand()
+    random.seed(5)
+    numpy.random.seed(5)
+    with torch.no_grad():
+        account = warmup(compiled(function, [{"x[0]": 4}], compiler="eager"), torch.randn(3, 2))
+    assert account.calls
+    assert model.total is total
+    assert model.last is None
+    assert total.eq(0).all()
+    assert model.calls.item() == 0
+    assert (random.random(), numpy.random.rand()) == expected
+
+
 def test_sizes_of_zero_and_one_that_are_declared_have_graphs_of_their_own_afterwards() -> None:
     run = compiled(Model().eval(), [{"ids[0]": 0}, {"ids[0]": 1}])
     account = warmup(run, call(4, 10))
@@ -150,7 +192,34 @@ def test_an_error_of_one_size_is_told_and_the_others_go_on() -> None:
     failed = [row for row in account.calls if row.failed]
     assert [row.sizes for row in failed] == [{"x[0]": 7}]
     assert not account.ready
+    ((what, why),) = account.missing.items()
+    assert "x[0] == 7" in what
+    assert why.startswith("x[0]=7: failed: ")
     assert any("x[0] == 12" in row.ran for row in account.calls)
+
+
+def test_other_arguments_than_those_with_names_get_their_sizes_too() -> None:
+    def added(x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        for entry in more:
+            x = x + entry
+        return x
+
+    run = compiled(added, [{"x[0]": 4}, {"more[1][1]": 8}], compiler="eager")  # type: ignore[arg-type]
+    account = warmup(run, (torch.randn(3, 2), torch.randn(3, 2), torch.randn(3, 1)))
+    assert [row.ran for row in account.calls[1:]] == [("x[0] == 4",)]
+    assert all("more[1][1]" in what for what in account.missing)
+
+
+def test_nothing_is_ready_where_nothing_of_multigraph_ran() -> None:
+    linear = torch.nn.Linear(2, 2)
+    for other in (linear, torch.compile(linear, backend="eager")):
+        account = warmup(other, torch.randn(3, 2))
+        assert not account.ready
+        assert "nothing of multigraph" in str(account)
+    with torch.compiler.set_stance("force_eager"):
+        assert not warmup(compiled(linear, []), torch.randn(3, 2)).ready
+    with pytest.raises(TypeError, match="has no call"):
+        warmup(compiled(linear, []), [])
 
 
 def test_the_error_of_the_example_itself_is_the_callers() -> None:
