@@ -81,7 +81,7 @@ class Reader:
     """
 
     def __init__(self, limit: int = 256) -> None:
-        if limit < 1:
+        if not isinstance(limit, int) or limit < 1:
             raise ValueError(f"limit must be a number from 1 on, got {limit!r}")
         self._limit = limit
         self._lock = threading.Lock()  # scrapes may come in several threads

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -495,8 +494,11 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
         here = given.inner(key, value)
         number = isinstance(value, int) and not isinstance(value, bool)
         if key in ("patience", "idle"):
-            if not (number or isinstance(value, float)) or not 0 <= cast(float, value) < math.inf:
-                here.refuse("a number of seconds from 0 on", remedies.number(value))
+            if not (number or isinstance(value, float)) or not 0 <= cast(float, value) <= _MOST_SECONDS:
+                here.refuse(
+                    "a number of seconds from 0 on",
+                    f"write {_MOST_SECONDS}, or less" if _too_long(value) else remedies.number(value),
+                )
             read[key] = float(cast(float, value))
         elif key in limits.AMOUNTS:
             if not limits.accepts(key, value):
@@ -510,9 +512,12 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
 
 
 _WORKERS = ("count", "memory", "gpu")
+_MOST_SECONDS = 1_000_000_000  # 31 years; clocks and locks take no time beyond some 292
 
 
 def _read_workers(given: _Given) -> tuple[tuple[str, int | bool], ...]:
+    if given.value is None:
+        return ()
     if not isinstance(given.value, Mapping):
         given.refuse(f"a mapping of {', '.join(_WORKERS)} to values")
     read: dict[str, int | bool] = {}
@@ -526,12 +531,17 @@ def _read_workers(given: _Given) -> tuple[tuple[str, int | bool], ...]:
     return tuple(sorted(read.items()))
 
 
+def _too_long(value: object) -> bool:
+    return isinstance(value, int | float) and value > _MOST_SECONDS
+
+
 def _read_timeout(given: _Given) -> float | None:
     value = given.value
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        given.refuse("a number of seconds greater than 0, or None for no limit", remedies.number(value))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_SECONDS:
+        what = "a number of seconds greater than 0, or None for no limit"
+        given.refuse(what, "write None" if _too_long(value) else remedies.number(value))
     return float(value)
 
 

@@ -159,9 +159,11 @@ class Explanation:
                 with open(beside, "w", encoding="utf-8") as file:
                     file.write(text)
                 os.replace(beside, path)
-            except BaseException:
+            except BaseException as problem:
                 with contextlib.suppress(OSError):
                     os.unlink(beside)
+                if isinstance(problem, OSError) and problem.errno is not None:  # it names the file beside
+                    raise OSError(problem.errno, problem.strerror, os.fspath(path)) from problem
                 raise
         return text
 

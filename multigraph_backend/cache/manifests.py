@@ -48,7 +48,7 @@ def versions() -> tuple[str, str]:
 
 def kept() -> bool:
     """Whether anything is noted in this process."""
-    return os.environ.get(VARIABLE) != ""
+    return os.environ.get(VARIABLE, "unset").strip() != ""
 
 
 def name() -> str:
@@ -58,8 +58,8 @@ def name() -> str:
 
 def folder() -> Path:
     """Where they lie; it may not be there.  Raises OSError where torch cannot say where its caches are."""
-    named = os.environ.get(VARIABLE)
-    return Path(named) if named else Path(_compat.cache_dir()) / name()
+    named = os.environ.get(VARIABLE, "").strip()
+    return Path(os.path.expanduser(named)) if named else Path(_compat.cache_dir()) / name()
 
 
 def load(graph: str) -> Manifest | None:

@@ -236,7 +236,8 @@ def _parts(content: bytes) -> tuple[bytes, list[bytes], dict[str, bytes | None]]
             raise Refused(f"it was saved with {name} {said[name]!r}, and this is {value}")
     payload = content[end + 1 :]
     if sum(lengths) != len(payload):
-        raise Refused(f"it has {len(payload)} bytes where its header says {sum(lengths)}: it was cut off")
+        what = "it was cut off" if len(payload) < sum(lengths) else "something was added to it"
+        raise Refused(f"it has {len(payload)} bytes where its header says {sum(lengths)}: {what}")
     if digest != hashlib.sha256(payload).hexdigest():
         raise Refused("its digest is another one: it was changed")
     parts, at = [], 0

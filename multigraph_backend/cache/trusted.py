@@ -64,10 +64,19 @@ def _foreign(found: os.stat_result, shared_group: bool) -> str | None:
 
 
 def write(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Put `content` into `path`, which others see whole or not at all.  Raises OSError.
+    """Put `content` into `path`, which others see whole or not at all.  Raises OSError, which names `path`.
 
     `durable`: also if the machine loses power; without, it is written faster, and its digest has to tell.
     """
+    try:
+        _write(path, content, durable)
+    except OSError as problem:  # names the file beside it, which nobody asked for
+        if problem.errno is None or problem.filename is None:
+            raise
+        raise OSError(problem.errno, problem.strerror, os.fspath(path)) from problem
+
+
+def _write(path: Path, content: bytes, durable: bool) -> None:
     file, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)  # for this user alone
     try:
         with open(file, "wb") as stream:

@@ -17,6 +17,7 @@ Invariant: sizes ascend and are at least 1, so that what `fitting` returns is ne
 from __future__ import annotations
 
 import itertools
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ class Buckets:
             if not isinstance(entry, int) or isinstance(entry, bool):
                 where = "; '...' stands at the end" if entry in (MORE, "…", ...) else ""
                 raise TypeError(f"sizes are integers, got {shown(entry)}{where}")
-            if entry < 1:
-                raise ValueError(f"sizes to pad to are at least 1, got {entry}")
+            if not 1 <= entry <= sys.maxsize:
+                raise ValueError(f"sizes to pad to are at least 1 and at most {sys.maxsize}, got {entry}")
             if numbers and entry <= numbers[-1]:
                 raise ValueError(f"sizes must ascend, and {entry} follows {numbers[-1]}")
             numbers.append(entry)

@@ -84,12 +84,13 @@ class Account:
 
 def resolve(
     graph: CapturedGraph, options: Options, conditions: Sequence[Condition]
-) -> tuple[Account | None, list[str]]:
-    """What the options say of this graph, and notes for the report."""
+) -> tuple[Account | None, list[str], list[str]]:
+    """What the options say of this graph, and notes for the report; behind them those of what was to be expected."""
     wanted = _of_conditions(conditions) if options.pad == "declared" else dict(options.pad)
     sizes: dict[str, Buckets] = {}
     symbols: dict[str, sympy.Symbol] = {}
     notes: list[str] = []
+    expected: list[str] = []
     for name, buckets in wanted.items():
         found = graph.find(name)
         if found is None:
@@ -99,7 +100,7 @@ def resolve(
         size = found if isinstance(found, int) else found.expr
         if isinstance(size, int) or size.is_Integer:
             if int(size) not in buckets.sizes:
-                notes.append(
+                (expected if int(size) < 2 else notes).append(
                     f"pad: {name} is {int(size)} in this graph, and such calls are not padded: torch takes sizes 0 and "
                     "1 for constants, and those of the first call without dynamic=True or a mark"
                 )
@@ -115,7 +116,7 @@ def resolve(
                 )
         else:
             sizes[name], symbols[name] = buckets, size
-    return (Account(sizes, symbols), notes) if sizes else (None, notes)
+    return Account(sizes, symbols) if sizes else None, notes, expected
 
 
 def _is_size(graph: CapturedGraph, symbol: sympy.Symbol) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -284,6 +285,21 @@ def test_nothing_is_noted_in_a_folder_that_cannot_be(monkeypatch: pytest.MonkeyP
     assert manifests.load("graph") is None
 
 
+def test_a_folder_may_begin_at_home_and_blanks_name_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(manifests.VARIABLE, " ~/noted ")
+    assert manifests.folder() == tmp_path / "noted"
+    monkeypatch.setenv(manifests.VARIABLE, " ")
+    assert not manifests.kept()
+
+
+def test_an_error_of_a_write_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "file", tmp_path):
+        with pytest.raises(OSError, match=re.escape(f"'{path}'")) as error:
+            trusted.write(path, b"content")
+        assert ".new" not in str(error.value)
+
+
 def test_the_doctor_says_what_is_there(folder: Path) -> None:
     manifests.note(example())
     manifests.note(example("another"))
@@ -390,6 +406,7 @@ def escape(path: Path) -> None:
         (lambda path: path.write_bytes(b"\x80\x04."), "no file of multigraph's caches"),
         (lambda path: path.write_bytes(path.read_bytes()[:30]), "its header is not whole"),
         (lambda path: path.write_bytes(path.read_bytes()[:-7]), "it was cut off"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "something was added to it"),
         (flip, "its digest is another one"),
         (header_says(format=9), "it has format 9"),
         (header_says(torch="2.0.0"), "it was saved with torch '2.0.0'"),

@@ -155,6 +155,7 @@ def test_wrong_values() -> None:
         {"compile_timeout": True},
         {"compile_timeout": float("nan")},
         {"compile_timeout": float("inf")},
+        {"compile_timeout": 1e30},
         {"compile_timeout": "600"},
         {"compiler": ""},
         {"compiler": None},
@@ -191,7 +192,8 @@ option 'compile_timeout': expected a number of seconds greater than 0, or None f
 option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got -1.5 (float)
 option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got True (bool)
 option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got nan (float)
-option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got inf (float)
+option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got inf (float); write None
+option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got 1e+30 (float); write None
 option 'compile_timeout': expected a number of seconds greater than 0, or None for no limit, got '600' (str); write 600
 option 'compiler': expected the name of a backend, or a callable of a graph module and its example inputs, got '' (str)
 option 'compiler': expected the name of a backend, or a callable of a graph module and its example inputs, got None (NoneType)
@@ -506,6 +508,11 @@ def test_all_limits_of_recordings_are_options() -> None:
         ({"keep_free": -1}, "option \"limits['keep_free']\": expected a number of bytes from 0 on, or a fraction "),
         ({"keep_free": None}, "option \"limits['keep_free']\": expected a number of bytes from 0 on, or a fraction "),
         ({"copied_bytes": None}, "option \"limits['copied_bytes']\": expected a number from 0 on, got None"),
+        (
+            {"patience": 1e30},
+            "option \"limits['patience']\": expected a number of seconds from 0 on, got 1e+30 (float); "
+            "write 1000000000, or less",
+        ),
         ({"patience": -1}, "option \"limits['patience']\": expected a number of seconds from 0 on, got -1"),
         ({"idle": math.inf}, "option \"limits['idle']\": expected a number of seconds from 0 on, got inf"),
     ],

@@ -197,8 +197,9 @@ def test_a_page_is_a_file_that_is_replaced_whole(tmp_path: Path) -> None:
     text = accounts.hostile().to_html(path)
     assert path.read_text() == text
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
-    with pytest.raises(IsADirectoryError):
-        accounts.rich().to_html(tmp_path)
+    for place, error in ((tmp_path, IsADirectoryError), (tmp_path / "no" / "page.html", FileNotFoundError)):
+        with pytest.raises(error, match=re.escape(f"'{place}'")):
+            accounts.rich().to_html(place)
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
 
 
