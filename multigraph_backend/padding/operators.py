@@ -353,6 +353,9 @@ def _dim(call: Call, name: str = "self") -> int:
 def slice_(call: Call) -> None:
     dim = _dim(call)
     start, end = call.given.get("start"), call.given.get("end")
+    if start in (None, 0) and call.given.get("step") in (None, 1) and _to_the_end(call, end, dim):
+        same_place(call)  # `positions[:, None]` takes all of them first
+        return
     if dim not in call.padded(call.given["self"]):
         if call.depends(call.expr(start)):
             raise NotKept("reads rows from a place on that depends on the padded size")
@@ -366,15 +369,20 @@ def slice_(call: Call) -> None:
         call.shifted.add(call.node)
 
 
+def _to_the_end(call: Call, end: Any, dim: int) -> bool:
+    known = call.expr(end)
+    if known is None or (known.is_Integer and known >= END):
+        return True
+    return call.same(known, call.shape(call.given["self"])[dim])
+
+
 def slice_scatter(call: Call) -> None:
     source = call.given["src"]
     dim = _dim(call)
     if dim in call.padded(call.given["self"]):
         start, end = call.constant(call.given.get("start"), "a start"), call.given.get("end")
         known = call.expr(end)
-        size = call.shape(call.given["self"])[dim]
-        to_the_end = known is None or (known.is_Integer and known >= END) or call.same(known, size)
-        if (start or 0) < 0 or not (to_the_end or (known.is_Integer and known >= 0)):
+        if (start or 0) < 0 or not (_to_the_end(call, end, dim) or (known.is_Integer and known >= 0)):
             raise NotKept("writes to rows counted from the end")
         call.shifted.add(call.node)
     elif any(call.depends(call.expr(call.given.get(name))) for name in ("start", "end")):

@@ -75,6 +75,7 @@ PROVEN: dict[str, Callable[..., Any]] = {
     "the transposed": lambda x, n: (x + 1).t(),
     "positions": lambda x, n: x + torch.arange(x.shape[0])[:, None],
     "one of each row": lambda x, n: x[torch.arange(x.shape[0]), n],
+    "some of each row": lambda x, n: x[torch.arange(x.shape[0])[:, None], torch.arange(6)[None, 2:]],  # masks
     "batch of products": lambda x, n: torch.bmm(x.view(-1, 2, 3), x.view(-1, 3, 2)),
     "attention within rows": lambda x, n: F.scaled_dot_product_attention(*(x.view(-1, 1, 3, 2),) * 3),
     "sorted rows": lambda x, n: x.sort(1).values,
@@ -100,6 +101,7 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     "positions from the end": (lambda x, n: x[:, 0] + torch.arange(x.shape[0], 0, -1), "the padded size as a number"),
     "the last row": (lambda x, n: x[-1] * 2, "aten::select reads a row counted from the end"),
     "rows by number": (lambda x, n: x[n.clamp(0, 1)], "reads rows of the padded dimension by numbers"),
+    "rows by numbers of fewer": (lambda x, n: x[torch.arange(x.shape[0])[:-1, None], n[None, :1]], "reads rows"),
     "rows behind rows": (lambda x, n: torch.cat([x, WEIGHT]), "aten::cat puts rows behind padded ones"),
     "transposed and flat": (lambda x, n: x.t().reshape(-1), "padded rows lie between real ones"),
     "halves": (lambda x, n: torch.cat([x, x]).view(2, -1)[1], "aten::cat"),
