@@ -494,10 +494,10 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
         here = given.inner(key, value)
         number = isinstance(value, int) and not isinstance(value, bool)
         if key in ("patience", "idle"):
-            if not (number or isinstance(value, float)) or not 0 <= cast(float, value) <= _MOST_SECONDS:
+            if not (number or isinstance(value, float)) or not 0 <= cast(float, value) <= limits.MOST_SECONDS:
                 here.refuse(
                     "a number of seconds from 0 on",
-                    f"write {_MOST_SECONDS}, or less" if _too_long(value) else remedies.number(value),
+                    f"write {limits.MOST_SECONDS}, or less" if _too_long(value) else remedies.number(value),
                 )
             read[key] = float(cast(float, value))
         elif key in limits.AMOUNTS:
@@ -512,7 +512,6 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
 
 
 _WORKERS = ("count", "memory", "gpu")
-_MOST_SECONDS = 1_000_000_000  # 31 years; clocks and locks take no time beyond some 292
 
 
 def _read_workers(given: _Given) -> tuple[tuple[str, int | bool], ...]:
@@ -532,14 +531,14 @@ def _read_workers(given: _Given) -> tuple[tuple[str, int | bool], ...]:
 
 
 def _too_long(value: object) -> bool:
-    return isinstance(value, int | float) and value > _MOST_SECONDS
+    return isinstance(value, int | float) and value > limits.MOST_SECONDS
 
 
 def _read_timeout(given: _Given) -> float | None:
     value = given.value
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_SECONDS:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= limits.MOST_SECONDS:
         what = "a number of seconds greater than 0, or None for no limit"
         given.refuse(what, "write None" if _too_long(value) else remedies.number(value))
     return float(value)

@@ -535,6 +535,8 @@ def test_limits_of_the_process_and_of_one_model() -> None:
         mine = limits_of(bench.tree, (("count", 2), ("depth", 3)))
         assert mine() == Limits(per_device=2, depth=3, patience=0.5, unreplayed=4)
         assert limits_of(bench.tree, ())() is bench.tree.limits
+        with pytest.raises(ValueError, match=r"limit_recordings: patience is at most 1000000000 seconds, got 1e\+30"):
+            multigraph_backend.limit_recordings(patience=1e30)
         with pytest.raises(ValueError, match="limit_recordings: idle must be a number from 0 on or None, got -1"):
             multigraph_backend.limit_recordings(idle=-1)
         with pytest.raises(ValueError, match=r"limit_recordings: pool_bytes must be a number of bytes .*, got 1\.5"):
