@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,14 @@ def run(
     cwd: Path | str | None = None,
     timeout: float = 300,
     merged: bool = False,
+    nested: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """What `python *arguments` does; what it says is kept, on one stream if `merged`."""
-    (done,) = run_together([arguments], env=env, cwd=cwd, timeout=timeout, merged=merged)
+    """What `python *arguments` does; what it says is kept, on one stream if `merged`.
+
+    If `nested`, the scripts that it starts by `sys.executable` are forked as well: from itself, so with all that it has
+    imported and done until then.
+    """
+    (done,) = run_together([arguments], env=env, cwd=cwd, timeout=timeout, merged=merged, nested=nested)
     if done.returncode is None:
         raise subprocess.TimeoutExpired(done.args, timeout, done.stdout, done.stderr)
     return done
@@ -110,6 +116,7 @@ def run_together(
     cwd: Path | str | None = None,
     timeout: float = 300,
     merged: bool = False,
+    nested: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Several programs at the same time; the exit status of one that had to be killed is None."""
     environ = dict(os.environ if env is None else env)
@@ -120,7 +127,8 @@ def run_together(
         ]
         if os.environ.get("FORKED") != "0" and early(environ) == _server().environ:
             asked = [{"arguments": list(words), "logs": log} for words, log in zip(programs, names, strict=True)]
-            statuses = _server().ask(programs=asked, environ=environ, folder=folder, seconds=timeout)
+            how = {"environ": environ, "folder": folder, "seconds": timeout, "nested": nested}
+            statuses = _server().ask(programs=asked, **how)
         else:
             statuses = _interpreted(programs, names, environ, folder, timeout)
         return [
@@ -232,20 +240,26 @@ def ended(running: dict[int, int], seconds: float) -> list[int | None]:
 def become(asked: dict[str, Any], own: Sequence[str]) -> None:
     """This process as the one that was asked for."""
     os.setsid()
-    random.seed()
     atexit.register(gc.unfreeze)  # else what was imported is never freed, and some modules complain
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, path in zip((1, 2), asked["logs"], strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(asked["folder"])
+    if asked["nested"]:
+        fork_scripts(own)
+    run_here(asked["arguments"], asked["environ"], own)
+
+
+def run_here(arguments: Sequence[str], environ: Mapping[str, str], own: Sequence[str]) -> None:
+    random.seed()
     os.environ.clear()
-    os.environ.update({"OMP_NUM_THREADS": "1", **asked["environ"]})
+    os.environ.update({"OMP_NUM_THREADS": "1", **environ})
     if os.environ["OMP_NUM_THREADS"] != "1":
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    first, *rest = map(str, asked["arguments"])
+    first, *rest = map(str, arguments)
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *own]
     if first == "-m":
-        sys.path.insert(0, asked["folder"])
+        sys.path.insert(0, os.getcwd())
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
@@ -260,6 +274,42 @@ def become(asked: dict[str, Any], own: Sequence[str]) -> None:
         sys.argv = [first, *rest]
         code = compile(Path(first).read_text(), first, "exec")
     exec(code, vars(main))
+
+
+def fork_scripts(own: Sequence[str]) -> None:
+    """From here on, scripts that this process starts by `sys.executable` are forks of it, while it may be forked."""
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, args: Any, *more: Any, env: Mapping[str, str] | None = None, **how: Any) -> None:
+            environ = dict(os.environ if env is None else env)
+            script = not isinstance(args, str) and args[0] == sys.executable and str(args[1]).endswith(".py")
+            if script and early(environ) == early(os.environ) and len(os.listdir("/proc/self/task")) <= 2:
+                how["preexec_fn"] = lambda: instead(args[1:], environ, own)
+                sys.stdout.flush()
+            super().__init__(args, *more, env=env, **how)
+
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def instead(arguments: Sequence[str], environ: Mapping[str, str], own: Sequence[str]) -> None:
+    """In a process that has just been forked to be another program: this one instead; does not return."""
+    os.closerange(3, 1 << 12)  # whoever started this process waits for the other program to begin
+    atexit._clear()
+    weakref.finalize._registry.clear()  # what that one removes when it ends: its folders
+    weakref.finalize._registered_with_atexit = False
+    status: object = 0
+    try:
+        run_here(arguments, environ, own)
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else bool(status))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def run(name: str, folder: Path) -> list[dict[str, Any]]:
         "MULTIGRAPH_COMMIT": "abc",
         "OMP_WAIT_POLICY": "passive",
     }
-    done = forked.run(*command, "--json", str(path), cwd=folder, env=environment)
+    done = forked.run(*command, "--json", str(path), cwd=folder, env=environment, nested=True)
     said = f"{done.stdout}\n{done.stderr}"
     assert path.exists(), said
     written = json.loads(path.read_text())
