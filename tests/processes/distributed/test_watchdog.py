@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -10,24 +11,26 @@ from pathlib import Path
 import pytest
 
 from multigraph_backend.distributed import communicating, watchdog
+from tests.support import forked
 from tests.support.distributed import processes
 from tests.support.distributed.doubling import recorded, right
 
 
 def test_the_rank_that_waits_says_in_which_variant_and_collective_it_is(tmp_path: Path) -> None:
     port = str(processes.free_port())
-    words = [[str(rank), "2", port] for rank in range(2)]
-    environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    waited, late = processes.run(processes.HERE / "late_rank.py", words, 120, environ)
-    assert (waited.status, late.status) == (0, 0), (waited.said, late.said)
-    line, logged = sorted((line for line in waited.said.splitlines() if "it has been in" in line), key=len)
+    ranks = [[str(processes.HERE / "late_rank.py"), str(rank), "2", port] for rank in range(2)]
+    path = os.pathsep.join(filter(None, [str(processes.CHECKOUT), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    waited, late = forked.run_together(ranks, env=environ, timeout=120, merged=True)
+    assert (waited.returncode, late.returncode) == (0, 0), (waited.stdout, late.stdout)
+    line, logged = sorted((line for line in waited.stdout.splitlines() if "it has been in" in line), key=len)
     assert line.startswith("rank 0: for ")
     assert "summed (" in line
     assert "x[0] == 4, forward: the wait for collective 0, all_reduce(float32[4*s27], sum) in group '0'" in line
     assert logged.endswith(f"{line} (the group's timeout is 60 s)")
-    assert "late_collectives 1" in waited.said
-    assert "it has been in" not in late.said
-    assert "late_collectives 0" in late.said
+    assert "late_collectives 1" in waited.stdout
+    assert "it has been in" not in late.stdout
+    assert "late_collectives 0" in late.stdout
 
 
 def test_what_a_device_has_not_finished_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
