@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, events, sealing
-from multigraph_backend.capture import from_dynamo, redirected, user_code
+from multigraph_backend.capture import effects, from_dynamo, redirected, user_code
 from multigraph_backend.declare import marks
 from multigraph_backend.lower import at_once
 from multigraph_backend.lower.compile_thread import describe
@@ -156,6 +156,8 @@ def _compile_at_once(
             raise CannotLower(late)
         if stock_hooks() is not None:  # torch puts them into the graphs itself: once is enough
             options = options.without_packs()
+            if options.compiler == "inductor" and effects.saves_indices(gm):
+                raise CannotLower("saved_tensors_hooks would be given indices of max pooling as numbers, by Inductor")
         caching = contextlib.nullcontext() if ahead is None else _compat.ordinary_caching()
         with account.collecting() as saved, caching:
             run = at_once.compile_at_once(gm, list(example_inputs), options, f"{traced}")

@@ -180,6 +180,21 @@ def _known_pure(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     return str(owner).partition(".")[0] in ("torch", "math", "operator", "_operator", "builtins", "numpy", "einops")
 
 
+def saves_indices(gm: torch.fx.GraphModule) -> bool:
+    """Whether it pools for maxima, whose backward takes indices, which Inductor makes offsets of its own of."""
+    return any("max_pool" in name.replace("MaxPool", "max_pool") for name in map(_called, _nodes(gm)))
+
+
+def _nodes(gm: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    return (node for module in graph_modules(gm) for node in module.graph.nodes)
+
+
+def _called(node: torch.fx.Node) -> str:
+    if node.op == "call_module" and node.graph.owning_module is not None:
+        return type(node.graph.owning_module.get_submodule(str(node.target))).__name__
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def computes_floats(gm: torch.fx.GraphModule) -> bool:
     """Whether a symbolic float is an operand of anything that makes no tensor.
 

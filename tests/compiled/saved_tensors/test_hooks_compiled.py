@@ -143,6 +143,40 @@ def test_a_naive_int8_hook_leaves_indices_and_masks_alone() -> None:
     assert all(entry.packed is None for entry in others)
 
 
+class Pooling2d(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Conv2d(1, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.max_pool2d(self.last(x).sin(), 3, 2).exp()
+
+
+def test_indices_of_max_pooling_reach_no_hook_though_inductor_hands_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's gradients are off by more than half; eager refuses, and so does a graph that is compiled at once."""
+    torch.manual_seed(0)
+    model, x = Pooling2d(), torch.randn(2, 1, 9, 9)
+    hooks = graph_modules(
+        lambda x: (x * 40).round().clamp(-127, 127).to(torch.int8), lambda q: q.to(torch.float32) / 40
+    )
+    expected = step(model, model, x)
+
+    def error(run: Any) -> float:
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            got = step(model, run, x)
+        return max(float((one - other).norm() / other.norm()) for one, other in zip(got, expected, strict=True))
+
+    assert error(compiled(model, [])) < 0.01
+    assert accounts()[0].packed > 0
+    torch._dynamo.reset()
+    assert error(torch.compile(model, backend="inductor")) > 0.3
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", "all")
+    for run in (model, compiled(model, [])):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="expected scalar type Long but found Float"):
+            error(run)
+
+
 def test_stock_hooks_that_cannot_be_traced_run_in_eager() -> None:
     model = Mlp()
     run = compiled(model, [])
