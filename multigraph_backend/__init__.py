@@ -10,6 +10,7 @@ The parts, each of which imports only from those below it:
     __main__.py     python -m multigraph_backend: the doctor, and explain() for a script, as text or as a page
     doctor/         whether multigraph can work on this machine, and what to do where it cannot
     redirect.py     a program run as it is, with multigraph in place of Inductor
+    integrations/   for libraries that take an object of their own in place of a backend's name
     metrics.py      what Prometheus asks for, read when it asks
     __init__.py     the public names, each loaded when it is asked for
     serving/        before the first request: all that was declared called ahead

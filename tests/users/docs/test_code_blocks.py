@@ -3,6 +3,8 @@
 - ```python runs, the blocks of one page in order in one namespace, in this process. What it prints stands in a ```text
   block right after it. The page is the file of its code, so that reports name lines of the page.
 - ```python whose first line is ``# name.py`` is a file beside the page's commands, one of which runs it.
+- ```python whose first line is ``# needs: library`` (or several) runs where these are installed; elsewhere it has to be
+  Python, and what it imports of multigraph has to be there. ``scripts/clients`` installs all of them.
 - ```python of nothing but dicts shows conditions; `specialize` accepts each.
 - ```console has commands after ``$ ``, continued after a backslash, and below a command what it prints, if the page
   shows that. ``python`` runs in a process of its own, beside the page's files. ``scripts/...`` has to be
@@ -18,6 +20,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
+import importlib.util
 import io
 import json
 import os
@@ -64,6 +68,12 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}"
+
+    @property
+    def needs(self) -> list[str]:
+        """Libraries without which it cannot run."""
+        named = re.match(r"# needs: ([\w, ]+)\n", self.text)
+        return re.findall(r"\w+", named.group(1)) if named else []
 
     @property
     def file_name(self) -> str | None:
@@ -119,7 +129,9 @@ def _run_here(page: Path, prelude: str) -> None:
         for block in blocks(page):
             if block.file_name is not None or block.language == "console":
                 continue
-            if block.language == "python":
+            if block.language == "python" and not all(map(importlib.util.find_spec, block.needs)):
+                _check_imports(block)
+            elif block.language == "python":
                 _compare(block, block.shown or "", _run_python(block, namespace))
             elif block.language == "json":
                 Options.build(environ={VARIABLE: block.text}, model_names=["LlamaForCausalLM"])
@@ -153,6 +165,15 @@ def _run_python(block: Block, namespace: dict[str, object]) -> str:
     with contextlib.redirect_stdout(printed):
         exec(compile(source, str(block.page), "exec"), namespace)
     return printed.getvalue()
+
+
+def _check_imports(block: Block) -> None:
+    """Of a block that cannot run here."""
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("multigraph_backend"):
+            module = importlib.import_module(node.module or "")
+            if lacking := [item.name for item in node.names if not hasattr(module, item.name)]:
+                raise Uncovered(f"{block}: {node.module} has no {', '.join(lacking)}")
 
 
 def _commands(block: Block) -> Iterator[tuple[str, str]]:
