@@ -211,7 +211,11 @@ def explain(model: object = None) -> Explanation:
     entries = sorted(alive, key=lambda entry: (entry.user_code.file, entry.user_code.line, entry.serial))
     if model is not None:
         wanted = _names_of(model)
-        entries = [entry for entry in entries if any(fnmatch.filter(entry.user_code.names, name) for name in wanted)]
+        entries = [
+            entry
+            for entry in entries
+            if any(name in entry.user_code.names or fnmatch.filter(entry.user_code.names, name) for name in wanted)
+        ]
         others = _named_otherwise(model)
         entries = [entry for entry in entries if not others(entry)]
     where = rank.current()

@@ -118,7 +118,7 @@ def save(path: str | Path, chosen: Iterable[Manifest]) -> Carried:
 
 def of_model(found: Iterable[Manifest], model: str | None) -> list[Manifest]:
     """Those of one model: the name of a module's class or of a function, or a glob."""
-    return [entry for entry in found if model is None or fnmatch.filter(entry.names, model)]
+    return [entry for entry in found if model is None or model in entry.names or fnmatch.filter(entry.names, model)]
 
 
 def _of_this_process() -> list[Artifact]:

@@ -112,7 +112,9 @@ def _done(job: Job) -> Outcome:
         from multigraph_backend.lower.compile_thread import describe
 
         details = "".join(traceback.format_exception(error))
-        return Outcome("failed", time.perf_counter() - began, describe(error), details)
+        # a lack of memory has many forms: no thread, no process, a compiler that ends
+        limited = "" if job.memory is None else f" (the worker's memory is limited to {job.memory} bytes)"
+        return Outcome("failed", time.perf_counter() - began, describe(error) + limited, details)
     finally:
         faulthandler.cancel_dump_traceback_later()
 

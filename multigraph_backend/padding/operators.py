@@ -699,7 +699,7 @@ RULES: dict[str, _Entry] = _table({
     "repeat": (repeat, ("repeats",)),
     "full zeros ones empty new_full new_zeros new_ones new_empty": (filled, _SIZE),
     "empty_strided new_empty_strided empty_permuted": (filled, ("size", "stride")),
-    "full_like zeros_like ones_like empty_like scalar_tensor": filled,
+    "full_like zeros_like ones_like empty_like scalar_tensor zero": filled,
     "linspace logspace": filled,
     "arange": (arange, ("end",)),
     "prims::iota": (by_place, ("length",)),

@@ -183,6 +183,14 @@ def test_a_mark_that_no_trace_has_met_is_shown() -> None:
     assert multigraph_backend.explain().unmet_marks == ()
 
 
+def test_a_name_is_found_as_it_is_written_also_where_it_could_be_a_glob() -> None:
+    for name in ("[x]", "y"):
+        options = {"compiler": "eager", "name": name}
+        torch.compile(lambda x: x * 2, backend=multigraph, options=options)(torch.randn(3, 2))
+    assert [region.name for region in multigraph_backend.explain("[x]").regions] == ["[x]"]
+    assert len(multigraph_backend.explain("[y-z]").regions) == 1
+
+
 def test_a_failure_shows_the_lines_of_the_program_that_it_was_about() -> None:
     def compiler(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
         class Refuses(torch.fx.Interpreter):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multigraph_backend.lower import workers
+from multigraph_backend.lower import worker, workers
 from multigraph_backend.lower.worker import Job, Outcome
 from multigraph_backend.process import sources
 
@@ -120,6 +120,16 @@ def test_none_can_be_started(pool: workers.Pool, monkeypatch: pytest.MonkeyPatch
     assert "no worker can be started: [Errno 2]" in ask(pool, "fine").reason
     monkeypatch.setattr(sys, "executable", "")
     assert ask(pool, "fine").reason == "there is no Python that could be started"
+
+
+def test_a_failure_under_a_limit_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(job: Job) -> str | None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(worker, "_compile", fails)
+    said = [worker._done(Job(b"", "", memory=memory)).reason for memory in (None, 1 << 50)]
+    assert said[0] == "RuntimeError: can't start new thread"
+    assert said[1] == f"{said[0]} (the worker's memory is limited to {1 << 50} bytes)"
 
 
 def test_what_a_worker_has_started_ends_with_it(pool: workers.Pool) -> None:

@@ -80,6 +80,7 @@ PROVEN: dict[str, Callable[..., Any]] = {
     "attention within rows": lambda x, n: F.scaled_dot_product_attention(*(x.view(-1, 1, 3, 2),) * 3),
     "sorted rows": lambda x, n: x.sort(1).values,
     "picked": lambda x, n: x.gather(1, n[:, None]),
+    "emptied": lambda x, n: x.clone().zero_() + n[:, None],
     "a constant": lambda x, n: (x * 2, WEIGHT.sum()),
     "the first row": lambda x, n: x[0] * 2,
     "written parts": lambda x, n: x.clone().index_fill_(1, torch.tensor([1, 3]), 2.0),
