@@ -9,7 +9,7 @@ row 9, a lambda that needs a concrete bool; row 7, a marked size that the graph 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from .differential import Verdict, run_case
@@ -19,7 +19,7 @@ FAILED = ("wrong", "error")
 APART = (20, 40, 80)  # hidden sizes in the proportions of the usual ones, equal to no batch
 
 
-def failures(profile: str, compiler: str, seeds: range) -> Iterator[tuple[Program, Verdict]]:
+def failures(profile: str, compiler: str, seeds: Iterable[int]) -> Iterator[tuple[Program, Verdict]]:
     """The programs of these seeds that stock gets wrong."""
     for seed in seeds:
         program = generate(seed, profile)
