@@ -278,8 +278,9 @@ def run_here(arguments: Sequence[str], environ: Mapping[str, str], own: Sequence
 
 def fork_scripts(own: Sequence[str]) -> None:
     """From here on, scripts that this process starts by `sys.executable` are forks of it, while it may be forked."""
+    plain: Any = subprocess.Popen
 
-    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    class Popen(plain):  # type: ignore[misc]
         def __init__(self, args: Any, *more: Any, env: Mapping[str, str] | None = None, **how: Any) -> None:
             environ = dict(os.environ if env is None else env)
             script = not isinstance(args, str) and args[0] == sys.executable and str(args[1]).endswith(".py")
@@ -288,15 +289,16 @@ def fork_scripts(own: Sequence[str]) -> None:
                 sys.stdout.flush()
             super().__init__(args, *more, env=env, **how)
 
-    subprocess.Popen = Popen  # type: ignore[misc]
+    setattr(subprocess, "Popen", Popen)  # noqa: B010
 
 
 def instead(arguments: Sequence[str], environ: Mapping[str, str], own: Sequence[str]) -> None:
     """In a process that has just been forked to be another program: this one instead; does not return."""
     os.closerange(3, 1 << 12)  # whoever started this process waits for the other program to begin
     atexit._clear()
-    weakref.finalize._registry.clear()  # what that one removes when it ends: its folders
-    weakref.finalize._registered_with_atexit = False
+    finalize: Any = weakref.finalize
+    finalize._registry.clear()  # what that one removes when it ends: its folders
+    finalize._registered_with_atexit = False
     status: object = 0
     try:
         run_here(arguments, environ, own)
