@@ -10,12 +10,13 @@ the next of `BATCHES` rows.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 import torch
@@ -132,12 +133,11 @@ class Conversations:
         if request.slot >= 0:
             self.free.append(request.slot)
             request.slot = -1
-        if request.answer.done():
-            return
-        if error is None:
-            request.answer.set_result(request.written)
-        else:
-            request.answer.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # who asked has gone
+            if error is None:
+                request.answer.set_result(request.written)
+            else:
+                request.answer.set_exception(error)
 
 
 class Batcher:

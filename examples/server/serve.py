@@ -59,6 +59,9 @@ class Server:
 
     def _prepare(self) -> None:
         """In the batcher's thread, before the first request: all that is declared is compiled, then sealed."""
+        # torch's settings hold for the thread that makes them
+        torch._dynamo.config.recompile_limit = 64  # Dynamo counts graphs by the code: all models here have the same
+        torch._dynamo.config.specialize_float = True  # what a model's configuration holds is no input
         for name, model in self.batcher.models.items():
             if not self._warm:
                 continue
@@ -102,7 +105,7 @@ class Server:
             model = self.batcher.models[asked["model"]]
             prompt = [int(token) for token in asked["prompt"]]
             request = Request(prompt, int(asked.get("new_tokens", 16)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             return JSONResponse({"error": f"no request: {error!r}"}, status_code=400)
         wrong = model.too_long(request)
         if wrong is None and not all(0 <= token < model.model.model.config.vocab_size for token in prompt):
@@ -151,8 +154,6 @@ def main() -> None:
     parser.add_argument("--no-warmup", action="store_true", help="compile when a request needs it")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    torch._dynamo.config.recompile_limit = 64  # Dynamo counts graphs by the code: all models here have the same
-    torch._dynamo.config.specialize_float = True  # what a model's configuration holds is no input
     os.environ.setdefault("MULTIGRAPH_OPTIONS", f"@{Path(__file__).with_name('models.json')}")
     server = Server(arguments.models.split(","), arguments.device, arguments.quick, not arguments.no_warmup)
     uvicorn.run(server.app(), host=arguments.host, port=arguments.port, log_level="warning")

@@ -135,7 +135,9 @@ def test_a_server_from_its_start_to_its_end(server: Running, models: dict[str, A
     for at, (model, prompt, new) in enumerate(asked):
         assert answers[at] == (200, {"tokens": expected(models[model], prompt, new)}), (at, model)
 
-    for model, prompt, new in (("chat", [], 4), ("chat", [1], 0), ("chat", [999], 4), ("none", [1], 4)):
+    endless: Any = float("inf")
+    wrong = (("chat", [], 4), ("chat", [1], 0), ("chat", [999], 4), ("none", [1], 4), ("chat", [1], endless))
+    for model, prompt, new in wrong:
         status, said = server.ask(model, prompt, new)
         assert status == 400, said
 
