@@ -32,7 +32,7 @@ Event = Literal[
     "recordings_that_gave_way",
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
     "refused_collectives", "waited_for_ranks", "late_collectives",
-    "packed_tensors", "kept_tensors", "unpacked_retries",
+    "packed_tensors", "kept_tensors", "unpacked_retries", "body_calls", "repeat_retries",
     "retained_backwards", "copied_backwards", "after_seal", "refused_padding",
 ]  # fmt: skip
 
@@ -152,6 +152,8 @@ def stats() -> dict[str, int]:
     `waited_for_ranks`: compiles that waited for another process of the host that compiled the same;
     `late_collectives`: warnings that this rank waits in a collective for others;
     `unpacked_retries`: compiles that failed with packs and were done again without;
+    `body_calls`: calls of bodies in compiled graphs, in place of blocks that come again; `repeat_retries`: compiles
+    that failed with them and were done again without;
     `retained_backwards`: backwards compiled once more, for calls after which the graph stays; `copied_backwards`: such
     calls that ran on copies, because there was no such code.
 

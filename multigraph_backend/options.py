@@ -91,6 +91,8 @@ class Options:
     saved_tensors: rules for what is saved for backward, the first that matches decides; none: nothing is packed
     saved_tensors_budget: how much may be saved for backward; then the rules say what may be done, and it how much of
         it; None: all that the rules say
+    repeat: "always" compiles blocks of a graph that come again once, and calls them; "auto" where no kernel is cut in
+        two by that; False: they are compiled as they stand
     name: what this model is called among others of its class: in reports and messages, and as a key of the environment
     mode: for a compiler other than Inductor that has a parameter of that name, and None otherwise
     notes: what was asked for and cannot be had, for reports
@@ -115,6 +117,7 @@ class Options:
     inductor: tuple[tuple[str, object], ...] = ()
     saved_tensors: tuple[Rule, ...] = ()
     saved_tensors_budget: Budget | None = None
+    repeat: Literal["auto", "always", False] = False
     name: str | None = None
     mode: str | None = None
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
@@ -123,7 +126,7 @@ class Options:
         # Callables and the values of patches take no part: they may be unhashable.
         compiler = self.compiler if isinstance(self.compiler, str) else None
         knobs = tuple(name for name, _ in self.inductor)
-        others = self.recording, knobs, self.saved_tensors, self.saved_tensors_budget
+        others = self.recording, knobs, self.saved_tensors, self.saved_tensors_budget, self.repeat
         return hash((self.specialize, self.pad, self.compile, self.on_failure, self.compile_timeout, compiler, *others))
 
     @property
@@ -189,7 +192,7 @@ class Options:
         compiler = cast("str | Callable[..., Any]", read.get("compiler", "inductor"))
         if compiler != "inductor" and read.get("cudagraphs") == "require":
             given["cudagraphs"].refuse("none", f"only Inductor's code is recorded, and the compiler is {compiler!r}")
-        for key in ("inductor", "saved_tensors", "saved_tensors_budget"):
+        for key in ("inductor", "saved_tensors", "saved_tensors_budget", "repeat"):
             if compiler != "inductor" and read.get(key):
                 given[key].refuse("none", f"only Inductor has it, and the compiler is {compiler!r}")
         wanted = None if mode_given is None else _read_mode(mode_given, compiler)
@@ -443,6 +446,13 @@ def _read_choice(*choices: str) -> Callable[[_Given], str]:
     return read
 
 
+def _read_repeat(given: _Given) -> object:
+    if given.value is False or (isinstance(given.value, str) and given.value in ("auto", "always")):
+        return given.value
+    hint = did_you_mean(given.value, ("auto", "always")) if isinstance(given.value, str) else ""
+    given.refuse(f"'auto', 'always' or False{hint}")
+
+
 def _read_cudagraphs(given: _Given) -> object:
     if given.value is False or (isinstance(given.value, str) and given.value in ("auto", "require")):
         return given.value
@@ -675,6 +685,7 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "inductor": _read_inductor,
     "saved_tensors": _read_saved_tensors,
     "saved_tensors_budget": _read_budget,
+    "repeat": _read_repeat,
     "mode": lambda given: given.value,  # read with the compiler
     "name": _read_name,
 }

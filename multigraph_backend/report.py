@@ -50,6 +50,7 @@ class VariantReport:
     `collectives`: what its newest form issues, forward and then backward; `collective_bytes`: of what goes into them,
     for the sizes of the compile.
     `memory`: what the recordings of all its forms take, where anything of it can be recorded.
+    `repeated`: for its newest form, what became of blocks that come again, where the option `repeat` asks for it.
     """
 
     condition: str
@@ -68,6 +69,7 @@ class VariantReport:
     memory: CodeMemory | None = None
     loaded: bool = False
     by_worker: bool = False
+    repeated: str | None = None
 
 
 @dataclass(frozen=True)
@@ -392,6 +394,7 @@ def _variant_report(
         memory=memory,
         loaded=bool(variant.forms) and all(form.loaded for form in variant.forms),
         by_worker=any(form.by_worker for form in variant.forms),
+        repeated=variant.forms[-1].lowered.repeated if variant.forms else None,
     )
 
 
@@ -466,6 +469,8 @@ def _region_text(entry: RegionReport) -> str:
             lines += [f"    {entry}" for entry in variant.user_stack.splitlines()]
         if variant.memory is not None and (taken := str(variant.memory)):
             lines.append(f"    {taken}")
+        if variant.repeated is not None:
+            lines.append(f"    {variant.repeated}")
         lines += [f"    {line}" for saved in variant.saved for line in saved.lines()]
         if variant.collectives:
             lines.append(f"    {len(variant.collectives)} collectives of {variant.collective_bytes} bytes in all:")

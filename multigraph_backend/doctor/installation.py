@@ -144,6 +144,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "instruments": ("warning", "torch's counters, structured trace and profiler do not show variants"),
     "messages": ("warning", "some errors are told in torch's words"),
     "simulation": ("warning", "recordings cannot be simulated on the CPU"),
+    "repeated blocks": ("warning", "the option 'repeat' does nothing"),
 }
 
 

@@ -6,6 +6,7 @@ example inputs of a backend call.  Out: the compiler's code, recorded and packed
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -36,6 +37,7 @@ def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Op
 
     Raises what the compiler raises, and `CannotLower` where this torch lacks what the compile needs.
     """
+    options = dataclasses.replace(options, repeat=False)  # nothing is compiled once more where bodies fail
     recorded_as = name if records(module, inputs, options) else None
     plain = recorded_as is None and not options.packing
     _refuse_where_torch_lacks(module, options, plain)

@@ -3,8 +3,8 @@
 Imported when a graph is to be compiled by Inductor, not before: it loads Inductor.
 
 In: a graph module and its inputs, options.  Out: Inductor's code, with what the options ask for around it: recordings
-(`cudagraphs`), packed tensors (`saved_tensors`), backward code that may run again (`retained`), and always the two
-guards around changed inputs (`gradients_of_changes`, `order_of_changes`).
+(`cudagraphs`), packed tensors (`saved_tensors`), backward code that may run again (`retained`), bodies for blocks that
+come again (`one_body`), and always the two guards around changed inputs (`gradients_of_changes`, `order_of_changes`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.lower import one_body, retained
 from multigraph_backend.lower import only_cached as from_caches
-from multigraph_backend.lower import retained
 from multigraph_backend.lower.gradients_of_changes import SafePartitioner
 from multigraph_backend.lower.order_of_changes import InnerCompile, compile_in_order
 from multigraph_backend.options import Options
@@ -45,7 +45,8 @@ def compile_graph(
     `when_needed`: see `retained.inner_compile`.  `only_cached`: from torch's caches alone.
     Raises what Inductor raises, `CannotLower` for what it gets wrong, and `NotCached`.
     """
-    knobs, inner = dict(options.inductor), None
+    knobs = dict(options.inductor)
+    inner = one_body.inner_compile(lossless=options.repeat == "auto") if options.repeat and how != "traced" else None
     if label is not None:
         from multigraph_backend.cudagraphs import output_code
 

@@ -7,8 +7,9 @@ The way of a compile, a `CompileJob`:
 
     lower                        the job is put together, and run in a compiling thread, under the compile lock
       _packed_or_not             with packed tensors; if that fails, once more without
-        _floats_or_constants     with Python floats as symbols; if that cannot be, once more with their values
-          _attempt               in the state of the first compile: fresh inputs with the facts built in
+        _repeated_or_not         with bodies for blocks that come again; if that fails, once more without
+          _floats_or_constants   with Python floats as symbols; if that cannot be, once more with their values
+            _attempt             in the state of the first compile: fresh inputs with the facts built in
                                  (`fresh_inputs`), the chosen compiler under a new tracing context (`compilers`), then
                                  everything that the compile assumed (`guards`)
 """
@@ -35,8 +36,8 @@ from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
-from multigraph_backend.lower import fresh_inputs, guards
-from multigraph_backend.lower.compile_thread import compile_within
+from multigraph_backend.lower import fresh_inputs, guards, one_body
+from multigraph_backend.lower.compile_thread import compile_within, describe
 from multigraph_backend.lower.compilers import (
     CHANGES_INPUTS,
     CompiledFunction,
@@ -54,7 +55,7 @@ from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.hooks import without_hooks
-from multigraph_backend.saved_tensors.rules import hook_rules
+from multigraph_backend.saved_tensors.rules import Offload, hook_rules
 
 if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.direct_call import DirectCall
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from multigraph_backend.lower.retained import BackwardCompile
 
 log = logging.getLogger(__name__)
+
+_AS_THEY_STAND = "repeated blocks are compiled as they stand"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Lowered:
     `codes`: what of it can be recorded, while that is there; a backward that is compiled late comes later.
     `cached`: kind and key of what torch's caches took or gave, as far as it was new to this process; "native" is what
     the C++ compiler made of kernels.
+    `repeated`: what became of blocks that come again, where that was asked for.
     """
 
     run: CompiledFunction
@@ -85,6 +89,7 @@ class Lowered:
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
     codes: Sequence[weakref.ref[RecordedCode]] = ()
     cached: tuple[tuple[str, str], ...] = ()
+    repeated: str | None = None
 
     @property
     def shortest(self) -> CompiledFunction:
@@ -130,7 +135,12 @@ def _job(
         raise _compat.MissingSymbol(f"{CHANGES_INPUTS}: {lacking[0]}")
     known = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
     recorded = records(graph.module, args, options)
+    unrepeated = None
+    if options.repeat and (unrepeated := _not_repeated(graph, options, recorded)) is not None:
+        options = dataclasses.replace(options, repeat=False)
     cache_tag = f"{_text(known)}|{recorded and options.recording}"
+    if options.repeat:
+        cache_tag += f"|repeat {options.repeat}"
     if graph.communicates:
         cache_tag += f"|{groups.backends()}|{groups.registered_buffers()}|{groups.growing_ranges()}"
     hooked = state.hooks is not None and options.compiler == "inductor"
@@ -148,10 +158,25 @@ def _job(
         recorded=recorded,
         hooked=hooked,
         shared=bool(sharing(graph, args)),
+        unrepeated=unrepeated,
         bundled=recorded or options.packing or graph.communicates or state.grad,
         cache_tag=cache_tag,
         once_a_host=_identity(graph, args, options, cache_tag, state.grad) if rank.live() else "",
     )
+
+
+def _not_repeated(graph: CapturedGraph, options: Options, recorded: bool) -> str | None:
+    """Why blocks that come again are compiled as they stand, though the options ask for bodies; None where they are
+    looked for.  What bodies were not yet shown to be right with, they are not used with."""
+    if lacking := (*_compat.missing("repeated blocks"), *_compat.missing("changed inputs")):
+        return f"this torch differs: {lacking[0]}"
+    if graph.communicates:
+        return "the graph has collectives"
+    if any(isinstance(rule.pack, Offload) for rule in options.saved_tensors):
+        return "saved tensors are offloaded"
+    if recorded:
+        return "its code is to be recorded"
+    return None
 
 
 def _text(known: Mapping[sympy.Symbol, Facts]) -> str:
@@ -165,6 +190,7 @@ class CompileJob:
     `known`: facts about symbols: those that dispatch checks, and those of the `pinned` ones, which are fixed in this
     compile though nothing was declared so, and which its guards check.
     `recorded`: the code is to be recorded.  `hooked`: hooks of torch's are part of it.  `shared`: inputs share memory.
+    `unrepeated`: why blocks that come again are compiled as they stand, though the options ask for bodies.
     `bundled`: AOTAutograd's cache keeps what the compiler returns.  `cache_tag`: tells the job from others of the graph
     in keys of caches.  `once_a_host`: what is compiled, as text that is the same in every process; "" where no other
     rank may compile the same.  `only_cached`: nothing is traced or generated.
@@ -180,6 +206,7 @@ class CompileJob:
     recorded: bool
     hooked: bool
     shared: bool
+    unrepeated: str | None
     bundled: bool
     cache_tag: str
     once_a_host: str
@@ -202,17 +229,42 @@ class CompileJob:
 
     def _packed_or_not(self, process_wide: contextlib.ExitStack) -> Lowered:
         if not self.options.packing:
-            return self._floats_or_constants(process_wide)
+            return self._repeated_or_not(process_wide)
         try:
-            return self._floats_or_constants(process_wide)
+            return self._repeated_or_not(process_wide)
         except Exception as error:
             if from_outside(error) or self.only_cached:
                 raise
             process_wide.close()
             reason = retrying_unpacked(str(self.graph.user_code), error)
         unpacked = dataclasses.replace(self, options=self.options.without_packs())
-        lowered = unpacked._floats_or_constants(process_wide)
+        lowered = unpacked._repeated_or_not(process_wide)
         return dataclasses.replace(lowered, saved=(SavedTensors((), failed=reason),))
+
+    def _repeated_or_not(self, process_wide: contextlib.ExitStack) -> Lowered:
+        """With one body for the calls of a block that comes again; where that compile fails, once more without."""
+        if not self.options.repeat:
+            lowered = self._floats_or_constants(process_wide)
+            return dataclasses.replace(lowered, repeated=self.unrepeated and f"{_AS_THEY_STAND}: {self.unrepeated}")
+        try:
+            with one_body.collecting() as found:
+                lowered = self._floats_or_constants(process_wide)
+        except Exception as error:
+            if from_outside(error) or self.only_cached:
+                raise
+            process_wide.close()
+            reason = f"the compile with calls of one body failed: {describe(error)}"
+        else:
+            for _ in range(sum(graph.calls for graph in found)):
+                events.count("body_calls")
+            said = " | ".join(map(str, found)) or "the code came from torch's caches, which do not say"
+            return dataclasses.replace(lowered, repeated=f"repeated blocks: {said}")
+        events.count("repeat_retries")
+        code = str(self.graph.user_code)
+        events.warn_once(f"{code}: {reason}", "%s: blocks that come again are compiled as they stand: %s", code, reason)
+        tag = self.cache_tag.replace(f"|repeat {self.options.repeat}", "")
+        whole = dataclasses.replace(self.options, repeat=False)
+        return dataclasses.replace(self, options=whole, unrepeated=reason, cache_tag=tag)._repeated_or_not(process_wide)
 
     def _floats_or_constants(self, process_wide: contextlib.ExitStack) -> Lowered:
         if not self.graph.floats_are_constants:

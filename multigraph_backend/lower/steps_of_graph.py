@@ -1,0 +1,213 @@
+"""The steps of a graph that Inductor is given, for `repetition` to compare.
+
+In:  a forward, backward or inference graph of AOTAutograd's: ATen operators without side effects, with fake values on
+     its nodes, and writes to inputs at its end.
+Out: a `Step` for each node that computes a tensor, and these nodes.  Inputs, symbolic numbers and seeds of random
+     numbers are no steps: a call of a body takes them, or computes the numbers for itself.
+
+Two steps have equal descriptions only if Inductor makes the same code of them wherever their operands come from: the
+operator and all that is no tensor among its arguments; element type, device, sizes and strides over the trace's symbols
+and offset of each operand and of what is made.  What cannot be compared is equal to itself only.
+
+A step stays where it is, and is a part of no body, unless it is known that a call may stand for it (`why_it_stays`): it
+is an operator of torch's own that writes to nothing and draws no random numbers but by a seed that it is given.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from multigraph_backend import _compat
+from multigraph_backend.lower.repetition import Step
+from multigraph_backend.saved_tensors.graphs import viewed
+
+# kernels of their own, by the last part of the name
+_ALONE = frozenset((
+    "mm", "bmm", "addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "_int_mm", "_grouped_mm", "_scaled_mm",
+    "_scaled_grouped_mm", "convolution", "convolution_backward", "sort", "topk", "cumsum", "cumprod",
+))  # fmt: skip
+# what Inductor writes into memory that it is given, where it may: in a body, it would have to copy that first
+_UPDATES = frozenset((
+    "index_put", "_unsafe_index_put", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce",
+    "slice_scatter", "select_scatter", "as_strided_scatter", "diagonal_scatter", "masked_scatter", "copy",
+))  # fmt: skip
+_NAMESPACES = ("aten", "prims")
+_SEEDED = ("inductor_random", "inductor_randint")  # draw what their seed says
+_SEED = "inductor_lookup_seed"
+
+
+def steps_of(graph: Graph) -> tuple[list[Step], list[Node]]:
+    """See the module's text."""
+    nodes = [node for node in graph.nodes if is_step(node)]
+    numbers = {node: index for index, node in enumerate(nodes)}
+    steps = []
+    for node in nodes:
+        operands = [operand for operand in _operands(node) if not is_number(operand)]
+        steps.append(
+            Step(
+                _description(node, operands),
+                tuple(numbers.get(operand, operand.name) for operand in operands),
+                _alone(node),
+                _path(node),
+                why_it_stays(node) is not None,
+                node.target is operator.getitem,
+                viewed(node) is not None,
+            )
+        )
+    return steps, nodes
+
+
+def is_step(node: Node) -> bool:
+    return node.op not in ("placeholder", "get_attr", "output") and not is_number(node) and _name(node) != _SEED
+
+
+def is_number(node: Node) -> bool:
+    """Whether it is a symbolic number, or computes one."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def why_it_stays(node: Node) -> str | None:
+    """Why a call may not stand for this step; None where it may."""
+    target: Any = node.target
+    if target is operator.getitem:
+        return None
+    if not isinstance(target, _compat.OpOverload):
+        return "it is no operator"
+    name = _name(node)
+    if target.namespace not in _NAMESPACES:
+        return "it is no operator of torch's own"
+    if target._schema.is_mutable:
+        return "it writes to what it takes"
+    if name in _UPDATES:
+        return "it may be done in place"
+    if _draws(node):
+        return "it draws random numbers"
+    if node.meta.get("unbacked_bindings") or torch.Tag.data_dependent_output in target.tags:
+        return "its sizes are known when it has run"
+    if not all(map(is_plain, values_of(node))):
+        return "it makes no plain tensor"
+    return None
+
+
+def _draws(node: Node) -> bool:
+    """Whether it draws random numbers, but for what says that nothing is dropped."""
+    target: Any = node.target
+    name = _name(node)
+    if name == "inductor_seeds":
+        return True
+    if name in _SEEDED or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    place = next((place for place, entry in enumerate(target._schema.arguments) if entry.name == "dropout_p"), None)
+    if place is None or "attention" not in name:
+        return True
+    rate = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return not (isinstance(rate, int | float) and rate == 0)
+
+
+def values_of(node: Node) -> list[Any]:
+    """Its value, or its values where it has several."""
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is one that bodies may take and make."""
+    return value is None or (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.is_neg() or value.dtype.is_complex)
+        and not _compat.is_traceable_wrapper_subclass(value)
+    )
+
+
+def _operands(node: Node) -> list[Node]:
+    """Each as often as it is given: `x * x` and `x * y` differ."""
+    found: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _description(node: Node, operands: list[Node]) -> Hashable:
+    target = node.target if isinstance(node.target, Hashable) else ("target", id(node.target))
+    given = _given(node.args), _given(node.kwargs)
+    eager = node.meta.get("eager_input_vals")  # Inductor lets some operators take their operands as eager did
+    said = str(node.meta.get("custom")) if node.meta.get("custom") else None
+    values = tuple(_value(operand.meta.get("val")) for operand in operands)
+    return node.op, target, given, values, _value(node.meta.get("val")), _value(eager), said
+
+
+def _given(value: Any) -> Hashable:
+    """Arguments without the operands."""
+    if isinstance(value, Node):
+        return _value(value.meta.get("val")) if is_number(value) else "operand"
+    if isinstance(value, tuple | list):
+        return type(value), tuple(_given(entry) for entry in value)
+    if isinstance(value, dict):
+        return "dict", tuple((_constant(key), _given(entry)) for key, entry in value.items())
+    if isinstance(value, slice):
+        return "slice", tuple(_given(part) for part in (value.start, value.stop, value.step))
+    return _constant(value)
+
+
+def _constant(value: Any) -> Hashable:
+    """Equal only where it makes no difference which of the two is used: 1, 1.0 and True are not, nor 0.0 and -0.0."""
+    if isinstance(value, float):
+        return "float", value.hex()
+    if isinstance(value, complex):
+        return "complex", value.real.hex(), value.imag.hex()
+    if isinstance(value, _CONSTANTS):
+        return type(value).__name__, value
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return type(value).__name__, value.node.expr
+    return "object", type(value).__name__, id(value)
+
+
+_CONSTANTS = (
+    bool,
+    int,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+def _value(value: Any) -> Hashable:
+    """What is known of a value when compiled."""
+    if isinstance(value, dict):
+        return "dict", tuple((_constant(key), _value(entry)) for key, entry in value.items())
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return type(value), tuple(_value(entry) for entry in value)
+    if not isinstance(value, torch.Tensor):
+        return _constant(value)
+    kind = (value.dtype, value.device, value.layout)
+    if not is_plain(value):
+        return "tensor", *kind, id(value)
+    layout = (value.size(), value.stride(), (value.storage_offset(),))
+    return "tensor", *kind, tuple(tuple(_compat.sympy_expr(size) for size in part) for part in layout)
+
+
+def _name(node: Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(getattr(packet, "__name__", getattr(node.target, "__name__", node.target)))
+
+
+def _alone(node: Node) -> bool:
+    name = _name(node)
+    return why_it_stays(node) is not None or name in _ALONE or "attention" in name
+
+
+def _path(node: Node) -> str:
+    """The path of the module that a node was traced in, "layers.3.attention"; "" where none is known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")

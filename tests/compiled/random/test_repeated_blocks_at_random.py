@@ -1,0 +1,106 @@
+"""A short slice of the random chains of blocks, and proof that they find what they are for: merged blocks.
+
+The whole run is `tests/support/fuzz/repeated.py`, whose first lines say how to call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from multigraph_backend.lower import repetition, steps_of_graph
+from tests.support.fuzz.repeated import Block, Program, generate, run_case, through_inductor
+
+ALMOST_EQUAL = ("constant", "shared", "shared inside", "order", "operator", "write")
+
+
+@pytest.fixture(autouse=True)
+def _on_one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+
+
+def chain(different: str, training: bool = False) -> Program:
+    """Six blocks, of which the fourth differs."""
+    blocks = [Block("feed forward")] * 6
+    blocks[3] = Block("feed forward", different)
+    return Program(1, tuple(blocks), training, dynamic=False)
+
+
+def test_random_chains_are_right() -> None:
+    verdicts = [run_case(generate(seed)) for seed in range(4)]
+    assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
+    assert sum(verdict.calls for verdict in verdicts) > 4
+
+
+def test_a_chain_with_a_block_that_is_almost_equal_is_right() -> None:
+    for different in ALMOST_EQUAL:
+        verdict = run_case(chain(different))
+        assert verdict.wrong is None
+        assert verdict.calls > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1300, 50))
+def test_many_random_chains_are_right(first: int) -> None:
+    verdicts = [run_case(generate(seed)) for seed in range(first, first + 50)]
+    assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2000, 2016))
+def test_random_chains_are_right_through_inductor(seed: int) -> None:
+    program = generate(seed)
+    if any(block.different == "dropout" for block in program.blocks):
+        program = generate(seed + 1000)  # Inductor draws other numbers than eager
+    if any(block.different == "dropout" for block in program.blocks):
+        return
+    verdict = run_case(program, through_inductor)
+    assert verdict.wrong is None
+
+
+def whatever_constants(monkeypatch: pytest.MonkeyPatch) -> str:
+    exact = steps_of_graph._constant
+
+    def loose(value: Any) -> Hashable:
+        return "float" if isinstance(value, float) else exact(value)
+
+    monkeypatch.setattr(steps_of_graph, "_constant", loose)
+    return "constant"
+
+
+def whatever_operands(monkeypatch: pytest.MonkeyPatch) -> str:
+    exact = repetition._Graph.block
+
+    def loose(self: Any, start: int, length: int) -> Any:
+        (tokens, _), arguments = exact(self, start, length)
+        return (tokens, len(arguments)), arguments
+
+    monkeypatch.setattr(repetition._Graph, "block", loose)
+    return "order"
+
+
+def whatever_operators(monkeypatch: pytest.MonkeyPatch) -> str:
+    exact = steps_of_graph._description
+
+    def loose(node: Any, operands: Any) -> Hashable:
+        said: Any = exact(node, operands)
+        name = "sine or cosine" if node.target in (torch.ops.aten.sin.default, torch.ops.aten.cos.default) else said[1]
+        return (said[0], name, *said[2:])
+
+    monkeypatch.setattr(steps_of_graph, "_description", loose)
+    return "operator"
+
+
+@pytest.mark.parametrize("mutant", [whatever_constants, whatever_operands, whatever_operators])
+def test_a_search_that_merges_almost_equal_blocks_is_found(monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
+    different = mutant(monkeypatch)
+    verdict = run_case(chain(different))
+    assert verdict.calls > 1
+    assert verdict.wrong is not None

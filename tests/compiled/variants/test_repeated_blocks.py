@@ -1,0 +1,147 @@
+"""With the option `repeat` equal layers are compiled as one body, with eager's numbers, and explain() says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import multigraph_backend
+from multigraph_backend.lower import one_body
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 8, rate: float = 0.0, counts: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout, self.counts = nn.Dropout(rate), counts
+        self.register_buffer("seen", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.silu(self.up(x).cos() + 0.5)
+        if self.counts:
+            self.seen.add_(x.detach().mean(0))
+        return x + self.dropout(self.down(y).tanh() * 2)
+
+
+@pytest.fixture(autouse=True)
+def own_traces() -> Any:
+    torch._dynamo.reset()
+    multigraph_backend.reset_stats()
+    yield
+    torch._dynamo.reset()
+
+
+def layers(count: int, **of_each: Any) -> nn.Sequential:
+    return nn.Sequential(*(Layer(**of_each) for _ in range(count)))
+
+
+def repeating(model: nn.Module, repeat: object = "always", **options: Any) -> Any:
+    return torch.compile(model, backend="multigraph", options={"repeat": repeat, **options})
+
+
+def generic() -> Any:
+    (region,) = multigraph_backend.explain().regions
+    return region.generic
+
+
+def assert_called() -> None:
+    stats = multigraph_backend.stats()
+    assert stats["body_calls"] > 1
+    assert (stats["repeat_retries"], stats["eager_calls"]) == (0, 0)
+
+
+def step(run: Any, model: nn.Module, x: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
+    """The result, all gradients and all buffers."""
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    torch.manual_seed(seed)
+    out = run(x)
+    (out * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+    return [out.detach(), x.grad, *(value.grad for value in model.parameters()), *map(torch.clone, model.buffers())]  # type: ignore[list-item]
+
+
+def test_layers_are_calls_of_one_body_for_all_sizes() -> None:
+    model = layers(6)
+    compiled = repeating(model)
+    with torch.no_grad():
+        for rows in (3, 5, 64):
+            x = torch.randn(rows, 4, 8)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.testing.assert_close(compiled(x), model(x))
+        assert "inference: " in generic().repeated
+        assert "calls of one body" in str(multigraph_backend.explain())
+        assert_called()
+        assert multigraph_backend.stats()["generic_calls"] == 3
+        for parameter in model.parameters():  # each call takes its own, as they are now
+            parameter.add_(0.1)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_forward_and_backward_are_calls_of_bodies() -> None:
+    """With buffers that are written in place, which no body holds, and a size that is dynamic."""
+    model, other = layers(6, counts=True), layers(6, counts=True)
+    other.load_state_dict(model.state_dict())
+    compiled = repeating(other)
+    for rows in (3, 7):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(step(compiled, other, x), step(model, model, x))
+    said = generic().repeated
+    assert "forward: " in said
+    assert "backward: " in said
+    assert said.count("one body") >= 2
+    assert_called()
+
+
+def test_each_call_draws_its_own_random_numbers_the_same_as_without_bodies() -> None:
+    model, x = layers(4, rate=0.4), torch.randn(64, 8)
+    drawn = []
+    with torch.no_grad():
+        for repeat in (False, "always"):
+            compiled = repeating(model, repeat)
+            for seed in (3, 4):
+                torch.manual_seed(seed)
+                drawn.append(compiled(x))
+            torch._dynamo.reset()
+    torch.testing.assert_close(drawn[2:], drawn[:2])
+    assert not torch.equal(drawn[2], drawn[3])
+    assert_called()
+
+
+def test_a_backward_runs_again_and_saved_tensors_are_packed() -> None:
+    """Nothing is donated to a backward that calls bodies, so it writes into nothing that a second run would read."""
+    model = layers(5)
+    rule = {"match": {"dtype": "float32", "min_bytes": 1}, "pack": {"cast": "bfloat16"}}
+    compiled = repeating(model, saved_tensors=[rule])
+    x = torch.randn(16, 8, requires_grad=True)
+    out = compiled(x).square().sum()
+    (first,) = torch.autograd.grad(out, x, retain_graph=True)
+    (second,) = torch.autograd.grad(out, x)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    (eager,) = torch.autograd.grad(model(x).square().sum(), x)
+    torch.testing.assert_close(first, eager, rtol=0.05, atol=0.05)
+    assert multigraph_backend.stats()["packed_tensors"] > 0
+    assert_called()
+
+
+def test_code_that_hands_out_what_it_was_given_is_compiled_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read of the code is believed: here it is said to be wrong, and the graph is compiled once more."""
+    monkeypatch.setattr(one_body, "wrong", lambda source, name: "hands out x, which it was given")
+    model = layers(4)
+    compiled = repeating(model)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert "the compile with calls of one body failed" in generic().repeated
+    assert multigraph_backend.stats()["repeat_retries"] == 1
+    assert multigraph_backend.stats()["eager_calls"] == 0
+
+
+def test_nothing_is_looked_for_where_nobody_asks() -> None:
+    compiled = torch.compile(layers(3), backend="multigraph")
+    with torch.no_grad():
+        compiled(torch.randn(3, 8))
+    assert generic().repeated is None

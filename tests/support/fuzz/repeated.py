@@ -1,0 +1,239 @@
+"""Random chains of equal and almost equal blocks, with bodies in place of what comes again, against eager.
+
+    python tests/support/fuzz/repeated.py --cases 10000 --first 0
+
+A block differs from the others, if it does, by one thing: a constant, the stride of a parameter, a parameter that is
+shared, a write in place, the order of two operands, an operator, dropout.  Some blocks hand out a view of what they are
+given or have made, some keep a parameter without gradient.  Forward and backward graphs are AOTAutograd's, and are run
+operator by operator with the calls that `one_body` has put in: no code is generated, so a case takes a fraction of a
+second, and numbers are compared in double precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from multigraph_backend.lower import one_body
+
+WIDTH = 4
+DIFFERENCES = (
+    "constant", "stride", "shared", "shared inside", "write", "order", "operator", "dropout", "view", "view of input",
+    "frozen", "reads buffer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Block:
+    kind: str
+    different: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: int
+    blocks: tuple[Block, ...]
+    training: bool
+    dynamic: bool
+
+
+def generate(seed: int) -> Program:
+    rng = random.Random(seed)
+    kinds = [rng.choice(("feed forward", "attention", "gate")) for _ in range(rng.choice((1, 1, 1, 2)))]
+    odd = rng.choice((0.0, 0.1, 0.3))
+    same = rng.choice(DIFFERENCES) if rng.random() < 0.3 else ""  # what all blocks have
+    blocks = []
+    for number in range(rng.randint(3, 8)):
+        different = rng.choice(DIFFERENCES) if rng.random() < odd else same
+        blocks.append(Block(kinds[number % len(kinds)], different))
+    return Program(seed, tuple(blocks), training=rng.random() < 0.7, dynamic=rng.random() < 0.1)
+
+
+class BlockModule(nn.Module):
+    def __init__(self, block: Block, before: BlockModule | None) -> None:
+        super().__init__()
+        self.block = block
+
+        def weight(*size: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*size, dtype=torch.float64) / 2)
+
+        self.norm = weight(WIDTH)
+        self.up = weight(2 * WIDTH, WIDTH)
+        self.gate = weight(2 * WIDTH, WIDTH)
+        self.down = weight(WIDTH, 2 * WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH, dtype=torch.float64))
+        if block.different == "stride":
+            self.up = nn.Parameter(self.up.detach().t().contiguous().t())
+        if block.different == "shared" and before is not None:
+            self.up = before.up
+        if block.different == "shared inside":
+            self.gate = self.up
+        if block.different == "frozen":
+            self.down.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, results: list[torch.Tensor]) -> torch.Tensor:
+        different = self.block.different
+        constant = 1.75 if different == "constant" else 1.5
+        if different == "write":
+            self.seen.add_(x.detach().mean((0, 1)))
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * self.norm
+        if different == "reads buffer":
+            y = y + self.seen
+        up, gate = y @ self.up.t(), y @ self.gate.t()
+        if self.block.kind == "attention":
+            q, k = up.chunk(2, -1)
+            v = gate[..., :WIDTH]
+            weights = (q @ k.transpose(-1, -2) * constant).softmax(-1)
+            y = torch.cat((weights @ v, v), -1)
+        elif self.block.kind == "gate":
+            y = torch.sigmoid(gate - constant) * up
+        else:
+            y = functional.silu(gate) * up * constant
+        y = gate - y if different == "order" else y - gate
+        y = y.cos() if different == "operator" else y.sin()
+        if different == "dropout":
+            y = functional.dropout(y, 0.3, training=True)
+        if different == "view":
+            results.append(up.transpose(0, 1)[..., 1:])
+        if different == "view of input":
+            results.append(x.transpose(0, 1))
+        return x + y @ self.down.t()
+
+
+class Model(nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        before: BlockModule | None = None
+        for block in program.blocks:
+            before = BlockModule(block, before)
+            self.blocks.append(before)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        x = x.sin()
+        for block in self.blocks:
+            x = block(x, results)
+        return [*results, x.cos()]
+
+
+def build(program: Program) -> Model:
+    torch.manual_seed(program.seed)
+    return Model(program)
+
+
+@dataclass
+class Verdict:
+    """`wrong`: what differs from eager, None where nothing does; `calls`: of bodies, in both graphs."""
+
+    wrong: str | None = None
+    calls: int = 0
+    said: list[str] = field(default_factory=list)
+
+
+def run_case(program: Program, compiled: Callable[[Model, Verdict], Any] | None = None) -> Verdict:
+    """The program in eager, and as `compiled` makes it: graphs of AOTAutograd's with bodies, if not told otherwise."""
+    verdict = Verdict()
+    model = build(program)
+    other = copy.deepcopy(model)
+    run = (compiled or operator_by_operator(program))(other, verdict)
+    for turn in range(2):
+        rows = 3 + turn if program.dynamic else 3
+        x = torch.randn(2, rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(turn))
+        expected = _step(model, model, x, program.training, turn)
+        got = _step(run, other, x, program.training, turn)
+        for name, mine in expected.items():
+            try:
+                torch.testing.assert_close(got[name], mine, rtol=1e-7, atol=1e-9)
+            except AssertionError as error:
+                verdict.wrong = f"{program}: {name}: {error}"
+                return verdict
+    return verdict
+
+
+def _step(run: Any, model: Model, x: torch.Tensor, training: bool, seed: int) -> dict[str, Any]:
+    x = x.clone().requires_grad_(training)
+    torch.manual_seed(seed)
+    with torch.set_grad_enabled(training):
+        results = run(x)
+    found: dict[str, Any] = {f"result {place}": value.detach().clone() for place, value in enumerate(results)}
+    if training:
+        model.zero_grad()
+        sum((value * (place + 1.5)).sum() for place, value in enumerate(results)).backward()
+        found["gradient of x"] = x.grad
+        found.update({f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()})
+    found.update({name: buffer.clone() for name, buffer in model.named_buffers()})
+    return found
+
+
+def operator_by_operator(program: Program) -> Callable[[Model, Verdict], Any]:
+    def compiled(model: Model, verdict: Verdict) -> Any:
+        def with_bodies(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            found, _ = one_body.put_in(gm)
+            verdict.calls += found.calls
+            verdict.said.append(str(found))
+
+            def run(args: list[Any]) -> Any:
+                taken, args[:] = list(args), []
+                return gm(*taken)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+        def over_all(x: torch.Tensor, *values: torch.Tensor) -> Any:
+            return torch.func.functional_call(model, dict(zip(held, values, strict=True)), (x,))
+
+        run = aot_function(
+            over_all,
+            fw_compiler=with_bodies,
+            bw_compiler=with_bodies,
+            partition_fn=min_cut_rematerialization_partition,
+            dynamic=program.dynamic,
+        )
+        return lambda x: run(x, *held.values())
+
+    return compiled
+
+
+def through_inductor(model: Model, verdict: Verdict) -> Any:
+    """As a user compiles it, with code generated."""
+    options = {"repeat": "always", "on_failure": "raise"}
+    return torch.compile(model, backend="multigraph", fullgraph=True, options=options)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    wrong, calls, with_calls = 0, 0, 0
+    for seed in range(args.first, args.first + args.cases):
+        verdict = run_case(generate(seed))
+        calls += verdict.calls
+        with_calls += verdict.calls > 0
+        if verdict.wrong is not None:
+            wrong += 1
+            print(verdict.wrong, flush=True)
+    print(f"{args.cases} programs, {with_calls} with calls of bodies, {calls} calls, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
