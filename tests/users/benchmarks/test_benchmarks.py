@@ -91,6 +91,17 @@ def test_compile_time(tmp_path: Path) -> None:
     assert positive(rows, "seconds", "stock_seconds", "over_stock", "compile_seconds", "stock_compile_seconds")
 
 
+@pytest.mark.slow
+def test_depth(tmp_path: Path) -> None:
+    rows = run("depth", tmp_path)
+    forms = ("multigraph", "multigraph, repeat", "multigraph, auto", "inductor")
+    assert [(row["passes"], row["layers"], row["form"]) for row in rows] == [
+        ("inference", layers, form) for layers in (2, 3) for form in forms
+    ]
+    assert positive(rows, "seconds", "cpu_seconds", "us", "over_whole")
+    assert all(row["spared"] > 0 for row in rows if row["form"] == "multigraph, repeat")
+
+
 def test_replay(tmp_path: Path) -> None:
     rows = run("replay", tmp_path)
     forms, parts = ("eager", "inductor", "stock", "multigraph"), ("guards + wrappers", "input copy")
