@@ -279,9 +279,11 @@ def test_the_random_programs_notice_when_the_lock_is_taken_from_whoever_has_it(
     def takes_it(self: compile_thread._Job[Any], thread: threading.Thread) -> None:
         live_without(self, thread)
         wanted.set()
-        owned.wait(10)
-        _compat.take_over_compile_lock()
-        taken.set()
+        if owned.wait(2):
+            _compat.take_over_compile_lock()
+            taken.set()
+        else:  # the owners are done
+            wanted.clear()
 
     def hold(draw: random.Random) -> None:
         holds_briefly(draw)
@@ -290,5 +292,6 @@ def test_the_random_programs_notice_when_the_lock_is_taken_from_whoever_has_it(
             taken.wait(10)
 
     monkeypatch.setattr(compile_thread._Job, "_live_without", takes_it)
-    assert "the lock was taken from its owner" in disturbed(0, 1.5, hold)
-    assert taken.is_set()
+    # on a machine with other work it may take a while until a compile is abandoned at all
+    found = (disturbed(seed, 1.5, hold) for seed in range(20))
+    assert any("the lock was taken from its owner" in wrong for wrong in found)
