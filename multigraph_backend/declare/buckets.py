@@ -50,8 +50,10 @@ class Buckets:
             if not isinstance(entry, int) or isinstance(entry, bool):
                 where = "; '...' stands at the end" if entry in (MORE, "…", ...) else ""
                 raise TypeError(f"sizes are integers, got {shown(entry)}{where}")
-            if not 1 <= entry <= sys.maxsize:
-                raise ValueError(f"sizes to pad to are at least 1 and at most {sys.maxsize}, got {entry}")
+            if entry < 1:
+                raise ValueError(f"sizes to pad to are at least 1, got {entry}")
+            if entry > sys.maxsize:
+                raise ValueError(f"sizes to pad to are at most {sys.maxsize}, got {entry}")
             if numbers and entry <= numbers[-1]:
                 raise ValueError(f"sizes must ascend, and {entry} follows {numbers[-1]}")
             numbers.append(entry)
