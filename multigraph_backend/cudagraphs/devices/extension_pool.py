@@ -49,7 +49,7 @@ class ExtensionPool:
     """
 
     def __init__(self, loaded: Library, index: int, held: Callable[[PoolId], object]) -> None:
-        """`held`: called once with the pool's id; what it returns is kept as long as the pool."""
+        """`held`: called once with the pool's id; what it returns is kept until the pool is left."""
         self.index = index
         self.adopted: set[int] = set()
         self._library, self._owners = loaded, list[tuple[int, StorageWeakRef]]()
@@ -61,7 +61,7 @@ class ExtensionPool:
         self._call("mg_end_pool")  # and no release: that is how a pool is held
         self._is_held = True
         try:
-            self._held = held(self.id)
+            self._held: object = held(self.id)
             self.empty = self._now()
         except BaseException:
             self.leave()
@@ -196,6 +196,7 @@ class ExtensionPool:
         if self._is_held:
             self._is_held = False
             self._library.call("mg_torch_release_pool", self.index, *self.id)
+            self._held = None  # the anchor's graph, which is a user of the pool as well
             # to the device: another pool has no use for it. What a graph still keeps goes when the cache is emptied
             with contextlib.suppress(Refused):
                 self._call("mg_empty_pool", ctypes.byref(ctypes.c_size_t()))
