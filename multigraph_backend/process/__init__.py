@@ -1,6 +1,6 @@
 """What there is once in a process, and every part shares.
 
-Which of several it is (`rank`), the one switch of its garbage collector (`garbage`), the frames of its threads
-(`frames`), exceptions that only arrive in it while code runs (`interruptions`), and which files of the package it runs
-(`sources`).  Nothing here imports any other part.
+Which of several it is (`rank`), the one switch of its garbage collector (`garbage`) and of its threads' turns
+(`short_turns`), the frames of its threads (`frames`), exceptions that only arrive in it while code runs
+(`interruptions`), and which files of the package it runs (`sources`).  Nothing here imports any other part.
 """

@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
+from multigraph_backend.process.short_turns import ShortTurns
 
 
 @dataclass(frozen=True)
@@ -89,19 +90,25 @@ def generator_set_free(index: int, stream: torch.cuda.Stream) -> Iterator[Callab
     A capture takes the device's generator for itself.  After the call of what this yields, at the capture's begin, it
     keeps the state that it took, and until the end all others draw from a copy, which goes on where that had come to.
     `stream` is one that does not capture, as torch asks of whoever copies a state.
+
+    Before that call torch raises in a thread that draws.  The wait for the interpreter, of which torch lets go at a
+    capture's begin, is nearly all of that time: so threads have short turns until then.
     """
     generator = torch.cuda.default_generators[index]
     taken = generator.graphsafe_get_state()
     copies: list[torch.Generator] = []
+    turns = ShortTurns()
 
     def free() -> None:
         with torch.cuda.stream(stream):
             copies.append(generator.clone_state())
         generator.graphsafe_set_state(copies[0])
+        turns.end()
 
     try:
         yield free
     finally:
+        turns.end()
         if copies:
             generator.graphsafe_set_state(taken)
             taken.set_state(copies[0].get_state())
