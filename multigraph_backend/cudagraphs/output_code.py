@@ -79,6 +79,7 @@ class Wanted(NamedTuple):
     most: int
     copies: bool = False
     limits: tuple[tuple[str, float | None], ...] = ()
+    fresh: bool = False
 
 
 class RecordedCode(_OutputCode):  # type: ignore[misc]
@@ -226,6 +227,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             groups=facts.groups,
             copies=self.wanted.copies,
             repeatable=spec.pure and not changes,
+            fresh=self.wanted.fresh,
         )
         piece = Piece(tree, function, known, limits_of(tree, self.wanted.limits))
         return piece, piece if opened is None else opened.caller(piece)
@@ -270,6 +272,8 @@ class Options(Protocol):
     def max_recordings(self) -> int: ...
     @property
     def limits(self) -> tuple[tuple[str, float | None], ...]: ...
+    @property
+    def pad(self) -> object: ...
 
 
 def inner_compile(options: Options, label: str, how: How = "recorded") -> Callable[..., Any]:
@@ -279,7 +283,9 @@ def inner_compile(options: Options, label: str, how: How = "recorded") -> Callab
     rules = CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe), collectives=options.collectives)
     required = options.cudagraphs == "require" or bool(_compat.inductor_config.triton.cudagraph_or_error)
     pays = not (required or options.record_small)
-    wanted = Wanted(required, pays, options.max_recordings, options.copy_outputs, options.limits)
+    wanted = Wanted(
+        required, pays, options.max_recordings, options.copy_outputs, options.limits, fresh=bool(options.pad)
+    )
     return functools.partial(_compile_inner, rules, wanted, label)
 
 

@@ -243,7 +243,7 @@ def test_a_snapshot_of_memory_has_recordings_by_name() -> None:
     assert [entry["label"] for entry in device["recordings"]] == ["widened", "narrowed"]
     assert [(entry["held"], entry["live"]) for entry in device["pools"]] == [(pool.held, 64)]
     ours, others, ordinary = made["segments"]
-    assert ours["frames"][0]["name"] == "recordings, pool 0 of device 0"
+    assert ours["frames"][0]["name"] == "recordings, pool 1 of device 0"
     assert "frames" not in others
     assert "frames" not in ordinary
     assert [[frame["name"] for frame in block["frames"]] for block in others["blocks"]] == [["f"]] * len(blocks)

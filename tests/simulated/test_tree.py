@@ -548,7 +548,7 @@ class Training:
         return loss, saved, x
 
     def back(self, saved: list[Any], x: torch.Tensor, keep: bool = False) -> torch.Tensor:
-        g = torch.randn(())
+        g = values(1).view(())
         args = [g, self.w, *(list(saved) if keep else saved)]
         if not keep:
             saved.clear()
@@ -1106,6 +1106,28 @@ def test_an_input_that_stays_at_one_address_for_all_keys_is_read_in_place() -> N
     for n in (2, 2, 3, 4, 3, 4):
         call_right(piece, grown, n, x)
     assert (bench.recorded(), bench.device.calls("copy")) == (3, [])
+
+
+def test_an_input_that_moved_at_one_key_is_copied_at_each_further_one(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    piece = bench.piece(grown, 2, 2)
+    x, y = values(), values()
+    with caplog.at_level(logging.INFO, logger="multigraph_backend"):
+        for n, at in ((2, x), (2, x), (2, y), (3, y), (3, y), (3, x), (4, x), (4, x), (4, y)):
+            call_right(piece, grown, n, at)
+    said = f"grown is recorded again: x1 from {x.data_ptr():#x} to {y.data_ptr():#x}"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    assert bench.recorded() == 4  # twice at the first key, and once at each of the others
+
+
+def test_inputs_that_are_made_for_each_call_are_copied_though_one_comes_at_the_same_address() -> None:
+    for fresh, copies in ((False, []), (True, [1, 1, 1, 1])):
+        bench = Bench()
+        piece = bench.piece(grown, 2, 2, fresh=fresh)
+        x = values()
+        for n in (2, 2, 3, 2, 3):
+            call_right(piece, grown, n, x)
+        assert (bench.recorded(), bench.device.calls("copy")) == (2, copies)
 
 
 def appended(n: int, cache: torch.Tensor) -> tuple[torch.Tensor]:

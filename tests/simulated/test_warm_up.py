@@ -104,6 +104,38 @@ def test_a_backward_that_warms_up_frees_what_was_saved_for_it_as_it_goes() -> No
     assert bench.recorded() == 2
 
 
+def test_a_first_call_takes_what_it_takes_alone_whatever_first_calls_of_other_code_took() -> None:
+    def of(times: int) -> Any:
+        def code(x: torch.Tensor) -> tuple[torch.Tensor]:
+            blocks = [x.repeat(times) + at for at in range(6)]
+            return (torch.stack([block.sum() for block in blocks]).sum() + x,)
+
+        return code
+
+    taken = {}
+    for sizes in ([40], [32], [40, 32]):
+        bench = Bench()
+        for times in sizes:
+            (y,) = call_right(bench.piece(of(times * 16), 1, 1), of(times * 16), values())
+            assert in_pool(bench, y)
+            del y
+        taken[tuple(sizes)] = bench.device.pool_bytes()
+    assert taken[40, 32] == taken[32,] < taken[40,]
+    assert bench.tree.counts["warm-ups in the pool"] == 2
+
+
+def test_a_first_call_leaves_the_memory_of_recordings_to_them() -> None:
+    bench = Bench()
+    first, second = bench.piece(wide, 1, 1), bench.piece(wide, 1, 1)
+    for _ in range(3):
+        call_right(first, wide, values())
+    generation = bench.device.generation
+    call_right(second, wide, values())
+    assert bench.device.generation == generation
+    call_right(first, wide, values())
+    assert bench.recorded() == 1
+
+
 def test_what_is_held_of_a_warm_up_is_moved_out_when_the_step_begins_again() -> None:
     bench = Bench()
     piece = bench.piece(wide, 1, 1)

@@ -28,7 +28,9 @@ class PieceSpec:
     a recording that costs more than it saves is given up.  most: recordings at one key after the same parent, or as
     deep in a step, before inputs at new addresses are copied.  groups: names of the process groups whose collectives
     it issues.  copies: whether what a user may hold is never memory of the pool, but a copy.  repeatable: whether its
-    code, where it ended with an error, may be run again: it changes nothing but what it returns.
+    code, where it ended with an error, may be run again: it changes nothing but what it returns.  fresh: whether
+    inputs that are not static are made for each call, as by padding: that one comes at the same address twice says
+    nothing.
     """
 
     names: tuple[str, ...]
@@ -47,6 +49,7 @@ class PieceSpec:
     groups: tuple[str, ...] = ()
     copies: bool = False
     repeatable: bool = False
+    fresh: bool = False
 
     def trace(self, index: int) -> str | None:
         """Where the user's code first uses input `index`, if that is known."""

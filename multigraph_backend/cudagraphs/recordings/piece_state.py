@@ -74,6 +74,8 @@ class PieceState:
         self.stacks: dict[str, str] = {}
         #: where inputs lay at the last call off the recorded paths
         self.addresses: dict[int, int] = {}
+        #: inputs that are not static, were read where they lay by a recording, and came elsewhere then
+        self.moving: set[int] = set()
         #: whether it is called unrecorded first at a new key: until one was recorded, and always once that went wrong
         self.warms_up = True
         self.each_warms_up = False

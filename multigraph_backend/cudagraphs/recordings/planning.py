@@ -7,7 +7,8 @@ For each input the first line that fits decides:
                                                     twice; else not recorded
     a parameter or buffer                           fixed where it lies.  At another address the piece is recorded again
                                                     for that one, up to a limit; then it is copied at each call
-    any other tensor                                fixed by the first recording if it came at the same address twice;
+    any other tensor                                fixed by the first recording if it came at the same address twice,
+                                                    and was not seen to move behind such a recording, at whatever key;
                                                     else copied; not recorded where its elements share memory
     a generator; a number, None                     the same one; part of the key
     anything else (a CPU tensor, a list)            not recorded
@@ -64,7 +65,9 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
     before = keyed.addresses or piece.addresses  # of another key where this one is new
     look(device, keyed, inputs)
     depth = parent.depth + 1
-    tried, as_deep = len(parent.children.get(keyed, ())), keyed.recorded_at[depth]
+    siblings = parent.children.get(keyed, ())
+    tried, as_deep = len(siblings), keyed.recorded_at[depth]
+    read_at = [node.recording.plan.addresses for node in siblings if node.recording is not None]
     fixed: list[int] = []
     copied: list[int] = []
     managed: dict[int, Slot] = {}
@@ -86,7 +89,10 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
         slot = slots.get(inputs[index].untyped_storage()._cdata) if slots else None
         if slot is not None and not slot.holds(address):  # its storage was resized, and is the user's own now
             slot = None
-        stays = before.get(index) == address or address in tree.lasting
+        lasts = address in tree.lasting
+        stays = before.get(index) == address or lasts
+        if index not in piece.spec.static and any(known[index] not in (None, address) for known in read_at):
+            piece.moving.add(index)
         if slot is not None:
             managed[index] = slot
             fixed.append(index)
@@ -103,7 +109,7 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
                 reason = f"it changes input {piece.spec.names[index]}, which came at more than {limit} addresses"
                 raise NotRecorded(reason, index=index)
             fixed.append(index)
-        elif _may_be_fixed(keyed, index, stays, tried, limit) and not (
+        elif _may_be_fixed(keyed, index, stays, lasts, tried, limit) and not (
             as_deep >= limit and keyed.moves(index, depth, address)
         ):
             fixed.append(index)
@@ -128,9 +134,10 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
     )
 
 
-def _may_be_fixed(keyed: KeyedPiece, index: int, stays: bool, tried: int, limit: int) -> bool:
+def _may_be_fixed(keyed: KeyedPiece, index: int, stays: bool, lasts: bool, tried: int, limit: int) -> bool:
     if index not in keyed.piece.spec.static:
-        return stays and tried == 0
+        fresh = index in keyed.piece.moving or (keyed.piece.spec.fresh and not lasts)
+        return stays and tried == 0 and not fresh
     # what a backward takes for static may be a tensor that an unrecorded forward has saved
     return tried < limit and index not in keyed.copied and (stays or not keyed.piece.spec.is_backward)
 
@@ -160,14 +167,15 @@ def _dies_here(device: Device, slot: Slot, inputs: Sequence[Any]) -> bool:
     return device.use_count(slot.handle) == slot.base + over
 
 
-def note_again(keyed: KeyedPiece, siblings: Sequence[Node], made: InputPlan) -> None:
+def note_again(keyed: KeyedPiece, siblings: Sequence[Node]) -> None:
     """Say, and keep for reports, why a piece is recorded again: which inputs lie elsewhere than in the last one."""
     piece, last = keyed.piece, siblings[-1].recording
     assert last is not None
     moved = [
         (index, f"{piece.spec.names[index]} from {old:#x} to {new:#x}")
-        for index, (old, new) in enumerate(zip(last.plan.addresses, made.addresses, strict=True))
-        if old is not None and new is not None and old != new
+        for index, old in enumerate(last.plan.addresses)
+        # those that are copied from now on have no address in the plan
+        if old is not None and (new := keyed.addresses.get(index)) is not None and old != new
     ]
     said = ", ".join(text for _, text in moved) or OTHERS_ALIVE
     piece.again.update([piece.spec.names[index] for index, _ in moved] or [OTHERS_ALIVE])

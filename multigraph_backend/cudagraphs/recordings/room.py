@@ -106,6 +106,16 @@ class Room:
         if grew:
             self._grew[node] = grew
 
+    def begin_anew(self, keyed: KeyedPiece) -> None:
+        """Before a first call of `keyed`, with nothing on the path: give back what first calls of other code have left.
+
+        Its blocks are of other sizes, so the pool would grow though nothing in it is alive.  Once there are recordings,
+        that memory is theirs."""
+        if self.warmed and not self.used and not self._nodes.size and keyed not in self._warmed_in:
+            self.used = True
+            with contextlib.suppress(DeviceFailed, RuntimeError):  # there may be no memory for the anchor of a new pool
+                self.leave_pools()
+
     def warms_up(self, warm: Node) -> None:
         """Take note of the pool that a step warms up in."""
         self.warmed = True

@@ -257,6 +257,7 @@ class Tree(Nodes):
             return None
         if isinstance(last, WarmUp):
             return last
+        self.room.begin_anew(keyed)
         try:
             self.device.restore(self.device.empty_state(), (), ())
         except DeviceFailed as error:
@@ -595,7 +596,7 @@ class Tree(Nodes):
         keyed.piece.warms_up = keyed.piece.each_warms_up
         grew = self.room.keep(keyed, made, keyed.piece.limits, had)
         if again and grew is not None:
-            planning.note_again(keyed, parent.children[keyed], plan)
+            planning.note_again(keyed, parent.children[keyed])
             self.counts["recorded again"] += 1
         for slot in made.slots:
             slot.copied = (self.shared or keyed.piece.spec.copies) and slot.visible

@@ -10,6 +10,9 @@ runtime: tensors free it as they die, as in a program without recordings, and th
     step 2   forward             y is dead, nothing of step 1 is left: captured, in the memory of A
              ...
 
+Before anything is recorded, first calls of other code begin with an empty pool: in what is left of blocks of other
+sizes there is room for less than its bytes.
+
 As long as anything of it is alive, no recording may be made or replayed: it does not know of these blocks and would
 write over them.  So a `WarmUp` stands at the end of the path like a recording whose outputs are alive, and all calls
 behind it warm up too.  What users hold of it is moved out when the step begins again, as of recordings.
