@@ -1,6 +1,8 @@
 """A server's figures: requests that come at random, continuous batching, forms of the same model.
 
 multigraph          one trace, a variant for each declared size, CUDA graphs on a GPU
+multigraph, sealed  the same; once all is compiled, guards that all calls have met are checked no more
+                    (`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), as a static loop checks none
 inductor dynamic    torch.compile(dynamic=True)
 inductor per shape  torch.compile(dynamic=False): a trace and a compile for each size
 reduce-overhead     the same with mode="reduce-overhead": stock's CUDA graphs
@@ -16,6 +18,8 @@ tokens/s    all requests at once; every answer is held against eager's ("wrong":
 p50, p99    seconds of a request, Poisson arrivals at 0.7 of that throughput (of this form)
 decode us   one step of decoding, without what surrounds it: at 1 row, and at the most rows
 stall s     the longest step while nothing was warmed up, with the same arrivals
+generic     p99 of generic alone, nothing declared, arrivals at 0.7 of its own throughput; "compiling": the same
+            arrivals while workers compile the variants ("compile": "background"), until all are in use, or 60 s
 MiB         the process's memory on the GPU, or its largest resident size on the CPU
 
     python benchmarks/serving.py --json serving.json       needs transformers (`pip install "multigraph[server]"`)
@@ -41,6 +45,8 @@ from typing import Any
 import torch
 from measure import CHECKOUT, Column, Results, answer, arguments, in_own_process, wait
 
+import multigraph_backend
+
 sys.path.insert(0, str(CHECKOUT / "examples" / "server"))
 
 COLUMNS = (
@@ -55,11 +61,16 @@ COLUMNS = (
     Column("decode_1_us", "decode 1 us", 0),
     Column("decode_most_us", "decode most us", 0),
     Column("stall_s", "stall s", 3),
+    Column("p99_generic_s", "generic", 4),
+    Column("p99_compiling_s", "compiling", 4),
+    Column("compiling_over_generic", "ratio", 2),
     Column("mib", "MiB", 0),
     Column("wrong", "wrong"),
 )
-FORMS = ("multigraph", "inductor dynamic", "inductor per shape", "reduce-overhead", "static loop")
+SEALED = "multigraph, sealed"
+FORMS = ("multigraph", SEALED, "inductor dynamic", "inductor per shape", "reduce-overhead", "static loop")
 SECONDS = 3000.0  # of one process
+COMPILING = 60.0  # seconds at most that requests come while workers compile
 
 Call = Callable[..., torch.Tensor]
 
@@ -97,18 +108,20 @@ class StaticLoop:
         return inputs, replay
 
 
-def compiled_as(form: str, model: torch.nn.Module, device: str, quick: bool) -> Call:
+def compiled_as(form: str, phase: str, model: torch.nn.Module, device: str, quick: bool) -> Call:
     import batching
 
     backend, compiler = ("aot_eager", "aot_eager") if quick else ("inductor", "inductor")
     if form == "eager":
         return model
-    if form == "multigraph":
+    if form in ("multigraph", SEALED):
         declared = [
             {"input_ids[0]": list(batching.BATCHES), "input_ids[1]": 1},
             {"input_ids[0]": 1, "input_ids[1]": list(batching.PROMPTS)},
         ]
-        options: dict[str, Any] = {"specialize": declared, "compiler": compiler}
+        options: dict[str, Any] = {"specialize": [] if phase == "generic" else declared, "compiler": compiler}
+        if phase == "compiling":
+            options |= {"compile": "background", "workers": {"gpu": True}}
         made: Call = torch.compile(model, backend="multigraph", dynamic=True, options=options)
         return made
     if form == "reduce-overhead" and not quick:
@@ -118,7 +131,7 @@ def compiled_as(form: str, model: torch.nn.Module, device: str, quick: bool) -> 
     return StaticLoop(made, device) if form == "static loop" else made
 
 
-def conversations(form: str, device: str, quick: bool) -> Any:
+def conversations(form: str, device: str, quick: bool, phase: str = "warm") -> Any:
     import batching
     from slot_model import SlotModel, language_models
 
@@ -127,7 +140,7 @@ def conversations(form: str, device: str, quick: bool) -> Any:
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.specialize_float = True
     model = SlotModel(language_models(device, quick)["draft" if quick else "chat"], batching.BATCHES[-1], 256)
-    return batching.Conversations(form, model, compiled_as(form, model, device, quick), device)
+    return batching.Conversations(form, model, compiled_as(form, phase, model, device, quick), device)
 
 
 def requests(count: int, most_prompt: int) -> list[Any]:
@@ -186,15 +199,35 @@ def decode_us(served: Any, rows: int, calls: int) -> float:
     return 1e6 * statistics.median(seconds)
 
 
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(0.99 * len(seconds))]
+
+
+def while_compiling(served: Any, count: int, most: int, rate: float) -> dict[str, Any]:
+    """With generic's code and recordings made: requests until all variants are in use."""
+    call_all_sizes(served)
+    seconds: list[float] = []
+    began = time.perf_counter()
+    ready = False
+    while not ready and time.perf_counter() - began < COMPILING:
+        seconds += serve(served, requests(count, most), rate)[1]
+        regions = multigraph_backend.explain().regions
+        ready = all(variant.state != "compiling" for region in regions for variant in region.variants)
+    return {"p99_compiling_s": p99(seconds), "compiled_in_time": ready}
+
+
 def measured(form: str, phase: str, device: str, quick: bool, rate: float | None) -> dict[str, Any]:
     """`phase`: "cold" and "warm" begin with nothing compiled in the process; "stall" has arrivals at `rate` instead."""
     import batching
 
-    served = conversations(form, device, quick)
+    served = conversations(form, device, quick, phase)
     count, most = (6, 16) if quick else (200, batching.PROMPTS[-1])
     with torch.inference_mode():
         if phase == "stall":
             return {"stall_s": serve(served, requests(count, most), rate)[2]}
+        if phase == "compiling":
+            assert rate is not None
+            return while_compiling(served, count, most, rate)
         began = time.perf_counter()
         first = requests(1, most)[0]
         first.new_tokens = 1
@@ -204,13 +237,17 @@ def measured(form: str, phase: str, device: str, quick: bool, rate: float | None
         said["ready_s"] = time.perf_counter() - began
         if phase == "cold":
             return said
+        if form == SEALED:
+            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
         asked = requests(count, most)
         took, _, _ = serve(served, asked, None)
         said["answers"] = [request.answer.result() for request in asked]
         said["tokens_per_s"] = sum(len(tokens) for tokens in said["answers"]) / took
         said["rate"] = rate = 0.7 * count / took
         _, seconds, _ = serve(served, requests(count, most), rate)
-        said["p50_s"], said["p99_s"] = statistics.median(seconds), sorted(seconds)[int(0.99 * len(seconds))]
+        said["p50_s"], said["p99_s"] = statistics.median(seconds), p99(seconds)
+        if phase == "generic":
+            return {"rate": rate, "p99_generic_s": said["p99_s"]}
         calls = 5 if quick else 200
         said["decode_1_us"] = decode_us(served, 1, calls)
         said["decode_most_us"] = decode_us(served, batching.BATCHES[-1], calls)
@@ -233,7 +270,13 @@ def row(form: str, device: str, quick: bool, expected: list[list[int]]) -> dict[
     if wrong > len(expected) // 20:  # a tie of two tokens may fall otherwise
         raise AssertionError(f"{wrong} of {len(expected)} answers are not eager's")
     renamed = {f"warm_{key}": warm.pop(key) for key in ("first_s", "ready_s")}
-    return {**cold, **warm, **renamed, **stall, "wrong": wrong}
+    beside: dict[str, Any] = {}
+    if form == "multigraph" and not quick:
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+            beside = told("generic", Path(one))
+            beside |= told("compiling", Path(other), beside.pop("rate"))
+        beside["compiling_over_generic"] = beside["p99_compiling_s"] / beside["p99_generic_s"]
+    return {**cold, **warm, **renamed, **stall, **beside, "wrong": wrong}
 
 
 def in_process(
