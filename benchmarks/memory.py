@@ -11,6 +11,8 @@ accumulation       the same at 512 tokens, 10 steps of 4 micro-batches each
 sizes, ORDER       8 decoder blocks, inference, 32 batch sizes of 16 tokens, three calls each: ascending, descending, at
                    random, and the largest alone
 three models       three models of 4 blocks each, trained in turn, 10 steps each
+at the edge        12 decoder blocks (width 1024, 256 tokens), AdamW, where something else holds 95 % of the device:
+                   batches of 8, 10, 12, ... with three steps each, until memory runs out; "batch" is the last that ran
 fsdp2              12 blocks (width 1024, batch 4, 1024 tokens), sharded over two GPUs and compiled one by one, AdamW,
                    10 steps; the numbers are the larger ones of the two ranks
 
@@ -34,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import gc
 import itertools
@@ -74,6 +77,7 @@ COLUMNS = (
     Column("over_inductor", "used/Inductor", 3),
     Column("reserved_over_largest", "reserved/largest alone", 3),
     Column("over_largest", "used/largest alone", 3),
+    Column("batch", "batch"),
     Column("recordings", "recordings"),
     Column("graph_mib", "graphs MiB", 1),
     Column("pool_mib", "pool MiB", 0),
@@ -85,10 +89,12 @@ FORMS = ("eager", "inductor", "stock", "multigraph", "multigraph, over the exten
 ORDERS = ("largest", "ascending", "descending", "at random")
 RANKS = 2
 SHARDED = "fsdp2"
-PROGRAMS = ("two lengths", "accumulation", *(f"sizes, {order}" for order in ORDERS), "three models", SHARDED)
+EDGE = "at the edge"
+PROGRAMS = ("two lengths", "accumulation", *(f"sizes, {order}" for order in ORDERS), "three models", EDGE, SHARDED)
 QUICK = PROGRAMS[:1]
 #: programs whose code the others of their kind find in the cache
-FILLED = ("two lengths", "accumulation", "sizes, ascending", "three models")
+FILLED = ("two lengths", "accumulation", "sizes, ascending", "three models", EDGE)
+BALLAST = 0.95  # of the device
 NO_MORE = (Goal("reserved over stock", "reserved_over_stock", 1.0), Goal("used over stock", "over_stock", 1.0))
 GOALS = {
     "two lengths": (*NO_MORE, Goal("reserved over Inductor", "reserved_over_inductor", 1.1)),
@@ -96,6 +102,7 @@ GOALS = {
         f"sizes, {order}": (*NO_MORE, Goal("reserved over the largest alone", "reserved_over_largest", 1.02))
         for order in ORDERS
     },
+    EDGE: (Goal("batch over Inductor", "batch_over_inductor", 1.0, at_least=True),),
 }
 SECONDS = 300  # for the process of one form
 AT_ONCE = 6  # processes on each GPU that fill the cache
@@ -205,6 +212,34 @@ def three_models(compiled: Compile, device: str, quick: bool) -> Iterator[float]
             yield float(value)
 
 
+def at_the_edge(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
+    """Yields batch sizes, each when its steps have run."""
+    layers, width, length, batches = (1, 64, 4, (2, 3)) if quick else (12, 1024, 256, range(8, 1024, 2))
+    model = _model(layers, width, device)
+    loss, optimizer = compiled(_loss(model)), torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for batch in batches:
+        try:
+            for _ in range(3):
+                x = torch.randn(batch, length, width, device=device, dtype=workloads.dtype_on(device))
+                optimizer.zero_grad()
+                loss(x).backward()
+                optimizer.step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            return
+        yield float(batch)
+
+
+def take_ballast() -> None:
+    """Memory of the device that torch's allocators do not know of, until the process ends."""
+    free, total = torch.cuda.mem_get_info()
+    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    nbytes = ctypes.c_size_t(max(int(free - (1 - BALLAST) * total), 1))
+    if status := driver.cuMemAlloc_v2(ctypes.byref(address), nbytes):
+        raise RuntimeError(f"the driver gave no ballast: error {status}")
+
+
 def sharded(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
     from distributed_programs import Block
     from torch.distributed.fsdp import fully_shard
@@ -236,7 +271,7 @@ def program(name: str) -> Callable[[Compile, str, bool], Iterator[float]]:
     if name.startswith("sizes, "):
         return partial(sizes, order=name.removeprefix("sizes, "))
     training = {"two lengths": two_lengths, "accumulation": accumulation, "three models": three_models}
-    return {**training, SHARDED: sharded}[name]
+    return {**training, EDGE: at_the_edge, SHARDED: sharded}[name]
 
 
 # ---------------------------------------------------------------- forms
@@ -271,6 +306,9 @@ def measured(name: str, form: str, device: str, quick: bool) -> dict[str, Any]:
     if extension and not (status := allocator.install()):
         raise RuntimeError(f"the extension is not in use: {status.reason}")
     watch = Watch(device)
+    if name == EDGE and device == "cuda":
+        take_ballast()
+        watch = Watch(device)
     torch.manual_seed(0)
     numbers = []
     for number in program(name)(compiled_as(form, device, dynamic=name != SHARDED), device, quick):
@@ -287,6 +325,9 @@ def measured(name: str, form: str, device: str, quick: bool) -> dict[str, Any]:
         gc.collect()
         row["end_mib"] = watch.look() / 2**20
     row["recordings"] = counts["recordings"]
+    if name == EDGE:
+        row["batch"] = int(max(numbers, default=0))
+        del row["numbers"]  # no losses
     return row
 
 
@@ -479,6 +520,8 @@ def compare(name: str, rows: dict[str, dict[str, Any]], largest: dict[str, dict[
             for key, ratio in (("used_mib", f"over_{title}"), ("reserved_mib", f"reserved_over_{title}")):
                 if other and row.get(key) and other.get(key):
                     row[ratio] = row[key] / other[key]
+        if (batch := (rows.get("inductor") or {}).get("batch")) and "batch" in row:
+            row["batch_over_inductor"] = row["batch"] / batch
 
 
 def forms(args: argparse.Namespace, device: str) -> list[str]:
