@@ -31,6 +31,7 @@ from multigraph_backend.lower.parcel import CannotSend
 from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.lower.worker import Job, Outcome
 from multigraph_backend.options import Options
+from multigraph_backend.process.short_turns import WHILE, ShortTurns
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.variant import Variant
 
@@ -165,11 +166,16 @@ class _Task:
         if region is None:
             return Outcome("done")
         try:
-            region.swap_in(self.asked)  # another process may have compiled it
+            with ShortTurns(WHILE):
+                region.swap_in(self.asked)  # another process may have compiled it
             return Outcome("done")
         except Exception as error:
             log.debug("%s is not in torch's caches: %s", variant.text, describe(error))
         del region  # it may end while a worker compiles
+        with ShortTurns(WHILE):
+            return self._job(variant)
+
+    def _job(self, variant: Variant) -> Job | Outcome:
         args = self.asked.likeness.with_values(self.graph, self.asked.values)
         if args is None:
             return Outcome("failed", reason="a parameter is gone")
@@ -202,7 +208,8 @@ class _Task:
                 error.add_note(outcome.details)
         else:
             try:
-                region.swap_in(self.asked, outcome.seconds)
+                with ShortTurns(WHILE):  # calls go on, and let go of the interpreter at each operator
+                    region.swap_in(self.asked, outcome.seconds)
                 return
             except Exception as problem:
                 log.debug("%s of a worker is not taken", text, exc_info=True)

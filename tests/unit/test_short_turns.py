@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from multigraph_backend.process.short_turns import SECONDS, ShortTurns
+from multigraph_backend.process.short_turns import MOMENT, WHILE, ShortTurns
 
 OWN = 0.0125 + 5e-7  # Python cuts off parts of microseconds
 
@@ -24,14 +24,30 @@ def own_interval() -> Iterator[None]:
 
 def test_it_is_short_until_the_last_one_has_left_in_whatever_order() -> None:
     first, second = ShortTurns(), ShortTurns()
-    assert sys.getswitchinterval() == pytest.approx(SECONDS)
+    assert sys.getswitchinterval() == pytest.approx(MOMENT)
     first.end()
     first.end()
-    assert sys.getswitchinterval() == pytest.approx(SECONDS)
+    assert sys.getswitchinterval() == pytest.approx(MOMENT)
     second.end()
     assert sys.getswitchinterval() == pytest.approx(0.0125)
     second.end()
     assert sys.getswitchinterval() == pytest.approx(0.0125)
+
+
+def test_it_is_the_shortest_that_anybody_inside_has_asked_for() -> None:
+    with ShortTurns(WHILE):
+        assert sys.getswitchinterval() == pytest.approx(WHILE)
+        with ShortTurns():
+            assert sys.getswitchinterval() == pytest.approx(MOMENT)
+        assert sys.getswitchinterval() == pytest.approx(WHILE)
+    assert sys.getswitchinterval() == pytest.approx(0.0125)
+
+
+def test_turns_that_the_program_has_shorter_stay() -> None:
+    sys.setswitchinterval(5e-6 + 5e-7)
+    with ShortTurns(WHILE):
+        assert sys.getswitchinterval() == pytest.approx(5e-6)
+    assert sys.getswitchinterval() == pytest.approx(5e-6)
 
 
 def test_what_the_program_has_set_meanwhile_stays() -> None:
