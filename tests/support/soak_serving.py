@@ -7,7 +7,8 @@ background, pads, and starts warm, and holds every result against eager's.  Besi
 
 - workers are killed with SIGKILL at random times, and so are the processes themselves, in whose place others begin;
 - some begin where no file may grow beyond a few kilobytes: for those who write, a disk that is full;
-- some begin with a clock that jumps by days, to and fro.
+- some begin with a clock that jumps by days, to and fro;
+- some have caches of their own, so that there is always something to compile.
 
 Said at the end: calls, wrong ones, errors, kills; of those that lived long, how much their memory grew in the second
 half of their life; whether workers outlived their parents.  The exit status is 0 where nothing was wrong.
@@ -35,15 +36,15 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 WORKER = b"multigraph_backend.lower.worker"
 SMALL = 8 << 10  # bytes that a file may have where the disk is "full"
 GROWS = 64.0  # MiB by which a process may grow in the second half of its life
-KINDS = ("plain", "plain", "full disk", "clock")
+KINDS = ("plain", "own caches", "full disk", "clock")
 
 
 # ---------------------------------------------------------------- one server
 
 
-def serve(folder: str, seed: int, seconds: float, kind: str) -> dict[str, Any]:
-    """Calls until the time is over."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+def serve(folder: str, seed: int, seconds: float, kind: str) -> None:
+    """Calls until the time is over; prints each second what came of them, for it may be killed."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder if kind != "own caches" else f"{folder}-of-{seed}"
     began = time.monotonic()
     rng = random.Random(seed)
     if kind == "full disk":
@@ -79,6 +80,18 @@ def serve(folder: str, seed: int, seconds: float, kind: str) -> dict[str, Any]:
     said: Counter[str] = Counter()
     sizes: list[float] = []
     looked = 0.0
+
+    def tell() -> None:
+        stats = multigraph_backend.stats()
+        half = sizes[len(sizes) // 2 :]
+        told = {
+            "kind": kind,
+            "said": dict(said),
+            "grew": round(half[-1] - half[0], 1) if len(half) > 20 else None,
+            "stats": {name: value for name, value in stats.items() if value},
+        }
+        print(json.dumps(told), flush=True)
+
     with torch.no_grad():
         while time.monotonic() - began < seconds:
             x = torch.randn(rng.choice((0, 1, 2, 5, 8, 16, 17, 32, 48, 63, 70)), 24)
@@ -92,14 +105,8 @@ def serve(folder: str, seed: int, seconds: float, kind: str) -> dict[str, Any]:
             if time.monotonic() - looked > 1:
                 looked = time.monotonic()
                 sizes.append(resident())
-    stats = multigraph_backend.stats()
-    half = sizes[len(sizes) // 2 :]
-    return {
-        "kind": kind,
-        "said": dict(said),
-        "grew": round(half[-1] - half[0], 1) if len(half) > 20 else None,
-        "stats": {name: value for name, value in stats.items() if value},
-    }
+                tell()
+    tell()
 
 
 def resident() -> float:
@@ -161,16 +168,16 @@ class Soak:
         while any(map(lives, mine)) and time.monotonic() < over:
             time.sleep(0.05)
         self.counts["workers that outlived their parent"] += sum(map(lives, mine))
+        if (told := last_said(server.output.read_text())) is not None:
+            self.ended.append(told)
         self.begin()
 
     def hear(self) -> None:
         for server in self.servers:
             status = server.process.wait(120)
             text = server.output.read_text()
-            try:
-                self.ended.append(json.loads(text.splitlines()[-1]))
-            except (IndexError, ValueError):
-                self.ended.append({"kind": server.kind, "died": status, "text": text[-2000:]})
+            told = None if status else last_said(text)
+            self.ended.append(told or {"kind": server.kind, "died": status, "text": text[-2000:]})
 
     def result(self) -> dict[str, Any]:
         calls: Counter[str] = Counter()
@@ -190,6 +197,15 @@ class Soak:
             "worker_compiles": sum(said.get("stats", {}).get("worker_compiles", 0) for said in self.ended),
             "loaded_ahead": sum(said.get("stats", {}).get("loaded_ahead", 0) for said in self.ended),
         }
+
+
+def last_said(text: str) -> dict[str, Any] | None:
+    """What a server has told last, as far as that is whole."""
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(ValueError):
+            if isinstance(told := json.loads(line), dict):
+                return told
+    return None
 
 
 def workers_of(parents: set[int]) -> list[tuple[int, int]]:
@@ -254,7 +270,7 @@ def main() -> int:
     parser.add_argument("--kind", default="plain", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        print(json.dumps(serve(args.serve, args.seed, args.seconds, args.kind)), flush=True)
+        serve(args.serve, args.seed, args.seconds, args.kind)
         return 0
     result = soak(args.seconds, args.servers, args.seed)
     print(json.dumps(result, indent=2))
