@@ -178,6 +178,14 @@ def test_staging(tmp_path: Path) -> None:
     assert positive(rows, "ours_host", "stock_host", "host_ratio")
 
 
+def test_padding(tmp_path: Path) -> None:
+    rows = run("padding", tmp_path)
+    forms = ["sizes given", "multigraph, pad", "padded by hand", "as they come", "inductor dynamic"]
+    assert [row["form"] for row in rows] == forms
+    assert [row["padded_calls"] > 0 for row in rows] == [form == "multigraph, pad" for form in forms]
+    assert positive(rows, "p50_us", "p99_us", "p99_ratio")
+
+
 def test_sleep(tmp_path: Path) -> None:
     rows = run("sleep", tmp_path)
     forms = ["stock", "stock, to()", "pool, host", "pool, nothing", "process, host"]
