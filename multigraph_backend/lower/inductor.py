@@ -9,6 +9,7 @@ come again (`one_body`), and always the two guards around changed inputs (`gradi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import one_body, retained
+from multigraph_backend.lower import one_body, retained, traced_once
 from multigraph_backend.lower import only_cached as from_caches
 from multigraph_backend.lower.gradients_of_changes import SafePartitioner
 from multigraph_backend.lower.order_of_changes import InnerCompile, compile_in_order
@@ -46,7 +47,10 @@ def compile_graph(
     Raises what Inductor raises, `CannotLower` for what it gets wrong, and `NotCached`.
     """
     knobs = dict(options.inductor)
-    inner = one_body.inner_compile(lossless=options.repeat == "auto") if options.repeat and how != "traced" else None
+    inner, traced = None, None
+    if options.repeat and how != "traced":
+        traced, why_not = _traced_once(module, inputs, options, only_cached)
+        inner = one_body.inner_compile(options.repeat == "auto", traced, why_not)
     if label is not None:
         from multigraph_backend.cudagraphs import output_code
 
@@ -70,8 +74,29 @@ def compile_graph(
     given = compile_fx_settings(knobs, from_caches.refuse if only_cached else inner, around)
     if only_cached:
         given["decompositions"] = from_caches.RefusingTable()
-    run: Callable[..., Sequence[Any]] = _compat.compile_fx(module, inputs, ignore_shape_env=ignore_shape_env, **given)
+    with traced_once.known(traced) if traced is not None else contextlib.nullcontext():
+        run: Callable[..., Sequence[Any]] = _compat.compile_fx(
+            module, inputs, ignore_shape_env=ignore_shape_env, **given
+        )
     return run
+
+
+def _traced_once(
+    module: torch.fx.GraphModule, inputs: list[Any], options: Options, only_cached: bool
+) -> tuple[traced_once.Bodies | None, str | None]:
+    """Calls of bodies in `module` that AOTAutograd traces once, and why there are none though blocks come again."""
+    if options.repeat != "always":
+        return None, None  # what is lost by a cut is only known of what AOTAutograd has traced
+    if options.packing:
+        return None, "saved tensors are packed"
+    config = _compat.inductor_config
+    if config.freezing or config.cpp_wrapper or {"freezing", "cpp_wrapper"} & {name for name, _ in options.inductor}:
+        return None, "constants are frozen, or wrappers are in C++"
+    settings = functools.partial(compile_fx_settings, dict(options.inductor))
+    try:
+        return traced_once.lift(module, inputs, settings, traces=not only_cached), None
+    except traced_once.Refused as refused:
+        return None, str(refused)
 
 
 def compile_fx_settings(

@@ -26,6 +26,7 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
@@ -39,7 +40,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import donation, repetition
+from multigraph_backend.lower import donation, repetition, traced_once
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.steps_of_graph import is_number, is_plain, is_step, steps_of, values_of, why_it_stays
 from multigraph_backend.saved_tensors.graphs import viewed
@@ -51,12 +52,14 @@ _CONVOLUTIONS = ("aten.convolution", "aten.convolution_backward")
 class Repeated:
     """What became of one graph: its `steps`, and of each body its steps and how often it is called.
 
-    `refused`: why blocks that come again are no bodies.  `stay`: which operators may be a part of none, and why.
+    `traced_once`: of how many of the bodies AOTAutograd traced one block.  `refused`: why blocks that come again are no
+    bodies, or traced one by one.  `stay`: which operators may be a part of none, and why.
     """
 
     graph: str
     steps: int
     bodies: tuple[tuple[int, int], ...] = ()
+    traced_once: int = 0
     refused: tuple[str, ...] = ()
     stay: tuple[str, ...] = ()
 
@@ -72,6 +75,7 @@ class Repeated:
     def __str__(self) -> str:
         each = ", ".join(f"{calls} calls of one body of {length} steps" for length, calls in self.bodies)
         said = f"{each}; {self.steps - self.spared} of {self.steps} steps compiled" if each else "nothing is called"
+        said += f"; {self.traced_once} of the bodies traced once" if self.traced_once else ""
         return "; ".join((f"{self.graph}: {said}", *self.refused, *(() if each else self.stay)))
 
 
@@ -89,20 +93,41 @@ def collecting() -> Iterator[list[Repeated]]:
         _collected.reset(token)
 
 
-def inner_compile(lossless: bool) -> Callable[..., Any]:
-    """Inductor's compile of one graph, with calls of bodies; `lossless`: only where no kernel is cut in two."""
-    return functools.partial(_compile, lossless)
+def inner_compile(
+    lossless: bool, traced: traced_once.Bodies | None = None, why_not: str | None = None
+) -> Callable[..., Any]:
+    """Inductor's compile of one graph, with calls of bodies; `lossless`: only where no kernel is cut in two.
+
+    `traced`: bodies that the graph calls already; `why_not`: why it calls none.
+    """
+    return functools.partial(_compile, lossless, traced, why_not)
 
 
-def _compile(lossless: bool, gm: GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:
+def _compile(
+    lossless: bool,
+    traced: traced_once.Bodies | None,
+    why_not: str | None,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    **settings: Any,
+) -> Any:
     """Raises `CannotLower` where the code is not what it should be."""
     backward = bool(settings.get("is_backward"))
     label = "backward" if backward else "inference" if settings.get("is_inference") else "forward"
+    called = traced_once.put_in(gm, traced)
     names: list[str] = []
     if settings.get("cpp_wrapper") or _compat.inductor_config.cpp_wrapper:
         found = Repeated(label, 0, refused=("there are no bodies in C++ wrappers",))
     else:
         found, names = put_in(gm, label, lossless)
+        names += called.names
+        found = dataclasses.replace(
+            found,
+            steps=found.steps + sum((length - 1) * count for length, count in called.bodies),
+            bodies=(*called.bodies, *found.bodies),
+            traced_once=len(called.bodies),
+            refused=found.refused if why_not is None else (*found.refused, f"blocks are traced one by one: {why_not}"),
+        )
     if (here := _collected.get()) is not None:
         here.append(found)
     if names and backward:
@@ -140,7 +165,11 @@ def put_in(gm: GraphModule, label: str = "graph", lossless: bool = False) -> tup
     if bodies:
         gm.graph.lint()
         gm.recompile()
-    staying = collections.Counter(f"{node.target}: {why}" for node in nodes if (why := why_it_stays(node)) is not None)
+    staying = collections.Counter(
+        f"{node.target}: {why}"
+        for node in nodes
+        if (why := why_it_stays(node)) is not None and node.target is not _compat.invoke_subgraph
+    )
     stay = tuple(f"{said} ({count} times)" for said, count in staying.most_common(3))
     return Repeated(label, len(nodes), tuple(bodies), tuple(refused), stay), putting.names
 

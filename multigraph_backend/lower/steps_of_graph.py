@@ -37,6 +37,7 @@ _UPDATES = frozenset((
     "slice_scatter", "select_scatter", "as_strided_scatter", "diagonal_scatter", "masked_scatter", "copy",
 ))  # fmt: skip
 _NAMESPACES = ("aten", "prims")
+_IN_PLACE = "it may be done in place"
 _SEEDED = ("inductor_random", "inductor_randint")  # draw what their seed says
 _SEED = "inductor_lookup_seed"
 
@@ -62,6 +63,87 @@ def steps_of(graph: Graph) -> tuple[list[Step], list[Node]]:
     return steps, nodes
 
 
+def steps_of_trace(graph: Graph) -> tuple[list[Step], list[Node]]:
+    """The same of a captured graph of Dynamo's, before AOTAutograd: functions and methods as the program calls them.
+
+    It has no values on its nodes: descriptions say nothing of types and sizes, which `traced_once` asks of each call.
+    """
+    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    numbers = {node: index for index, node in enumerate(nodes)}
+    steps = []
+    for node in nodes:
+        operands = _operands(node)
+        name = _name(node)
+        stays = _why_it_stays_in_a_trace(node, name) is not None
+        target = node.target if isinstance(node.target, Hashable) else ("target", id(node.target))
+        custom = str(node.meta.get("custom")) if node.meta.get("custom") else None
+        steps.append(
+            Step(
+                (node.op, target, _given(node.args), _given(node.kwargs), custom),
+                tuple(numbers.get(operand, operand.name) for operand in operands),
+                stays or name in _ALONE or name in _ALONE_IN_A_TRACE or "attention" in name,
+                _path(node),
+                stays,
+                node.target is operator.getitem and "example_value" not in operands[0].meta,
+                name in _VIEWS,
+            )
+        )
+    return steps, nodes
+
+
+_ALONE_IN_A_TRACE = frozenset(("linear", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d", "einsum", "embedding"))
+_VIEWS = frozenset((
+    "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten", "unflatten", "t", "select", "narrow",
+    "chunk", "split", "unbind", "movedim",
+))  # fmt: skip
+_OPERATORS = frozenset((
+    "getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "matmul", "eq", "ne", "lt",
+    "le", "gt", "ge", "and_", "or_", "xor", "invert", "lshift", "rshift",
+))  # fmt: skip
+_DRAW = ("dropout", "rand", "bernoulli", "multinomial", "normal", "rrelu", "gumbel", "poisson", "exponential", "seed")
+_DO_NOT_DRAW = frozenset(("normalize", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm"))
+
+
+def _why_it_stays_in_a_trace(node: Node, name: str) -> str | None:
+    """Why a call may not stand for this step; None where AOTAutograd is asked whether it may."""
+    target: Any = node.target
+    if node.op == "call_module":
+        return "it calls a module"
+    if node.op == "call_method":
+        if name.endswith("_"):
+            return "it writes to what it takes"
+    elif isinstance(target, _compat.OpOverload):
+        if target.namespace not in _NAMESPACES:
+            return "it is no operator of torch's own"
+        if target._schema.is_mutable:
+            return "it writes to what it takes"
+    elif isinstance(target, _compat.HigherOrderOperator | _compat.OpOverloadPacket):
+        return "it is no function"
+    elif getattr(target, "__module__", None) == "_operator" and name not in _OPERATORS:
+        return "it writes to what it takes"
+    elif name.endswith("_"):
+        return "it writes to what it takes"
+    if "out" in node.kwargs:
+        return "it writes to what it takes"
+    if any(word in name for word in _DRAW) and name not in _DO_NOT_DRAW and not _drops_nothing(node, name):
+        return "it draws random numbers"
+    return None
+
+
+def _drops_nothing(node: Node, name: str) -> bool:
+    """Whether it is dropout that is turned off."""
+    if "dropout" not in name or node.op != "call_function":
+        return False
+    rate = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else None)
+    training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
+    return training is False or (isinstance(rate, int | float) and rate == 0)
+
+
+def may_be_done_in_place(node: Node) -> bool:
+    """Whether Inductor may write what it makes into the memory of its first operand."""
+    return why_it_stays(node) == _IN_PLACE
+
+
 def is_step(node: Node) -> bool:
     return node.op not in ("placeholder", "get_attr", "output") and not is_number(node) and _name(node) != _SEED
 
@@ -84,7 +166,7 @@ def why_it_stays(node: Node) -> str | None:
     if target._schema.is_mutable:
         return "it writes to what it takes"
     if name in _UPDATES:
-        return "it may be done in place"
+        return _IN_PLACE
     if _draws(node):
         return "it draws random numbers"
     if node.meta.get("unbacked_bindings") or torch.Tag.data_dependent_output in target.tags:
