@@ -553,22 +553,19 @@ def _parted(
             layouts.append(_layout(like.meta["val"]))
         return placeholders[where, index]
 
-    made_again: list[tuple[Node, Node, tuple[Node, ...]]] = []
+    views: list[tuple[Node, Node, tuple[Node, ...]]] = []
     for node, placeholder in zip(saved, taken, strict=False):
-        maker, chain = _chain(node)
-        if maker in numbers:
-            made_again.append((placeholder, take("given", numbers[maker], maker), chain))
-            continue
-        if node not in outputs:
-            outputs.append(node)
-        inside[placeholder] = take("made", outputs.index(node), node)
+        maker, chain = _chain(node)  # what is saved is the memory, and the backward graph makes the view again
+        if maker not in numbers and maker not in outputs:
+            outputs.append(maker)
+        source = ("given", numbers[maker]) if maker in numbers else ("made", outputs.index(maker))
+        views.append((placeholder, take(*source, maker), chain))
     sources = tuple(placeholders)
     for index, placeholder in enumerate(taken[len(saved) :]):
         inside[placeholder] = take("tangent", index, placeholder)
-    for placeholder, value, chain in made_again:
+    for placeholder, value, chain in views:
         for view in chain:
-            above: Any = view.all_input_nodes[0]
-            value = graph.node_copy(view, lambda operand, above=above, value=value: value)  # type: ignore[misc]
+            value = graph.node_copy(view, lambda operand, value=value: value)  # type: ignore[misc]
         inside[placeholder] = value
     for node in backward.graph.nodes:
         if node.op == "output":
@@ -596,7 +593,7 @@ def _parted(
         results,
         differentiable,
         _part(module, tuple(layouts), handed_out),
-        tuple((where, index) for where, index in sources),
+        sources,
         tuple(gradients),
     )
 
