@@ -75,9 +75,8 @@ def compile_graph(
     if only_cached:
         given["decompositions"] = from_caches.RefusingTable()
     with traced_once.known(traced) if traced is not None else contextlib.nullcontext():
-        run: Callable[..., Sequence[Any]] = _compat.compile_fx(
-            module, inputs, ignore_shape_env=ignore_shape_env, **given
-        )
+        run: Callable[..., Sequence[Any]]
+        run = _compat.compile_fx(module, inputs, ignore_shape_env=ignore_shape_env, **given)
     return run
 
 

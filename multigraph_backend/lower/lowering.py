@@ -36,7 +36,7 @@ from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
-from multigraph_backend.lower import fresh_inputs, guards, one_body
+from multigraph_backend.lower import fresh_inputs, guards, one_body, traced_once
 from multigraph_backend.lower.compile_thread import compile_within, describe
 from multigraph_backend.lower.compilers import (
     CHANGES_INPUTS,
@@ -242,13 +242,14 @@ class CompileJob:
         return dataclasses.replace(lowered, saved=(SavedTensors((), failed=reason),))
 
     def _repeated_or_not(self, process_wide: contextlib.ExitStack) -> Lowered:
-        """With one body for the calls of a block that comes again; where that compile fails, once more without."""
+        """With one body for the calls of a block that comes again; where that compile fails, once more without: first
+        with blocks that AOTAutograd traces one by one, where it did not, then with none."""
         if not self.options.repeat:
             lowered = self._floats_or_constants(process_wide)
             return dataclasses.replace(lowered, repeated=self.unrepeated and f"{_AS_THEY_STAND}: {self.unrepeated}")
         try:
             with one_body.collecting() as found:
-                lowered = self._floats_or_constants(process_wide)
+                lowered = self._traced_once_or_not(process_wide)
         except Exception as error:
             if from_outside(error) or self.only_cached:
                 raise
@@ -265,6 +266,20 @@ class CompileJob:
         tag = self.cache_tag.replace(f"|repeat {self.options.repeat}", "")
         whole = dataclasses.replace(self.options, repeat=False)
         return dataclasses.replace(self, options=whole, unrepeated=reason, cache_tag=tag)._repeated_or_not(process_wide)
+
+    def _traced_once_or_not(self, process_wide: contextlib.ExitStack) -> Lowered:
+        with traced_once.attempt() as attempt:
+            try:
+                return self._floats_or_constants(process_wide)
+            except Exception as error:
+                missed = isinstance(error, NotCached)  # code may be kept of the graph as it was
+                if from_outside(error) or not attempt.lifted or (self.only_cached and not missed):
+                    raise
+                process_wide.close()
+                reason = describe(error)
+        log.debug("%s: blocks are traced one by one: %s", self.graph.user_code, reason)
+        with traced_once.attempt(why_not=reason):
+            return self._floats_or_constants(process_wide)
 
     def _floats_or_constants(self, process_wide: contextlib.ExitStack) -> Lowered:
         if not self.graph.floats_are_constants:

@@ -59,9 +59,9 @@ class Repeated:
     graph: str
     steps: int
     bodies: tuple[tuple[int, int], ...] = ()
-    traced_once: int = 0
     refused: tuple[str, ...] = ()
     stay: tuple[str, ...] = ()
+    traced_once: int = 0
 
     @property
     def calls(self) -> int:

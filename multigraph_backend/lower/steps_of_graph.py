@@ -97,11 +97,11 @@ _VIEWS = frozenset((
     "chunk", "split", "unbind", "movedim",
 ))  # fmt: skip
 _OPERATORS = frozenset((
-    "getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "matmul", "eq", "ne", "lt",
-    "le", "gt", "ge", "and_", "or_", "xor", "invert", "lshift", "rshift",
+    "getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "matmul", "eq", "ne",
+    "lt", "le", "gt", "ge", "and_", "or_", "xor", "invert", "lshift", "rshift",
 ))  # fmt: skip
 _DRAW = ("dropout", "rand", "bernoulli", "multinomial", "normal", "rrelu", "gumbel", "poisson", "exponential", "seed")
-_DO_NOT_DRAW = frozenset(("normalize", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm"))
+_STATISTICS = frozenset(("batch_norm", "instance_norm", "native_batch_norm"))
 
 
 def _why_it_stays_in_a_trace(node: Node, name: str) -> str | None:
@@ -119,24 +119,24 @@ def _why_it_stays_in_a_trace(node: Node, name: str) -> str | None:
             return "it writes to what it takes"
     elif isinstance(target, _compat.HigherOrderOperator | _compat.OpOverloadPacket):
         return "it is no function"
-    elif getattr(target, "__module__", None) == "_operator" and name not in _OPERATORS:
+    elif name not in _OPERATORS and (getattr(target, "__module__", None) == "_operator" or name.endswith("_")):
         return "it writes to what it takes"
-    elif name.endswith("_"):
+    if "out" in node.kwargs or (name in _STATISTICS and _given_as(node, "training", 5) is not False):
         return "it writes to what it takes"
-    if "out" in node.kwargs:
-        return "it writes to what it takes"
-    if any(word in name for word in _DRAW) and name not in _DO_NOT_DRAW and not _drops_nothing(node, name):
-        return "it draws random numbers"
-    return None
+    draws = any(word in name for word in _DRAW) and name != "normalize" and not _drops_nothing(node, name)
+    return "it draws random numbers" if draws or node.kwargs.get("dropout_p") else None
+
+
+def _given_as(node: Node, name: str, place: int) -> Any:
+    return node.kwargs.get(name, node.args[place] if len(node.args) > place else None)
 
 
 def _drops_nothing(node: Node, name: str) -> bool:
     """Whether it is dropout that is turned off."""
     if "dropout" not in name or node.op != "call_function":
         return False
-    rate = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else None)
-    training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-    return training is False or (isinstance(rate, int | float) and rate == 0)
+    rate = _given_as(node, "p", 1)
+    return _given_as(node, "training", 2) is False or (isinstance(rate, int | float) and rate == 0)
 
 
 def may_be_done_in_place(node: Node) -> bool:

@@ -42,7 +42,13 @@ from torch.fx import Graph, GraphModule, Node
 from multigraph_backend import _compat
 from multigraph_backend.lower import repetition
 from multigraph_backend.lower.fresh_inputs import CannotLower
-from multigraph_backend.lower.steps_of_graph import is_plain, is_step, may_be_done_in_place, steps_of_trace, why_it_stays
+from multigraph_backend.lower.steps_of_graph import (
+    is_plain,
+    is_step,
+    may_be_done_in_place,
+    steps_of_trace,
+    why_it_stays,
+)
 from multigraph_backend.saved_tensors.graphs import viewed
 
 _library = torch.library.Library("multigraph", "FRAGMENT")
@@ -51,6 +57,27 @@ _library.define("block(Tensor[] given, str body, str graph, int kind) -> Tensor[
 
 class Refused(Exception):
     """Repeated blocks are traced one by one; the message says why."""
+
+
+@dataclass
+class Attempt:
+    """One compile: `why_not` to lift blocks out of its graph, if so; `lifted`: whether some were."""
+
+    why_not: str | None = None
+    lifted: bool = False
+
+
+_attempt: ContextVar[Attempt | None] = ContextVar("multigraph_traced_once", default=None)
+
+
+@contextlib.contextmanager
+def attempt(why_not: str | None = None) -> Iterator[Attempt]:
+    """Says what became of the compile inside; with `why_not`, `lift` refuses there."""
+    token = _attempt.set(here := Attempt(why_not))
+    try:
+        yield here
+    finally:
+        _attempt.reset(token)
 
 
 # ---------------------------------------------------------------- what is known of a body
@@ -213,7 +240,10 @@ class _Differentiated(torch.autograd.Function):
         made = _below_autograd([*ctx.saved_tensors, *tangents], ctx.body, "backward", ctx.kind)
         return (
             *(None, None, None),
-            *(None if place is None else made[place] if place >= 0 else tangents[-1 - place] for place in known.gradients),
+            *(
+                None if place is None else made[place] if place >= 0 else tangents[-1 - place]
+                for place in known.gradients
+            ),
         )
 
 
@@ -253,6 +283,9 @@ def lift(
     where the code is to come from caches alone, and the rewritten graph is what finds it.
     Raises `Refused`, and the graph is as it was.
     """
+    here = _attempt.get() or Attempt()
+    if here.why_not is not None:
+        raise Refused(here.why_not)
     steps, nodes = steps_of_trace(module.graph)
     if (unknown := next((node for node in nodes if _changes_state(node)), None)) is not None:
         raise Refused(f"the graph calls {unknown.name}, which may change what a trace depends on")
@@ -270,6 +303,7 @@ def lift(
             _put_call(module.graph, block, mine, [now.get(argument, argument) for argument in arguments], now)
     module.graph.lint()
     module.recompile()
+    here.lifted = True
     return bodies
 
 
@@ -280,14 +314,14 @@ _STATELESS = frozenset((
 
 
 def _changes_state(node: Node) -> bool:
-    """Whether it may change what a trace depends on, such as autocast or grad mode: it is no function of torch's own."""
+    """Whether it may change what a trace depends on, such as autocast or grad mode: no plain function of torch's."""
     target: Any = node.target
     if node.op != "call_function" or isinstance(target, _compat.OpOverload | _compat.OpOverloadPacket):
         return node.op == "call_module"
     if isinstance(target, _compat.HigherOrderOperator):
         return False
     name = str(getattr(target, "__name__", ""))
-    private = name.startswith("_") or name.startswith("set_")
+    private = name.startswith(("_", "set_"))
     return getattr(target, "__module__", None) not in _STATELESS or private
 
 
@@ -301,13 +335,13 @@ def _block(body: repetition.Body, nodes: Sequence[Node], named: Mapping[str, Nod
     used: set[int] = set()
     for call in body.calls:
         mine = list(nodes[call.start : call.start + body.length])
-        inside = set(mine)
-        used.update(place for place, node in enumerate(mine) if any(user not in inside for user in node.users))
+        own = set(mine)
+        used.update(place for place, node in enumerate(mine) if any(user not in own for user in node.users))
         arguments = [nodes[entry] if isinstance(entry, int) else named[entry] for entry in call.arguments]
         calls.append((mine, arguments))
     results = tuple(sorted(used))
-    for mine, arguments in calls:
-        across = (*arguments, *(mine[place] for place in results))
+    for mine, taken in calls:
+        across = (*taken, *(mine[place] for place in results))
         if (other := next((node for node in across if not _is_tensor(node)), None)) is not None:
             raise Refused(f"{other.name} is no tensor, and blocks that come again are cut there")
     mine, arguments = calls[0]
@@ -355,7 +389,7 @@ class _Tracing:
     ) -> None:
         self._module, self._inputs, self._settings, self._bodies = module, inputs, settings, bodies
         context = _compat.TracingContext.try_get()
-        self._fake_mode = getattr(context, "fake_mode", None)
+        self._fake_mode: Any = getattr(context, "fake_mode", None)
         if self._fake_mode is None:
             raise Refused("no trace is going on")
 
@@ -379,7 +413,7 @@ class _Tracing:
                 elif node in needed and node not in inside:
                     values[node] = self._value(node, placeholders, values)
         for block in blocks:
-            if 2 * len(self._bodies.kinds[block.name]) > len(block.calls):
+            if len(self._bodies.kinds[block.name]) == len(block.calls):
                 raise Refused("blocks that come again are given tensors of other kinds at each call")
 
     def _value(self, node: Node, inputs: Mapping[Node, Any], values: Mapping[Node, Any]) -> Any:
@@ -391,7 +425,9 @@ class _Tracing:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         target: Any = node.target
         try:
-            return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+            return (
+                getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+            )
         except Exception as error:
             raise Refused(f"{node.name} cannot be traced by itself ({type(error).__name__})") from error
 
@@ -411,7 +447,9 @@ class _Tracing:
     def _traced(self, block: _Block, given: Sequence[torch.Tensor]) -> _Kind:
         layouts = tuple(map(_layout, given))
         with self._fake_mode:
-            arguments = [_empty(layout).requires_grad_(value.requires_grad) for layout, value in zip(layouts, given, strict=True)]
+            arguments = [
+                _empty(layout).requires_grad_(value.requires_grad) for layout, value in zip(layouts, given, strict=True)
+            ]
         graphs: dict[str, GraphModule] = {}
         context = _compat.TracingContext(self._fake_mode)
         with (
