@@ -42,7 +42,15 @@ from torch.fx import Graph, GraphModule, Node
 from multigraph_backend import _compat
 from multigraph_backend.lower import donation, repetition, traced_once
 from multigraph_backend.lower.fresh_inputs import CannotLower
-from multigraph_backend.lower.steps_of_graph import is_number, is_plain, is_step, steps_of, values_of, why_it_stays
+from multigraph_backend.lower.steps_of_graph import (
+    is_number,
+    is_of_call,
+    is_plain,
+    is_step,
+    steps_of,
+    values_of,
+    why_it_stays,
+)
 from multigraph_backend.saved_tensors.graphs import viewed
 
 _CONVOLUTIONS = ("aten.convolution", "aten.convolution_backward")
@@ -123,7 +131,7 @@ def _compile(
         names += called.names
         found = dataclasses.replace(
             found,
-            steps=found.steps + sum((length - 1) * count for length, count in called.bodies),
+            steps=found.steps + sum(length * count for length, count in called.bodies),
             bodies=(*called.bodies, *found.bodies),
             traced_once=len(called.bodies),
             refused=found.refused if why_not is None else (*found.refused, f"blocks are traced one by one: {why_not}"),
@@ -146,6 +154,8 @@ def put_in(gm: GraphModule, label: str = "graph", lossless: bool = False) -> tup
     """Put calls of bodies into a graph; what became of it, and the names of the bodies."""
     _read_sizes_of_inputs(gm.graph)
     steps, nodes = steps_of(gm.graph)
+    own = [node for node in nodes if not is_of_call(node)]
+    staying = collections.Counter(f"{node.target}: {why}" for node in own if (why := why_it_stays(node)) is not None)
     putting = _Putting(gm)
     bodies: list[tuple[int, int]] = []
     refused: list[str] = []
@@ -165,13 +175,8 @@ def put_in(gm: GraphModule, label: str = "graph", lossless: bool = False) -> tup
     if bodies:
         gm.graph.lint()
         gm.recompile()
-    staying = collections.Counter(
-        f"{node.target}: {why}"
-        for node in nodes
-        if (why := why_it_stays(node)) is not None and node.target is not _compat.invoke_subgraph
-    )
     stay = tuple(f"{said} ({count} times)" for said, count in staying.most_common(3))
-    return Repeated(label, len(nodes), tuple(bodies), tuple(refused), stay), putting.names
+    return Repeated(label, len(own), tuple(bodies), tuple(refused), stay), putting.names
 
 
 def _read_sizes_of_inputs(graph: Graph) -> None:

@@ -38,6 +38,7 @@ _UPDATES = frozenset((
 ))  # fmt: skip
 _NAMESPACES = ("aten", "prims")
 _IN_PLACE = "it may be done in place"
+_CALL = "it is a call of a body"
 _SEEDED = ("inductor_random", "inductor_randint")  # draw what their seed says
 _SEED = "inductor_lookup_seed"
 
@@ -144,6 +145,11 @@ def may_be_done_in_place(node: Node) -> bool:
     return why_it_stays(node) == _IN_PLACE
 
 
+def is_of_call(node: Node) -> bool:
+    """Whether it calls a body, or takes a result of such a call."""
+    return why_it_stays(node) == _CALL
+
+
 def is_step(node: Node) -> bool:
     return node.op not in ("placeholder", "get_attr", "output") and not is_number(node) and _name(node) != _SEED
 
@@ -157,7 +163,9 @@ def why_it_stays(node: Node) -> str | None:
     """Why a call may not stand for this step; None where it may."""
     target: Any = node.target
     if target is operator.getitem:
-        return None
+        return _CALL if node.all_input_nodes[0].target is _compat.invoke_subgraph else None
+    if target is _compat.invoke_subgraph:
+        return _CALL
     if not isinstance(target, _compat.OpOverload):
         return "it is no operator"
     name = _name(node)
