@@ -76,11 +76,9 @@ def steps_of_trace(graph: Graph) -> tuple[list[Step], list[Node]]:
         operands = _operands(node)
         name = _name(node)
         stays = _why_it_stays_in_a_trace(node, name) is not None
-        target = node.target if isinstance(node.target, Hashable) else ("target", id(node.target))
-        custom = str(node.meta.get("custom")) if node.meta.get("custom") else None
         steps.append(
             Step(
-                (node.op, target, _given(node.args), _given(node.kwargs), custom),
+                _said_in_a_trace(node),
                 tuple(numbers.get(operand, operand.name) for operand in operands),
                 stays or name in _ALONE or name in _ALONE_IN_A_TRACE or "attention" in name,
                 _path(node),
@@ -90,6 +88,12 @@ def steps_of_trace(graph: Graph) -> tuple[list[Step], list[Node]]:
             )
         )
     return steps, nodes
+
+
+def _said_in_a_trace(node: Node) -> Hashable:
+    target = node.target if isinstance(node.target, Hashable) else ("target", id(node.target))
+    custom = str(node.meta.get("custom")) if node.meta.get("custom") else None
+    return node.op, target, _given(node.args), _given(node.kwargs), custom
 
 
 _ALONE_IN_A_TRACE = frozenset(("linear", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d", "einsum", "embedding"))

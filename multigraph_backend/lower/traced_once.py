@@ -121,9 +121,13 @@ class _Kind:
 
 @dataclass
 class Bodies:
-    """The bodies of one graph by their names: of each its kinds, in order, by what a call is given."""
+    """The bodies of one graph by their names: of each its kinds, in order, by what a call is given.
+
+    `wrong`: why what AOTAutograd has traced with them is of no use.
+    """
 
     kinds: dict[str, dict[tuple[Any, ...], _Kind]] = field(default_factory=dict)
+    wrong: str | None = None
 
     def find(self, name: str, given: Sequence[torch.Tensor]) -> tuple[int, _Kind]:
         kinds = self.kinds.get(name, {})
@@ -228,8 +232,10 @@ class _Differentiated(torch.autograd.Function):
         tangents: list[torch.Tensor] = []
         wanted = list(itertools.compress(gradients, known.differentiable))
         for gradient, layout in zip(wanted, expected, strict=True):
-            if gradient is None:
-                raise CannotLower("a result of a repeated block has no gradient")
+            if gradient is None:  # an error here would come with autograd's warning; `put_in` raises it
+                _known().wrong = "a result of a repeated block has no gradient"
+                tangents.append(_empty(layout).zero_())
+                continue
             dtype, _, size, stride, _ = layout
             if gradient.dtype != dtype or gradient.size() != size:
                 raise CannotLower("a gradient of a repeated block is of another kind than its result")
@@ -653,6 +659,8 @@ def put_in(gm: GraphModule, bodies: Bodies | None) -> PutIn:
         return PutIn()
     if bodies is None:
         raise CannotLower("a graph calls repeated blocks that are not there")
+    if bodies.wrong is not None:
+        raise CannotLower(bodies.wrong)
     names: dict[tuple[Any, ...], str] = {}
     calls: dict[str, int] = {}
     steps: dict[str, int] = {}

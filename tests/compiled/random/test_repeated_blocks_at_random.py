@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from multigraph_backend.lower import repetition, steps_of_graph
-from tests.support.fuzz.repeated import Block, Program, generate, run_case, through_inductor
+from tests.support.fuzz.repeated import Block, Program, generate, run_case, through_inductor, traced_once
 
 ALMOST_EQUAL = ("constant", "shared", "shared inside", "order", "operator", "write")
 
@@ -44,6 +44,23 @@ def test_a_chain_with_a_block_that_is_almost_equal_is_right() -> None:
         verdict = run_case(chain(different))
         assert verdict.wrong is None
         assert verdict.calls > 1
+
+
+def test_chains_whose_blocks_are_traced_once_are_right() -> None:
+    different = (None, "shared", "stride")
+    programs = [chain(other, training=True) if other else generate(4) for other in different]
+    verdicts = [run_case(program, traced_once) for program in programs]
+    assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
+    assert all(verdict.calls > 4 for verdict in verdicts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(3000, 3200, 50))
+def test_many_chains_whose_blocks_are_traced_once_are_right(first: int) -> None:
+    programs = [generate(seed) for seed in range(first, first + 50)]
+    drawing = [any(block.different == "dropout" for block in program.blocks) for program in programs]
+    verdicts = [run_case(program, traced_once) for program, draws in zip(programs, drawing, strict=True) if not draws]
+    assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
 
 
 @pytest.mark.slow
@@ -98,9 +115,28 @@ def whatever_operators(monkeypatch: pytest.MonkeyPatch) -> str:
     return "operator"
 
 
+def whatever_functions(monkeypatch: pytest.MonkeyPatch) -> str:
+    exact = steps_of_graph._said_in_a_trace
+
+    def loose(node: Any) -> Hashable:
+        said: Any = exact(node)
+        return (said[0], "sine or cosine" if node.target in ("sin", "cos") else said[1], *said[2:])
+
+    monkeypatch.setattr(steps_of_graph, "_said_in_a_trace", loose)
+    return "operator"
+
+
 @pytest.mark.parametrize("mutant", [whatever_constants, whatever_operands, whatever_operators])
 def test_a_search_that_merges_almost_equal_blocks_is_found(monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
     different = mutant(monkeypatch)
     verdict = run_case(chain(different))
+    assert verdict.calls > 1
+    assert verdict.wrong is not None
+
+
+@pytest.mark.parametrize("mutant", [whatever_constants, whatever_operands, whatever_functions])
+def test_a_search_in_dynamos_graph_that_merges_them_is_found(monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
+    different = mutant(monkeypatch)
+    verdict = run_case(chain(different), traced_once)
     assert verdict.calls > 1
     assert verdict.wrong is not None

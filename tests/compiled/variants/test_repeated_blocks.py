@@ -145,3 +145,25 @@ def test_nothing_is_looked_for_where_nobody_asks() -> None:
     with torch.no_grad():
         compiled(torch.randn(3, 8))
     assert generic().repeated is None
+
+
+def test_layers_are_traced_once_with_their_gradients() -> None:
+    """Types, sizes and strides are static here, so AOTAutograd sees one operator for each layer."""
+    model = layers(5)
+    compiled = repeating(model)
+    x = torch.randn(3, 8)
+    torch._dynamo.mark_static(x)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert "1 of the bodies traced once" in generic().repeated
+    torch._dynamo.reset()
+    model.zero_grad()
+    compiled(x).square().sum().backward()
+    got = [value.grad for value in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    torch.testing.assert_close(got, [value.grad for value in model.parameters()])
+    said = multigraph_backend.explain().regions[-1].generic.repeated
+    assert said is not None
+    assert said.count("of the bodies traced once") == 2
+    assert_called()
