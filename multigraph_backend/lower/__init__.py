@@ -8,7 +8,8 @@ what Inductor is given, with what it gets wrong kept out: `gradients_of_changes`
 `changes`).  `retained` is backward code that may run again, by what `donation` tells AOTAutograd.
 
 Blocks that come again are compiled once: `steps_of_graph` is a graph of Inductor's as values to compare, `repetition`
-finds the blocks, and `one_body` puts calls of one body into the graph in place of them.
+finds the blocks, and `one_body` puts calls of one body into the graph in place of them.  `traced_once` does so before
+AOTAutograd, which then traces one block, where that is known to be right.
 
 The same beside the calls: `workers` are processes, `worker` the program that each of them runs, `parcel` a compile as
 bytes for one of them.

@@ -91,9 +91,9 @@ def _traced_once(
     config = _compat.inductor_config
     if config.freezing or config.cpp_wrapper or {"freezing", "cpp_wrapper"} & {name for name, _ in options.inductor}:
         return None, "constants are frozen, or wrappers are in C++"
-    settings = functools.partial(compile_fx_settings, dict(options.inductor))
+    beside = functools.partial(compile_fx_settings, dict(options.inductor))
     try:
-        return traced_once.lift(module, inputs, settings, traces=not only_cached), None
+        return traced_once.lift(module, inputs, beside, traces=not only_cached), None
     except traced_once.Refused as refused:
         return None, str(refused)
 

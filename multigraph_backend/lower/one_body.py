@@ -8,13 +8,13 @@ Inductor lowers a body once, its code is one function, and its calls are calls o
 In:  a forward, backward or inference graph, as AOTAutograd hands it to Inductor, with packed tensors and all.
 Out: Inductor's code; what became of blocks that come again is noted for the compile that is running (`collecting`).
 
-Why here, and not before AOTAutograd, which would then trace a body once, too: what is left of a graph here is ATen
-operators without side effects, and whatever autograd, the partitioner, autocast or packing did is done.  So a body is
-a function of its arguments; it needs no backward of its own, and nothing is saved for backward otherwise than without
-bodies.  What torch itself makes of regions that are marked before AOTAutograd gives wrong gradients: such a region
-hands out what it was given, where the backward needs it, and Inductor uses that memory again (torch 2.13 and 2.15,
-CPU).  A body here hands out only what it has made: a view is made again outside, and the code that comes out is read
-for it.
+Why here, and not only before AOTAutograd (`traced_once`): what is left of a graph here is ATen operators without side
+effects, and whatever autograd, the partitioner, autocast or packing did is done.  So a body is a function of its
+arguments; it needs no backward of its own, and nothing is saved for backward otherwise than without bodies.  What was
+lifted out before comes here as operators, and becomes calls of the same form.  What torch itself makes of regions that
+are marked before AOTAutograd gives wrong gradients: such a region hands out what it was given, where the backward needs
+it, and Inductor uses that memory again (torch 2.13 and 2.15, CPU).  A body here hands out only what it has made: a view
+is made again outside, and the code that comes out is read for it.
 
 A block is no body where that does not hold, and where Inductor could not bind its sizes.  Up to torch 2.13 Inductor
 also takes a body's arguments for saved tensors that were donated, by their positions: where a backward calls a body,

@@ -462,8 +462,8 @@ class _Tracing:
             _compat.tracing(context),
             _compat.functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
         ):
-            settings: Any = self._settings(functools.partial(_keep, graphs))
-            _compat.compile_fx(block.module, arguments, ignore_shape_env=True, **settings)
+            beside: Any = self._settings(functools.partial(_keep, graphs))
+            _compat.compile_fx(block.module, arguments, ignore_shape_env=True, **beside)
         metadata: Any = context.fw_metadata
         if (why := _not_pure(metadata)) is not None:
             raise Refused(f"a block that comes again {why}")
