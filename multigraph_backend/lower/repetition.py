@@ -117,6 +117,14 @@ def find(steps: Sequence[Step], lossless: bool = False) -> Repetition:
     return best
 
 
+def between_entries(steps: Sequence[Step]) -> Repetition:
+    """Only bodies that are whole entries of a list of modules, or lie between two: there programs hand on results."""
+    graph = _Graph.of(steps)
+    if not any(graph.boundary[:-1]):
+        return Repetition(len(steps))
+    return _repetition(graph, _between(graph, [place for place, here in enumerate(graph.boundary) if here]))
+
+
 def _tried(graph: _Graph) -> Iterator[_Blocks]:
     named = any(graph.boundary[:-1])
     if named:

@@ -295,7 +295,9 @@ def lift(
     steps, nodes = steps_of_trace(module.graph)
     if (unknown := next((node for node in nodes if _changes_state(node)), None)) is not None:
         raise Refused(f"the graph calls {unknown.name}, which may change what a trace depends on")
-    found = repetition.find(steps)
+    found, entries = repetition.find(steps), repetition.between_entries(steps)
+    if 2 * entries.compiled < entries.steps + found.compiled:  # a cut elsewhere may go through a view
+        found = entries
     named = {node.name: node for node in module.graph.nodes}
     blocks = [_block(body, nodes, named) for body in found.bodies]
     if not blocks:
