@@ -28,7 +28,7 @@ from multigraph_backend.capture.graph import (
     TensorLayout,
 )
 from multigraph_backend.capture.known_numbers import write_known_items
-from multigraph_backend.capture.structure import KEPT_META, copy_structure, forget_tracer
+from multigraph_backend.capture.structure import KEPT_META, copy_structure, forget_tracer, made_of
 from multigraph_backend.capture.user_code import UserCode
 from multigraph_backend.distributed import sequence
 
@@ -40,7 +40,8 @@ class CannotCapture(Exception):
 def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: UserCode) -> CapturedGraph:
     """Take what a late compile needs from a backend call in progress.
 
-    Raises `CannotCapture` for inputs that cannot be described apart from Dynamo's trace (tensor subclasses).
+    Raises `CannotCapture` for inputs that cannot be described apart from Dynamo's trace: tensor subclasses, unless they
+    are parameters or buffers of fixed sizes that the graph does not write to.
     """
     context = _compat.TracingContext.try_get()
     if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
@@ -51,6 +52,10 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
     inputs = tuple(
         _describe(node, example, context, fakes) for node, example in zip(placeholders, example_inputs, strict=True)
     )
+    changed = written(gm)
+    for index, entry in enumerate(inputs):
+        if entry.wrapper is not None and index in changed:
+            raise CannotCapture(f"input {entry.name} is a tensor subclass ({entry.wrapper}) that the graph writes to")
     symbols = _locate_symbols(inputs, shape_env)
     guards = []
     unread: set[sympy.Symbol] = set()
@@ -83,7 +88,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
         sizes=sizes,
         traced_names=traced_names,
         marked_sizes=_marked_sizes(shape_env, user_code),
-        written=written(gm),
+        written=changed,
         viewed_inputs=viewed_inputs(gm),
         outputs=outputs,
         user_code=user_code,
@@ -91,6 +96,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
         impure=impure(gm),
         compile_id=events.current_compile_id(),
         notes=[*_lost_marks(inputs, example_inputs, user_code), *unchecked],
+        remarks=_wrappers(inputs, user_code),
         computes_floats=computes_floats(gm),
         zeros=zeros,
         unread=frozenset(unread),
@@ -112,8 +118,10 @@ def _describe(node: torch.fx.Node, example: Any, context: Any, fakes: list[Any])
         return Input(node.name, source, expr=example.node.expr, into_subgraph=into_subgraph)
     if not isinstance(example, torch.Tensor):
         return Input(node.name, source)
+    static = bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
     if _compat.is_traceable_wrapper_subclass(example):
-        raise CannotCapture(f"input {node.name} is a tensor subclass ({type(example).__name__})")
+        fakes.append(_static_wrapper(node, example, static, context))
+        return Input(node.name, source, static=True, into_subgraph=into_subgraph, wrapper=type(example).__name__)
     if source is None or isinstance(example, _compat.FakeTensor):
         raise CannotCapture(f"input {node.name} is not an input of the user's function (the graph was split)")
     symbolic = context.tensor_to_context.get(example, None)
@@ -139,8 +147,33 @@ def _describe(node: torch.fx.Node, example: Any, context: Any, fakes: list[Any])
         memo=memo,
     )
     number = isinstance(tensor_source, _compat.FloatTensorSource)
-    static = bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
     return Input(node.name, source, layout=layout, static=static, number=number, into_subgraph=into_subgraph)
+
+
+def _static_wrapper(node: torch.fx.Node, example: Any, static: bool, context: Any) -> Any:
+    """Dynamo's fake of a parameter or buffer that is a tensor subclass made of plain tensors.
+
+    What it is made of has to have fixed sizes: Dynamo guards on these, and nothing of them is read at a call.
+    """
+    said = f"input {node.name} is a tensor subclass ({type(example).__name__})"
+    if not static:
+        raise CannotCapture(f"{said}, and no parameter or buffer")
+    symbolic = context.tensor_to_context.get(example, None)
+    fake = context.fake_mode.from_tensor(
+        example,
+        symbolic_context=symbolic,
+        source=symbolic.tensor_source if symbolic is not None else None,
+        static_shapes=None if symbolic is not None else True,
+        trace=False,
+    )
+    for name, tensor in (("", fake), *made_of(fake)):
+        if _compat.is_traceable_wrapper_subclass(tensor) != isinstance(tensor, _compat.FakeTensor):
+            numbers = (*tensor.size(), *tensor.stride(), tensor.storage_offset())
+            if not all(isinstance(number, int) for number in numbers):
+                raise CannotCapture(f"{said} whose sizes are not fixed ({name or 'its own'}: {list(tensor.size())})")
+        else:
+            raise CannotCapture(f"{said} made of a {type(tensor).__name__} ({name})")
+    return fake
 
 
 def _occurrences(inputs: Sequence[Input]) -> Iterable[tuple[Any, Location, Any]]:
@@ -257,6 +290,21 @@ def _lost_marks(inputs: Sequence[Input], example_inputs: Sequence[Any], user_cod
                 "dimensions); use multigraph_backend.mark or options"
             )
     return notes
+
+
+def _wrappers(inputs: Sequence[Input], user_code: UserCode) -> tuple[str, ...]:
+    """Which parameters are tensor subclasses, by class."""
+    named: dict[str, list[str]] = {}
+    for entry in inputs:
+        if entry.wrapper is not None:
+            name = user_code.known_as(size_names.input_name(_compat.source_name(entry.source)))
+            named.setdefault(entry.wrapper, []).append(name)
+    return tuple(
+        f"{names[0]} is a {kind}, of fixed sizes"
+        if len(names) == 1
+        else f"{len(names)} parameters are {kind}s, of fixed sizes: {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+        for kind, names in named.items()
+    )
 
 
 def forget_hooks(graph: CapturedGraph) -> None:

@@ -79,7 +79,8 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: a tensor (`layout`), a symbolic number (`expr`), or anything else (neither)."""
+    """One placeholder: a tensor (`layout`), a symbolic number (`expr`), or anything else (neither): parameters that are
+    tensor subclasses (`wrapper`), objects."""
 
     name: str
     source: Any
@@ -88,6 +89,7 @@ class Input:
     static: bool = False  # a parameter or buffer whose address torch keeps
     number: bool = False  # a Python float, which Dynamo passes as a 0-dim tensor made at each call
     into_subgraph: bool = False  # operand of a higher-order operator
+    wrapper: str | None = None  # the class of a parameter that is a tensor subclass of fixed sizes; it has no layout
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class CapturedGraph:
     impure: str | None = None  # an operator or function that it calls and that is not known to be free of side effects
     compile_id: Any = None  # torch's id of the trace, for its own tools
     notes: list[str] = field(default_factory=list)
+    remarks: tuple[str, ...] = ()  # for reports alone: what is as it should be
     computes_floats: bool = False  # whether Python floats go through arithmetic before tensors take them
     # symbols that Dynamo's guards relate to values that no argument has: those guards are not among `guards`
     unread: frozenset[sympy.Symbol] = frozenset()

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from multigraph_backend import _compat
+
 _KEPT_ATTRIBUTES = ("_param_name_to_source", "_backend_id", "compile_subgraph_reason")
 KEPT_META = ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn", "backend_id", "cudagraph_annotation")
 _TRACER_META = ("example_value", "grapharg", "unbacked_bindings", "val")
@@ -72,3 +74,12 @@ def held_tensors(gm: torch.fx.GraphModule) -> dict[torch.Tensor, list[torch.fx.N
             if isinstance(value, torch.Tensor):
                 found.setdefault(value, []).append(node)
     return found
+
+
+def made_of(wrapper: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors that a subclass is made of, and what these are made of, with their names."""
+    for name in wrapper.__tensor_flatten__()[0]:
+        inner = getattr(wrapper, name)
+        yield name, inner
+        if isinstance(inner, torch.Tensor) and _compat.is_traceable_wrapper_subclass(inner):
+            yield from made_of(inner)

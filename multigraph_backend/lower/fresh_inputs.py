@@ -31,6 +31,7 @@ from multigraph_backend import _compat
 from multigraph_backend.capture.aliasing import any_overlap, sharing
 from multigraph_backend.capture.graph import CapturedGraph, Input, TensorLayout
 from multigraph_backend.capture.known_numbers import replace_with_number, write_known_items
+from multigraph_backend.capture.structure import made_of
 from multigraph_backend.declare.predicates import Facts
 
 OVERLAPPING = (
@@ -98,6 +99,8 @@ def build(
             if any_overlap([everything[member] for member in group]):
                 raise CannotLower(OVERLAPPING)
             changed.update(group)
+        if any(entry.wrapper is not None for entry in graph.inputs):
+            _refuse_shared_wrappers(graph, args)
         fresh.offsets = {index: args[index].storage_offset() for index in sorted(own)}
     multiples: dict[sympy.Symbol, tuple[int, sympy.Symbol]] = {}
     for symbol, info in graph.symbols.items():
@@ -134,6 +137,17 @@ def build(
         write_known_items(fresh.module, graph.inputs, lambda expr: known.get(expr, fresh.translate(expr)), zeros)
     fresh.module.recompile()
     return fresh
+
+
+def _refuse_shared_wrappers(graph: CapturedGraph, args: Sequence[Any]) -> None:
+    """Raise `CannotLower` where what the graph writes to is a part of a parameter that is a tensor subclass."""
+    everything = (*args, *graph.held)
+    written = {everything[index].untyped_storage()._cdata for index in graph.written}
+    for entry, arg in zip(graph.inputs, args, strict=True):
+        if entry.wrapper is not None:
+            for name, part in made_of(arg):
+                if not _compat.is_traceable_wrapper_subclass(part) and part.untyped_storage()._cdata in written:
+                    raise CannotLower(f"input {entry.name} is a {entry.wrapper}, and its {name} is changed in place")
 
 
 def _refuse_unchecked_numbers(fresh: FreshInputs) -> None:
@@ -296,6 +310,8 @@ def _fresh_input(
         return _fresh_number(fresh, index, entry, arg, multiples)
     if entry.layout is not None:
         return _fresh_tensor(fresh, index, entry, arg)
+    if entry.wrapper is not None:
+        return fresh.fake_mode.from_tensor(arg, static_shapes=True, source=entry.source, trace=False)
     return arg
 
 

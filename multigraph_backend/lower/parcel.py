@@ -253,7 +253,8 @@ def _placeholders(module: torch.fx.GraphModule) -> tuple[tuple[Any, ...], ...]:
 def _sent(number: bool, arg: Any) -> Any:
     if not isinstance(arg, torch.Tensor) or number:
         return arg
-    if arg.layout is not torch.strided or arg.is_quantized or arg.is_conj() or arg.is_neg():
+    odd = arg.layout is not torch.strided or arg.is_quantized or arg.is_conj() or arg.is_neg()
+    if odd or _compat.is_traceable_wrapper_subclass(arg):
         raise CannotSend("an input is no plain tensor")
     return _Tensor(
         tuple(arg.size()),

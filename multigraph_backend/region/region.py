@@ -103,9 +103,12 @@ class Region:
         registry.add(self)
         for note in self.notes:
             events.warn_once(f"{self.user_code}: {note}", "%s: %s", self.user_code, note)
-        for note in expected:  # each server meets sizes 0 and 1: the report says it, and no warning does
+        for note in (
+            *graph.remarks,
+            *expected,
+        ):  # each server meets sizes 0 and 1: the report says it, and no warning does
             log.info("%s: %s", self.user_code, note)
-        self.notes += expected
+        self.notes += [*graph.remarks, *expected]
 
     @property
     def captured(self) -> CapturedGraph | None:
