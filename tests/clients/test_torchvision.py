@@ -1,4 +1,4 @@
-"""torchvision: a ResNet, whose running statistics a step of training changes, and a detector, which Dynamo breaks up."""
+"""torchvision: a ResNet, whose running statistics a training step changes, and a detector, which Dynamo breaks up."""
 
 from __future__ import annotations
 
