@@ -15,6 +15,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.capture.graph import CapturedGraph
+from multigraph_backend.capture.structure import made_of
 
 # groups of tensors that share memory: positions of inputs; tensors that the graph holds count on from there
 Sharing = tuple[tuple[int, ...], ...]
@@ -70,6 +71,32 @@ def written_alone(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool]:
         return not changed or changed.isdisjoint(_storages((*others(args), *other_held)))
 
     return alone
+
+
+def wrappers_apart(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool] | None:
+    """The check of a call that no parameter which is a tensor subclass is made of memory that the graph writes to; None
+    where that cannot be.  What it is made of may be exchanged between two calls, and Dynamo does not see that."""
+    wrappers = [index for index, entry in enumerate(graph.inputs) if entry.wrapper is not None]
+    if not wrappers or not graph.written:
+        return None
+    written = [index for index in graph.tensor_inputs if index in graph.written]
+    written_held = [tensor for index, tensor in enumerate(graph.held, len(graph.inputs)) if index in graph.written]
+    uses: Callable[[int], int] | None = None
+    if _compat.SYMBOLS["storage_use_count"].problem() is None:
+        uses = _compat.storage_use_count
+
+    def apart(args: Sequence[Any]) -> bool:
+        changed = {*_storages([args[index] for index in written]), *_storages(written_held)}
+        if uses is not None:
+            changed = {key for key in changed if uses(key) > 1}
+        return not changed or changed.isdisjoint(
+            part.untyped_storage()._cdata
+            for index in wrappers
+            for _, part in made_of(args[index])
+            if not _compat.is_traceable_wrapper_subclass(part)
+        )
+
+    return apart
 
 
 def any_overlap(tensors: Sequence[torch.Tensor]) -> bool:

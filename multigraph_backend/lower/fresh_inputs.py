@@ -28,10 +28,9 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.capture.aliasing import any_overlap, sharing
+from multigraph_backend.capture.aliasing import any_overlap, sharing, wrappers_apart
 from multigraph_backend.capture.graph import CapturedGraph, Input, TensorLayout
 from multigraph_backend.capture.known_numbers import replace_with_number, write_known_items
-from multigraph_backend.capture.structure import made_of
 from multigraph_backend.declare.predicates import Facts
 
 OVERLAPPING = (
@@ -99,8 +98,9 @@ def build(
             if any_overlap([everything[member] for member in group]):
                 raise CannotLower(OVERLAPPING)
             changed.update(group)
-        if any(entry.wrapper is not None for entry in graph.inputs):
-            _refuse_shared_wrappers(graph, args)
+        apart = wrappers_apart(graph)
+        if apart is not None and not apart(args):
+            raise CannotLower("a parameter that is a tensor subclass is made of memory that is changed in place")
         fresh.offsets = {index: args[index].storage_offset() for index in sorted(own)}
     multiples: dict[sympy.Symbol, tuple[int, sympy.Symbol]] = {}
     for symbol, info in graph.symbols.items():
@@ -137,17 +137,6 @@ def build(
         write_known_items(fresh.module, graph.inputs, lambda expr: known.get(expr, fresh.translate(expr)), zeros)
     fresh.module.recompile()
     return fresh
-
-
-def _refuse_shared_wrappers(graph: CapturedGraph, args: Sequence[Any]) -> None:
-    """Raise `CannotLower` where what the graph writes to is a part of a parameter that is a tensor subclass."""
-    everything = (*args, *graph.held)
-    written = {everything[index].untyped_storage()._cdata for index in graph.written}
-    for entry, arg in zip(graph.inputs, args, strict=True):
-        if entry.wrapper is not None:
-            for name, part in made_of(arg):
-                if not _compat.is_traceable_wrapper_subclass(part) and part.untyped_storage()._cdata in written:
-                    raise CannotLower(f"input {entry.name} is a {entry.wrapper}, and its {name} is changed in place")
 
 
 def _refuse_unchecked_numbers(fresh: FreshInputs) -> None:

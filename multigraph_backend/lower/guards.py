@@ -34,7 +34,7 @@ from typing import Any
 import sympy
 
 from multigraph_backend import _compat
-from multigraph_backend.capture.aliasing import overlapping, sharing, written_alone
+from multigraph_backend.capture.aliasing import overlapping, sharing, wrappers_apart, written_alone
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.lower.fresh_inputs import OVERLAPPING, CannotLower, FreshInputs
 
@@ -83,6 +83,7 @@ def guards_of(
         "overlapping": overlapping,
         "sharing": functools.partial(sharing, graph),
         "written_alone": written_alone(graph),
+        "wrappers_apart": wrappers_apart(graph),
         "same_float": _same_float,
         "ordinary": _ordinary,
         "inf": math.inf,
@@ -194,6 +195,8 @@ def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args
         parts.append(f"sharing(a) == {groups}")
     elif graph.mutates_inputs and len(graph.tensor_inputs) + len(graph.held) > 1:
         parts.append("written_alone(a)")
+    if wrappers_apart(graph) is not None:
+        parts.append("wrappers_apart(a)")
     return parts
 
 

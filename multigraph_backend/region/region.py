@@ -103,12 +103,11 @@ class Region:
         registry.add(self)
         for note in self.notes:
             events.warn_once(f"{self.user_code}: {note}", "%s: %s", self.user_code, note)
-        for note in (
-            *graph.remarks,
-            *expected,
-        ):  # each server meets sizes 0 and 1: the report says it, and no warning does
+        # each server meets sizes 0 and 1: the report says it, and no warning does
+        unremarkable = [*graph.remarks, *expected]
+        for note in unremarkable:
             log.info("%s: %s", self.user_code, note)
-        self.notes += [*graph.remarks, *expected]
+        self.notes += unremarkable
 
     @property
     def captured(self) -> CapturedGraph | None:
