@@ -503,7 +503,7 @@ def _read_limits(given: _Given) -> tuple[tuple[str, float | None], ...]:
             )
         here = given.inner(key, value)
         number = isinstance(value, int) and not isinstance(value, bool)
-        if key in ("patience", "idle"):
+        if key in limits.SECONDS:
             if not (number or isinstance(value, float)) or not 0 <= cast(float, value) <= limits.MOST_SECONDS:
                 here.refuse(
                     "a number of seconds from 0 on",

@@ -19,9 +19,11 @@ LEAST: Mapping[str, int] = {
     "idle": 0, "patience": 0, "keep_free": 0,
 }  # fmt: skip
 
-#: seconds, of `idle`, `patience` and of how long a compile may take: 31 years; no lock waits for more than some 292
+#: of `idle`, `patience`, and of how long a compile may take: 31 years; no lock waits for more than some 292
 MOST_SECONDS = 1_000_000_000
 
+#: those that are seconds
+SECONDS = ("idle", "patience")
 #: those that are amounts of memory, with what is expected of them
 AMOUNTS: Mapping[str, str] = {
     "pool_bytes": "a number of bytes from 1 on, a fraction of the device (a float above 0.0, up to 1.0) or None",

@@ -14,7 +14,7 @@ import torch
 from multigraph_backend import _compat, events
 from multigraph_backend.allocator import installing, relief, sleeping, statistics
 from multigraph_backend.cudagraphs.devices.device import Device
-from multigraph_backend.cudagraphs.limits import AMOUNTS, LEAST, MOST_SECONDS, Limits, accepts, by_field
+from multigraph_backend.cudagraphs.limits import AMOUNTS, LEAST, MOST_SECONDS, SECONDS, Limits, accepts, by_field
 from multigraph_backend.cudagraphs.recordings import memory, poison
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 
@@ -126,9 +126,10 @@ def limit_recordings(
         if name in AMOUNTS:
             if value is not None and not accepts(name, value):
                 raise ValueError(f"limit_recordings: {name} must be {AMOUNTS[name]}, got {value!r}")
-        elif value is not None and not value >= LEAST[name]:
-            raise ValueError(f"limit_recordings: {name} must be a number from {LEAST[name]} on or None, got {value!r}")
-        elif name in ("idle", "patience") and value is not None and value > MOST_SECONDS:
+        elif value is not None and (not value >= LEAST[name] or (name not in SECONDS and not isinstance(value, int))):
+            kind = "a number" if name in SECONDS else "a whole number"
+            raise ValueError(f"limit_recordings: {name} must be {kind} from {LEAST[name]} on or None, got {value!r}")
+        elif name in SECONDS and value is not None and value > MOST_SECONDS:
             raise ValueError(f"limit_recordings: {name} is at most {MOST_SECONDS} seconds, got {value!r}")
     with _lock:
         _limits = Limits(**by_field({name: value for name, value in given.items() if value is not None}))

@@ -539,6 +539,10 @@ def test_limits_of_the_process_and_of_one_model() -> None:
             multigraph_backend.limit_recordings(patience=1e30)
         with pytest.raises(ValueError, match="limit_recordings: idle must be a number from 0 on or None, got -1"):
             multigraph_backend.limit_recordings(idle=-1)
+        with pytest.raises(
+            ValueError, match=r"limit_recordings: count must be a whole number from 1 on or None, got 2\.5"
+        ):
+            multigraph_backend.limit_recordings(count=2.5)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"limit_recordings: pool_bytes must be a number of bytes .*, got 1\.5"):
             multigraph_backend.limit_recordings(pool_bytes=1.5)
         with pytest.raises(ValueError, match=r"limit_recordings: keep_free must be a number of bytes .*, got 1\.0"):
