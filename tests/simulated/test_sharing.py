@@ -133,8 +133,9 @@ def test_an_output_that_is_alive_and_stays_where_it_is_keeps_all_where_they_are(
     made = Sized()
     saving = made.bench.piece(saves, 1, 1, visible=[False])
     made.calls([20])
-    call_right(saving, saves, torch.ones(64))
-    saved = [call_right(saving, saves, torch.ones(64))[0]]
+    ones = torch.ones(64)
+    call_right(saving, saves, ones)
+    saved = [call_right(saving, saves, ones)[0]]
     generation = made.device.generation
     for _ in range(3):
         made.call(30)

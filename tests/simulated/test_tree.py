@@ -215,7 +215,7 @@ def test_expanded_inputs_are_copied_element_by_element_once() -> None:
     bench = Bench()
     piece = bench.piece(add, 1, 1)
     for _ in range(4):
-        call_right(piece, add, torch.randn(3, 1).expand(3, 4))
+        call_right(piece, add, values(3, 1).expand(3, 4))
     assert bench.recorded() == 1
 
 
@@ -223,7 +223,7 @@ def test_inputs_whose_elements_overlap_are_not_recorded() -> None:
     bench = Bench()
     piece = bench.piece(double, 1, 1)
     for _ in range(4):
-        call_right(piece, double, torch.randn(9).unfold(0, 3, 1))
+        call_right(piece, double, values(9).unfold(0, 3, 1))
     assert bench.recorded() == 0
     assert list(bench.unrecorded(piece)) == ["elements of input x0 overlap in memory"]
 
@@ -1088,7 +1088,7 @@ def test_the_log_of_a_recording_made_anew_names_addresses_and_the_users_line(cap
     first, second = torch.eye(8), torch.eye(8) * 2
     with caplog.at_level(logging.INFO, logger="multigraph_backend"):
         for w in (first, first, second):
-            call_right(piece, weighted, torch.randn(3, 8), w)
+            call_right(piece, weighted, values(3, 8), w)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         f"weighted is recorded again: x1 from {first.data_ptr():#x} to {second.data_ptr():#x}",

@@ -104,9 +104,9 @@ class Bench:
 _made: list[torch.Tensor] = []
 
 
-def values(count: int = 8) -> torch.Tensor:
+def values(*shape: int) -> torch.Tensor:
     """Never at an address that was used before: one that comes twice by chance would be taken for one that stays."""
-    _made.append(torch.randn(count))
+    _made.append(torch.randn(shape or (8,)))
     return _made[-1]
 
 
