@@ -206,6 +206,9 @@ class Pool:
         still in it may only die."""
         self._close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a pool is its process's, and neither copied nor pickled: make another with allocator.pool()")
+
     def _stack(self) -> list[contextlib.AbstractContextManager[None]]:
         stack: list[contextlib.AbstractContextManager[None]] = self._opened.__dict__.setdefault("stack", [])
         return stack

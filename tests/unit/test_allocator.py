@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +174,9 @@ def test_a_pool_without_a_gpu_does_nothing_and_says_so(
             assert torch.ones(3).sum() == 3
     assert (pool.id, pool.mem_pool, pool.reserved_bytes, pool.max_reserved_bytes) == (None, None, 0, 0)
     assert pool.reason == "there is no GPU that torch may use"
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a pool is its process's, and neither copied nor pickled"):
+            copied(pool)
     assert said(caplog) == [f"a pool of the allocator extension does nothing: {pool.reason}"]
     pool.close()
     pool.close()
