@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import one_body, retained, traced_once
+from multigraph_backend.lower import block_operator, one_body, retained, traced_once
 from multigraph_backend.lower import only_cached as from_caches
 from multigraph_backend.lower.gradients_of_changes import SafePartitioner
 from multigraph_backend.lower.order_of_changes import InnerCompile, compile_in_order
@@ -74,7 +74,7 @@ def compile_graph(
     given = compile_fx_settings(knobs, from_caches.refuse if only_cached else inner, around)
     if only_cached:
         given["decompositions"] = from_caches.RefusingTable()
-    with traced_once.known(traced) if traced is not None else contextlib.nullcontext():
+    with block_operator.known(traced) if traced is not None else contextlib.nullcontext():
         run: Callable[..., Sequence[Any]]
         run = _compat.compile_fx(module, inputs, ignore_shape_env=ignore_shape_env, **given)
     return run
@@ -82,7 +82,7 @@ def compile_graph(
 
 def _traced_once(
     module: torch.fx.GraphModule, inputs: list[Any], options: Options, only_cached: bool
-) -> tuple[traced_once.Bodies | None, str | None]:
+) -> tuple[block_operator.Bodies | None, str | None]:
     """Calls of bodies in `module` that AOTAutograd traces once, and why there are none though blocks come again."""
     if options.repeat != "always":
         return None, None  # what is lost by a cut is only known of what AOTAutograd has traced
@@ -94,7 +94,7 @@ def _traced_once(
     beside = functools.partial(compile_fx_settings, dict(options.inductor))
     try:
         return traced_once.lift(module, inputs, beside, traces=not only_cached), None
-    except traced_once.Refused as refused:
+    except block_operator.Refused as refused:
         return None, str(refused)
 
 

@@ -41,6 +41,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.lower import donation, repetition, traced_once
+from multigraph_backend.lower.block_operator import Bodies
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.steps_of_graph import (
     is_number,
@@ -101,9 +102,7 @@ def collecting() -> Iterator[list[Repeated]]:
         _collected.reset(token)
 
 
-def inner_compile(
-    lossless: bool, traced: traced_once.Bodies | None = None, why_not: str | None = None
-) -> Callable[..., Any]:
+def inner_compile(lossless: bool, traced: Bodies | None = None, why_not: str | None = None) -> Callable[..., Any]:
     """Inductor's compile of one graph, with calls of bodies; `lossless`: only where no kernel is cut in two.
 
     `traced`: bodies that the graph calls already; `why_not`: why it calls none.
@@ -113,7 +112,7 @@ def inner_compile(
 
 def _compile(
     lossless: bool,
-    traced: traced_once.Bodies | None,
+    traced: Bodies | None,
     why_not: str | None,
     gm: GraphModule,
     example_inputs: Sequence[Any],

@@ -26,14 +26,6 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(y).tanh() * 2)
 
 
-@pytest.fixture(autouse=True)
-def own_traces() -> Any:
-    torch._dynamo.reset()
-    multigraph_backend.reset_stats()
-    yield
-    torch._dynamo.reset()
-
-
 def layers(count: int, **of_each: Any) -> nn.Sequential:
     return nn.Sequential(*(Layer(**of_each) for _ in range(count)))
 

@@ -14,17 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 import multigraph_backend
-from multigraph_backend.lower import traced_once
+from multigraph_backend.lower import block_operator
 from tests.support.fuzz.repeated import Verdict
 from tests.support.fuzz.repeated import traced_once as compiled_of
-
-
-@pytest.fixture(autouse=True)
-def own_traces() -> Any:
-    torch._dynamo.reset()
-    multigraph_backend.reset_stats()
-    yield
-    torch._dynamo.reset()
 
 
 class Layer(nn.Module):
@@ -165,8 +157,8 @@ def test_results_are_eagers_under_autocast() -> None:
 
 def test_a_call_of_another_kind_is_refused() -> None:
     """What a call is given is compared with what its block was traced for, whatever was found equal before."""
-    bodies = traced_once.Bodies({"body": {}})
-    with pytest.raises(traced_once.CannotLower, match="not what its block was traced for"):
+    bodies = block_operator.Bodies({"body": {}})
+    with pytest.raises(block_operator.CannotLower, match="not what its block was traced for"):
         bodies.find("body", [torch.randn(2)])
 
 

@@ -1,0 +1,190 @@
+"""What AOTAutograd has made of a block, as the graphs of a body: checked, and handing out only what they have made.
+
+In:  an inference graph, or a forward and a backward graph, as Inductor's `compile_fx` gives them to what compiles one
+graph, and AOTAutograd's description of the block.
+Out: a `Kind`; `Refused` where the block is no function of its arguments that makes what it hands out.
+
+An example, of a product whose transposed result is saved: what is handed out is the memory, arguments are not handed
+out at all, and the backward graph makes the view again.
+
+    forward    x, w -> y, w, y.t()          x, w -> y
+    backward   w, y.t(), dy -> dx, dw       w, y, dy -> dx, dw
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from multigraph_backend.lower.block_operator import Kind, Layout, Part, Refused, layout_of
+from multigraph_backend.lower.steps_of_graph import may_be_done_in_place, why_it_stays
+from multigraph_backend.saved_tensors.graphs import viewed
+
+
+def kind_of(graphs: Mapping[str, GraphModule], given: tuple[Layout, ...], results: int, metadata: Any) -> Kind:
+    """`graphs`: by "inference", or "forward" and "backward"; `results`: how many the block has."""
+    if (why := _not_pure(metadata)) is not None:
+        raise Refused(f"a block that comes again {why}")
+    if "inference" in graphs:
+        made = _outputs(graphs["inference"])
+        if len(made) != results:
+            raise Refused("a block that comes again has other results than its graph")
+        return Kind(_part(graphs["inference"], given, made), results)
+    if {"forward", "backward"} - set(graphs):
+        raise Refused("a block that comes again is in no graph")
+    return _parted(graphs["forward"], graphs["backward"], given, results, metadata)
+
+
+def _not_pure(metadata: Any) -> str | None:
+    """Why AOTAutograd does not say that a block is a function of its arguments that makes what it hands out."""
+    if metadata is None:
+        return "was not described by AOTAutograd"
+    if any(info.mutates_data or info.mutates_metadata or info.mutates_storage_metadata for info in metadata.input_info):
+        return "writes to what it is given"
+    if any(info.output_type.name != "non_alias" for info in metadata.output_info):
+        return "hands out a view, or what it was given"
+    if metadata.num_intermediate_bases or metadata.tokens or metadata.num_graphsafe_rng_states:
+        return "is no function of its arguments alone"
+    return None
+
+
+def _outputs(gm: GraphModule) -> list[Any]:
+    return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _chain(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """Where the memory of `node` comes from, and the views that lead from there to it."""
+    views: list[Node] = []
+    while (above := viewed(node)) is not None:
+        if node.all_input_nodes != [above]:
+            raise Refused(f"{node.name} is a view by more than one value")
+        views.append(node)
+        node = above
+    return node, tuple(reversed(views))
+
+
+def _part(gm: GraphModule, given: tuple[Layout, ...], outputs: Sequence[Any]) -> Part:
+    """A graph of a body that hands out the memory of `outputs`."""
+    graph = Graph()
+    inside: dict[Node, Node] = {}
+    devices = {layout[1] for layout in given}
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op != "placeholder" and (why := _why_no_part(node)) is not None:
+            raise Refused(f"a block that comes again holds {node.target}: {why}")
+        values = node.meta.get("val")
+        for value in values if isinstance(values, tuple | list) else [values]:
+            if isinstance(value, torch.Tensor):
+                layout_of(value)
+                devices.add(value.device)
+        inside[node] = graph.node_copy(node, lambda operand: inside[operand])
+    if len(devices) != 1:
+        raise Refused("a block that comes again is on several devices")
+    if len(gm.graph.find_nodes(op="placeholder")) != len(given):
+        raise Refused("a block that comes again takes other arguments than its graph")
+    makers, views, seen = [], [], set()
+    for node in outputs:
+        if not isinstance(node, Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            raise Refused("a block that comes again hands out what is no tensor")
+        maker, chain = _chain(node)
+        if maker.op == "placeholder" or maker in seen or not isinstance(maker.meta.get("val"), torch.Tensor):
+            raise Refused(f"a block that comes again hands out {node.name}, which has no memory of its own")
+        seen.add(maker)
+        makers.append(inside[maker])
+        views.append(chain)
+    output = graph.output(tuple(makers))
+    output.meta["user_visible_output_idxs"] = list(range(len(makers)))  # with the strides that they have here
+    graph.eliminate_dead_code()
+    results = tuple(_layout_of_result(node) for node in outputs)
+    return Part(GraphModule(torch.nn.Module(), graph, "repeated"), given, results, tuple(views))
+
+
+def _layout_of_result(node: Node) -> Layout:
+    layout = layout_of(node.meta["val"])
+    if layout[4]:
+        raise Refused(f"a block that comes again hands out {node.name}, a window into other memory")
+    return layout
+
+
+def _why_no_part(node: Node) -> str | None:
+    if node.op != "call_function":
+        return "it is no operator"
+    if may_be_done_in_place(node):
+        first = node.args[0]
+        taken = isinstance(first, Node) and _chain(first)[0].op == "placeholder"
+        return "it may be done in place" if taken or not isinstance(first, Node) else None
+    return why_it_stays(node)
+
+
+def _parted(
+    forward: GraphModule, backward: GraphModule, given: tuple[Layout, ...], results: int, metadata: Any
+) -> Kind:
+    made = _outputs(forward)
+    taken = backward.graph.find_nodes(op="placeholder")
+    differentiable = tuple(bool(info.requires_grad) for info in metadata.output_info)
+    tangents = sum(differentiable)
+    saved = made[results:]
+    names = [getattr(node, "name", None) for node in saved]
+    if len(differentiable) != results or names != [node.name for node in taken[: len(taken) - tangents]]:
+        raise Refused("a block that comes again is saved for backward in another way")
+    numbers = {node: place for place, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    outputs: list[Any] = made[:results]
+    graph = Graph()
+    inside: dict[Node, Node] = {}
+    placeholders: dict[tuple[str, int], Node] = {}
+    layouts: list[Layout] = []
+
+    def take(where: str, index: int, like: Node) -> Node:
+        if (where, index) not in placeholders:
+            placeholders[where, index] = graph.placeholder(f"{where}_{index}")
+            placeholders[where, index].meta["val"] = like.meta["val"]
+            layouts.append(layout_of(like.meta["val"]))
+        return placeholders[where, index]
+
+    views: list[tuple[Node, Node, tuple[Node, ...]]] = []
+    for node, placeholder in zip(saved, taken, strict=False):
+        maker, chain = _chain(node)  # what is saved is the memory, and the backward graph makes the view again
+        if maker not in numbers and maker not in outputs:
+            outputs.append(maker)
+        source = ("given", numbers[maker]) if maker in numbers else ("made", outputs.index(maker))
+        views.append((placeholder, take(*source, maker), chain))
+    sources = tuple(placeholders)
+    for index, placeholder in enumerate(taken[len(saved) :]):
+        inside[placeholder] = take("tangent", index, placeholder)
+    for placeholder, value, chain in views:
+        for view in chain:
+            value = graph.node_copy(view, lambda operand, value=value: value)  # type: ignore[misc]
+        inside[placeholder] = value
+    for node in backward.graph.nodes:
+        if node.op == "output":
+            results_of_backward = [None if entry is None else inside[entry] for entry in node.args[0]]
+            graph.output(tuple(results_of_backward))
+        elif node.op != "placeholder":
+            inside[node] = graph.node_copy(node, lambda operand: inside[operand])
+    if len(results_of_backward) != len(given):
+        raise Refused("a block that comes again has other gradients than arguments")
+    handed_out: list[Node] = []
+    gradients: list[int | None] = []
+    of_tangents = [placeholders["tangent", index] for index in range(tangents)]
+    for entry in results_of_backward:
+        if entry is None:
+            gradients.append(None)
+        elif entry in of_tangents:
+            gradients.append(-1 - of_tangents.index(entry))
+        else:
+            if entry not in handed_out:
+                handed_out.append(entry)
+            gradients.append(handed_out.index(entry))
+    module = GraphModule(torch.nn.Module(), graph, "repeated")
+    return Kind(
+        _part(forward, given, outputs),
+        results,
+        differentiable,
+        _part(module, tuple(layouts), handed_out),
+        sources,
+        tuple(gradients),
+    )
