@@ -9,6 +9,7 @@ Invariants: no tensor is cloned; nothing of Dynamo's tracer stays alive; Dynamo'
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -158,7 +159,7 @@ def _static_wrapper(node: torch.fx.Node, example: Any, static: bool, context: An
     said = f"input {node.name} is a tensor subclass ({type(example).__name__})"
     if not static:
         raise CannotCapture(f"{said}, and no parameter or buffer")
-    if type(example).__module__.partition(".")[0] == "torch" and type(example).__name__ == "DTensor":
+    if (distributed := sys.modules.get("torch.distributed.tensor")) and isinstance(example, distributed.DTensor):
         raise CannotCapture(f"{said}, of whose parts Dynamo checks nothing")
     symbolic = context.tensor_to_context.get(example, None)
     fake = context.fake_mode.from_tensor(
