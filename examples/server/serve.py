@@ -75,7 +75,7 @@ class Server:
         if self._warm:
             multigraph_backend.seal("log")
             gc.collect()
-            gc.freeze()  # what compiles have left is looked through no more: a whole collection took 0.8 s of a request
+            gc.freeze()  # what compiles have left is looked through no more, in the midst of a request
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         said = {

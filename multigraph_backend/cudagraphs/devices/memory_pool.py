@@ -91,8 +91,8 @@ def generator_set_free(index: int, stream: torch.cuda.Stream) -> Iterator[Callab
     keeps the state that it took, and until the end all others draw from a copy, which goes on where that had come to.
     `stream` is one that does not capture, as torch asks of whoever copies a state.
 
-    Before that call torch raises in a thread that draws.  The wait for the interpreter, of which torch lets go at a
-    capture's begin, is nearly all of that time: so threads have short turns until then.
+    Before that call torch raises in a thread that draws.  A part of that time is the wait for the interpreter, of which
+    torch lets go at a capture's begin: so threads have short turns until then.
     """
     generator = torch.cuda.default_generators[index]
     taken = generator.graphsafe_get_state()
