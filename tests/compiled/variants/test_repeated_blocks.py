@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import multigraph_backend
 from multigraph_backend.lower import one_body
+
+
+@pytest.fixture(autouse=True)
+def _compiled_here() -> Iterator[None]:
+    """Code that comes from torch's caches does not say what was repeated in it."""
+    with inductor_config.patch(force_disable_caches=True):
+        yield
 
 
 class Layer(nn.Module):
