@@ -16,7 +16,8 @@ import torch
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.cost import REPLAYS, Trial
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
-from multigraph_backend.cudagraphs.recordings.warm_up import MOST_CALLS
+from multigraph_backend.cudagraphs.recordings.settling import MOST_STEPS
+from multigraph_backend.cudagraphs.recordings.warm_up import MOST_LAYERS
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 
@@ -617,16 +618,16 @@ def test_saved_tensors_that_are_never_used_do_not_pile_up_without_end() -> None:
     bench = Bench(Limits(depth=6))
     training = Training(bench)
     kept = []
-    for _ in range(12):
+    for _ in range(MOST_LAYERS + 8):
         kept.append(training.ahead())
     for _loss, saved, x in kept:
         assert_equal(saved, forward(x, training.w)[1:])
     assert bench.recorded() == 6
-    assert sum(bench.unrecorded(training.forward).values()) == 12 - MOST_CALLS - 6
+    assert sum(bench.unrecorded(training.forward).values()) == 2
     kept.clear()
     del _loss, saved
     training.ahead()
-    assert sum(bench.unrecorded(training.forward).values()) == 12 - MOST_CALLS - 6
+    assert sum(bench.unrecorded(training.forward).values()) == 2
 
 
 # ---------------------------------------------------------------- inputs that a piece changes
@@ -686,7 +687,7 @@ def test_an_output_of_a_recording_is_changed_in_place() -> None:
 def test_parameters_at_new_addresses_are_recorded_again_up_to_a_limit_and_then_copied() -> None:
     bench = Bench(most=3)
     piece = bench.piece(weighted, 2, 1, static=[1])
-    weights = [torch.randn(8, 8) for _ in range(12)]
+    weights = [torch.randn(8, 8) for _ in range(12 + MOST_STEPS)]
     for w in weights:
         call_right(piece, weighted, values(), w)
     assert bench.recorded() == 4
@@ -738,7 +739,7 @@ def test_what_moves_is_told_by_input_and_depth() -> None:
 def test_a_buffer_that_is_changed_and_keeps_moving_runs_unrecorded_after_the_limit() -> None:
     bench = Bench(most=3)
     piece = bench.piece(accumulate, 2, 1, static=[0], mutated=[0])
-    buffers = [torch.zeros(8) for _ in range(8)]
+    buffers = [torch.zeros(8) for _ in range(8 + MOST_STEPS)]
     for total in buffers:
         x = values()
         piece([total, x])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multigraph_backend.cudagraphs.limits import Limits
-from multigraph_backend.cudagraphs.recordings.warm_up import MOST_CALLS, WarmUp
+from multigraph_backend.cudagraphs.recordings.warm_up import MOST_LAYERS, WarmUp
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 KIB = 1024
@@ -154,12 +154,12 @@ def test_saved_tensors_of_a_forward_whose_backward_never_comes_are_moved_out_in_
     bench = Bench()
     ahead = bench.piece(forward, 1, 2, visible=(True, False))
     kept = []
-    for _ in range(MOST_CALLS + 2):
+    for _ in range(MOST_LAYERS + 2):
         x = values()
         kept.append((ahead([x]), forward(x)))
-        for mine, right in kept:
-            assert_equal(mine, right)
-    assert bench.tree.counts["warm-ups in the pool"] == MOST_CALLS
+    for mine, right in kept:
+        assert_equal(mine, right)
+    assert bench.tree.counts["warm-ups in the pool"] == MOST_LAYERS
     assert bench.recorded() > 0
 
 

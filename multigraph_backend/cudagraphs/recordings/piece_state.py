@@ -25,7 +25,8 @@ class KeyedPiece:
     """A piece at one key (the numbers among its inputs): what the tree records.
 
     `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
-    inputs that came at too many addresses.  `reasons`: skip reasons, why calls ran unrecorded, counted; `refused`: the
+    inputs that came at too many addresses.  `rests`: positions of static inputs, and addresses at which they have come
+    to rest (see `settling`).  `reasons`: skip reasons, why calls ran unrecorded, counted; `refused`: the
     skip reason of all calls to come; `unprofitable`: it is that a recording costs more than it saves.
     `warms_up`: its next call is to run in the pool, as it is.
     `nodes`: recordings of it that may be found; `needs`: bytes that one was seen to need of an empty pool.
@@ -45,6 +46,7 @@ class KeyedPiece:
         self.warms_up = False
         self.addresses: dict[int, int] = {}
         self.copied: set[int] = set()
+        self.rests: set[tuple[int, int]] = set()
         self.reasons: Counter[str] = Counter()
         self.recorded_at: Counter[int] = Counter()
         self._lay_at: dict[tuple[int, int], set[int]] = {}

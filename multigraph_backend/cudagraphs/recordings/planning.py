@@ -90,7 +90,7 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
         if slot is not None and not slot.holds(address):  # its storage was resized, and is the user's own now
             slot = None
         lasts = address in tree.lasting
-        stays = before.get(index) == address or lasts
+        stays = before.get(index) == address or lasts or (index, address) in keyed.rests
         if index not in piece.spec.static and any(known[index] not in (None, address) for known in read_at):
             piece.moving.add(index)
         if slot is not None:

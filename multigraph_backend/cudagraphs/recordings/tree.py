@@ -58,10 +58,11 @@ from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded
 from multigraph_backend.cudagraphs.recordings.room import RAN_OUT, Room
+from multigraph_backend.cudagraphs.recordings.settling import Settling
 from multigraph_backend.cudagraphs.recordings.sharing import Sharing
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
-from multigraph_backend.cudagraphs.recordings.warm_up import MOST_CALLS, WarmSlot, WarmUp
+from multigraph_backend.cudagraphs.recordings.warm_up import WarmSlot, WarmUp, most_calls
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
 
@@ -115,6 +116,7 @@ class Tree(Nodes):
         self._not_before = 0.0  # when the device is next waited for
         self.room = Room(self, self.unlocked)
         self.sharing = Sharing(self, self.room)
+        self.settling = Settling(device)
         self.turns = Turns(self.lock)
         self.collectives = Collectives(self, self.turns, lambda: self._last_stream)
         self.stream = self._last_stream = device.stream()
@@ -265,6 +267,7 @@ class Tree(Nodes):
             return None
         warm = WarmUp(self)
         self.room.warms_up(warm)
+        self.settling.begin(keyed)
         self.path.append(warm)
         return warm
 
@@ -273,6 +276,8 @@ class Tree(Nodes):
     ) -> Sequence[Any] | None:
         """Outputs of the code, run in the pool; None: it did not begin to run, for the driver failed."""
         warm.calls_of[keyed] += 1
+        with _compat.without_torch_function():
+            self.settling.called(keyed, inputs, {slot.handle for slot in warm.slots})
         self.room.warmed_up(keyed)
         outputs: Sequence[Any] = ()
         began, had = False, self.room.reserved()
@@ -314,7 +319,9 @@ class Tree(Nodes):
         if not keyed.called or (self.shared and threading.get_ident() != self.callers.first):
             return
         # what autograd has saved is soon read by a backward, or belongs to one that never comes
-        if warm.calls_of[keyed] >= MOST_CALLS or all(slot.visible for slot in warm.slots if slot.alive(self.use_count)):
+        if warm.calls_of[keyed] >= most_calls(keyed.piece.spec) or all(
+            slot.visible for slot in warm.slots if slot.alive(self.use_count)
+        ):
             self._restart()
 
     def holds_memory(self) -> bool:
@@ -397,7 +404,11 @@ class Tree(Nodes):
             self._end_warm_up(last, keyed)
             last = self.root  # a pool is left when its last node is gone
         first, keyed.called = not keyed.called, True
-        if (first and keyed.piece.warms_up) or (self.path and isinstance(self.path[-1], WarmUp)):
+        if (
+            (first and keyed.piece.warms_up)
+            or (self.path and isinstance(self.path[-1], WarmUp))
+            or (not self.path and self.settling.moves(keyed, inputs))
+        ):
             keyed.warms_up = True
             planning.look(self.device, keyed, inputs)
             if keyed.piece.limits.pool_bytes is None:  # else it warms up elsewhere
@@ -607,6 +618,8 @@ class Tree(Nodes):
                 if index in keyed.piece.spec.static and index not in plan.managed and (address := plan.addresses[index])
             )
         keyed.recorded(parent.depth + 1, plan.addresses)
+        if parent is self.root:
+            self.settling.recorded(keyed)
         freed = {slot.address for slot, _ in made.consumed}
         node = Node(
             self, made.state, parent, keyed, made, dead, (alive - freed) | {slot.address for slot in made.slots}

@@ -32,13 +32,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend.cudagraphs.devices.device import Device
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
+from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 
-#: calls of one piece in a step that warms up and does not end, after which the pool is left to it
-MOST_CALLS = 4
+#: calls of one piece in a step that warms up and does not end, after which the pool is left to it; and of one that
+#: takes part in a backward, as layers that are compiled one by one do: as many as a step may have of them
+MOST_CALLS, MOST_LAYERS = 4, 128
 _NOBODY = object()
 _NEVER = sys.maxsize
+
+
+def most_calls(spec: PieceSpec) -> int:
+    """See `MOST_CALLS`.  A forward that saves returns what no user may hold."""
+    return MOST_LAYERS if spec.is_backward or not all(spec.visible) else MOST_CALLS
 
 
 class WarmSlot(Slot):
