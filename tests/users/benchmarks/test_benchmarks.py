@@ -180,7 +180,7 @@ def test_staging(tmp_path: Path) -> None:
 
 def test_padding(tmp_path: Path) -> None:
     rows = run("padding", tmp_path)
-    forms = ["sizes given", "multigraph, pad", "padded by hand", "as they come", "inductor dynamic"]
+    forms = ["sizes given", "multigraph, pad", "padded by hand", "inductor dynamic", "as they come"]
     assert [row["form"] for row in rows] == forms
     assert [row["padded_calls"] > 0 for row in rows] == [form == "multigraph, pad" for form in forms]
     assert positive(rows, "p50_us", "p99_us", "p99_ratio")
