@@ -31,7 +31,7 @@ from multigraph_backend.lower.parcel import CannotSend
 from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.lower.worker import Job, Outcome
 from multigraph_backend.options import Options
-from multigraph_backend.process.short_turns import WHILE, ShortTurns
+from multigraph_backend.process.short_turns import ShortTurns
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.variant import Variant
 
@@ -166,13 +166,13 @@ class _Task:
         if region is None:
             return Outcome("done")
         try:
-            with ShortTurns(WHILE):
+            with ShortTurns():
                 region.swap_in(self.asked)  # another process may have compiled it
             return Outcome("done")
         except Exception as error:
             log.debug("%s is not in torch's caches: %s", variant.text, describe(error))
         del region  # it may end while a worker compiles
-        with ShortTurns(WHILE):
+        with ShortTurns():
             return self._job(variant)
 
     def _job(self, variant: Variant) -> Job | Outcome:
@@ -208,7 +208,7 @@ class _Task:
                 error.add_note(outcome.details)
         else:
             try:
-                with ShortTurns(WHILE):  # calls go on, and let go of the interpreter at each operator
+                with ShortTurns():  # calls go on, and let go of the interpreter at each operator
                     region.swap_in(self.asked, outcome.seconds)
                 return
             except Exception as problem:

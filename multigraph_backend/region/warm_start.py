@@ -41,7 +41,7 @@ from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.process.short_turns import WHILE, ShortTurns
+from multigraph_backend.process.short_turns import ShortTurns
 from multigraph_backend.region.variant import Form, Variant
 
 log = logging.getLogger(__name__)
@@ -337,7 +337,7 @@ class _Worker:
                     task = self._later.popleft() if self._later and not self._ended else None
             try:
                 if task is not None:
-                    with ShortTurns(WHILE):  # calls go on, and let go of the interpreter at each operator
+                    with ShortTurns():  # calls go on, and let go of the interpreter at each operator
                         task()
             except Exception:
                 log.debug("beside the calls", exc_info=True)

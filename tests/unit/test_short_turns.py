@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from multigraph_backend.process.short_turns import MOMENT, WHILE, ShortTurns
+from multigraph_backend.process.short_turns import SHORT, ShortTurns
 
 OWN = 0.0125 + 5e-7  # Python cuts off parts of microseconds
 
@@ -23,44 +23,35 @@ def own_interval() -> Iterator[None]:
 
 
 def test_it_is_short_until_the_last_one_has_left_in_whatever_order() -> None:
-    first, second = ShortTurns(), ShortTurns()
-    assert sys.getswitchinterval() == pytest.approx(MOMENT)
-    first.end()
-    first.end()
-    assert sys.getswitchinterval() == pytest.approx(MOMENT)
-    second.end()
+    first, second = ShortTurns().__enter__(), ShortTurns().__enter__()
+    assert sys.getswitchinterval() == pytest.approx(SHORT)
+    first.__exit__()
+    first.__exit__()
+    assert sys.getswitchinterval() == pytest.approx(SHORT)
+    second.__exit__()
     assert sys.getswitchinterval() == pytest.approx(0.0125)
-    second.end()
-    assert sys.getswitchinterval() == pytest.approx(0.0125)
-
-
-def test_it_is_the_shortest_that_anybody_inside_has_asked_for() -> None:
-    with ShortTurns(WHILE):
-        assert sys.getswitchinterval() == pytest.approx(WHILE)
-        with ShortTurns():
-            assert sys.getswitchinterval() == pytest.approx(MOMENT)
-        assert sys.getswitchinterval() == pytest.approx(WHILE)
+    second.__exit__()
     assert sys.getswitchinterval() == pytest.approx(0.0125)
 
 
 def test_turns_that_the_program_has_shorter_stay() -> None:
     sys.setswitchinterval(5e-6 + 5e-7)
-    with ShortTurns(WHILE):
+    with ShortTurns():
         assert sys.getswitchinterval() == pytest.approx(5e-6)
     assert sys.getswitchinterval() == pytest.approx(5e-6)
 
 
 def test_what_the_program_has_set_meanwhile_stays() -> None:
-    turns = ShortTurns()
-    sys.setswitchinterval(0.25)
-    turns.end()
+    with ShortTurns():
+        sys.setswitchinterval(0.25)
     assert sys.getswitchinterval() == pytest.approx(0.25)
 
 
 def test_threads_that_come_and_go_leave_it_as_it_was() -> None:
     def work() -> None:
         for _ in range(200):
-            ShortTurns().end()
+            with ShortTurns():
+                pass
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -74,10 +65,9 @@ def test_a_forked_process_takes_over_what_its_own_thread_has() -> None:
     inside, over = threading.Event(), threading.Event()
 
     def elsewhere() -> None:
-        turns = ShortTurns()
-        inside.set()
-        over.wait()
-        turns.end()
+        with ShortTurns():
+            inside.set()
+            over.wait()
 
     thread = threading.Thread(target=elsewhere)
     thread.start()

@@ -19,7 +19,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
-from multigraph_backend.process.short_turns import ShortTurns
 
 
 @dataclass(frozen=True)
@@ -91,24 +90,21 @@ def generator_set_free(index: int, stream: torch.cuda.Stream) -> Iterator[Callab
     keeps the state that it took, and until the end all others draw from a copy, which goes on where that had come to.
     `stream` is one that does not capture, as torch asks of whoever copies a state.
 
-    Before that call torch raises in a thread that draws.  A part of that time is the wait for the interpreter, of which
-    torch lets go at a capture's begin: so threads have short turns until then.
+    Before that call torch raises in a thread that draws.  Short turns of Python's threads until then make that no
+    rarer: tried with six threads that draw.
     """
     generator = torch.cuda.default_generators[index]
     taken = generator.graphsafe_get_state()
     copies: list[torch.Generator] = []
-    turns = ShortTurns()
 
     def free() -> None:
         with torch.cuda.stream(stream):
             copies.append(generator.clone_state())
         generator.graphsafe_set_state(copies[0])
-        turns.end()
 
     try:
         yield free
     finally:
-        turns.end()
         if copies:
             generator.graphsafe_set_state(taken)
             taken.set_state(copies[0].get_state())
