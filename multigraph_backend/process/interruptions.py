@@ -13,12 +13,17 @@ from typing import Any
 
 
 def without_frames(error: BaseException) -> None:
-    """Let go of the frames in which `error` was raised: through their callers they hold all of a call, and the
-    error itself, until garbage is collected."""
-    found: BaseException | None = error
-    while found is not None:
-        found.__traceback__ = None
-        found = found.__cause__
+    """Let go of the frames in which `error`, and what it was raised from or during, were raised: through their callers
+    they hold all of a call, and the error itself, until garbage is collected."""
+    found: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while found:
+        one = found.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        found += [one.__cause__, one.__context__]
 
 
 def from_outside(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import cost, room
 from multigraph_backend.cudagraphs.recordings.out_of_memory import HINT
 from multigraph_backend.cudagraphs.recordings.room import NO_ROOM, RAN_OUT, TIGHT
+from multigraph_backend.process import garbage
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 UNIT = 64  # bytes of the smallest block, and of what `double` returns for a row of 16
@@ -295,6 +296,31 @@ def test_a_capture_that_runs_out_of_memory_leaves_what_it_took_to_the_call(clock
     for _ in range(3):
         call_right(piece, code.right, values(ROW * 4))
     assert bench.tree.size == 1
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_the_pool_goes_whatever_the_error_of_a_capture_was_raised_from(chained: bool) -> None:
+    bench = Bench(Limits(keep_free=0), granularity=UNIT, device_bytes=100 * UNIT)
+    filled, _ = fill(bench, 10)
+
+    def code(x: torch.Tensor) -> tuple[torch.Tensor]:
+        if bench.device.captures:
+            try:
+                raise MemoryError("a library's own")
+            except MemoryError as error:  # its frames are the call's, and have the recording that came before
+                raise torch.OutOfMemoryError("a library's") from (error if chained else None)
+        return double(x)
+
+    piece = bench.piece(code, 1, 1)
+    call_right(piece, double, values(ROW))
+    before = filled([values(ROW)])
+    call_right(piece, double, values(ROW))
+    assert bench.unrecorded(piece) == {RAN_OUT: 1}
+    assert held(bench) > 0
+    del before
+    with garbage.paused():
+        bench.tree.make_way()
+        assert held(bench) == 0
 
 
 def test_a_capture_that_runs_out_of_memory_is_tried_again_where_some_was_only_cached() -> None:

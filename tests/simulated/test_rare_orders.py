@@ -13,7 +13,7 @@ import torch
 
 from multigraph_backend.cudagraphs.devices.device import DeviceFailed
 from multigraph_backend.cudagraphs.limits import Limits
-from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
+from tests.support.simulated.pieces import Bench, assert_equal, call_right, one, values
 
 
 def double(x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -131,7 +131,7 @@ def test_a_saved_tensor_that_is_used_twice_stays_after_its_recording_was_made_fo
             gradients = []
             _, saved = forward([x.detach()])
             for use in range(uses):
-                args = [torch.ones(()), saved]
+                args = [one(), saved]
                 if use + 1 == uses:
                     del saved
                 gradients.append(backward(args)[0])

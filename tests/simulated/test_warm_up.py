@@ -10,7 +10,7 @@ import torch
 
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.warm_up import MOST_LAYERS, WarmUp
-from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
+from tests.support.simulated.pieces import Bench, assert_equal, call_right, one, values
 
 KIB = 1024
 
@@ -61,7 +61,7 @@ def test_a_training_step_warms_up_as_a_whole_and_frees_as_it_goes() -> None:
         loss, saved = ahead([x])
         assert in_pool(bench, saved) == (step != 5)
         expected = backward(forward(x)[1], torch.ones(()))
-        boxed = [saved, torch.ones(())]
+        boxed = [saved, one()]
         del saved
         assert_equal(back(boxed), expected)
         del loss
@@ -296,7 +296,7 @@ def test_gradients_that_accumulate_over_the_first_steps_stay_right() -> None:
     for step in range(12):
         x = values()
         _, saved = ahead([x])
-        boxed = [saved, torch.ones(())]
+        boxed = [saved, one()]
         del saved
         (made,) = back(boxed)
         grad = made if grad is None else grad.add_(made)
@@ -317,4 +317,20 @@ def test_a_driver_that_fails_before_the_code_runs_leaves_the_call_to_ordinary_me
     assert not in_pool(bench, y)
     for _ in range(3):
         call_right(piece, wide, values())
+    assert bench.recorded() == 1
+
+
+@pytest.mark.parametrize("call", ["new_pool", "leave"])
+def test_a_pool_that_cannot_be_left_costs_a_first_call_nothing(call: str) -> None:
+    bench = Bench(Limits(keep_free=0.5), device_bytes=1 << 20)
+    first, second = bench.piece(wide, 1, 1), bench.piece(wide, 1, 1)
+    call_right(first, wide, values())  # leaves a pool that holds nothing
+    bench.device.ballast = 1 << 19
+    bench.device.fail_at(call)
+    (y,) = call_right(second, wide, values())
+    assert call not in bench.device._failures  # it was asked for, and has failed
+    assert not in_pool(bench, y)
+    bench.device.ballast = 0
+    for _ in range(4):
+        call_right(second, wide, values())
     assert bench.recorded() == 1

@@ -48,6 +48,7 @@ from multigraph_backend.cudagraphs.recordings import cost, out_of_memory, record
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import NotRecorded, Recording
+from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
 
@@ -367,11 +368,17 @@ class Room:
         return True
 
     def _leave_idle(self) -> bool:
-        """Leave a pool that holds nothing; whether there was one."""
+        """Leave a pool that holds nothing; whether there was one, and it could be left."""
         if self._nodes.size or self._nodes.path or not (self.used or self.warmed):
             return False
         self.used = True
-        self.leave_pools()
+        try:
+            self.leave_pools()
+        except (DeviceFailed, RuntimeError) as error:
+            if from_outside(error):
+                raise
+            log.debug("a pool could not be left: %s", error)
+            return False
         return True
 
     def leave_pools(self) -> None:

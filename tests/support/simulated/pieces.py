@@ -110,6 +110,12 @@ def values(*shape: int) -> torch.Tensor:
     return _made[-1]
 
 
+def one() -> torch.Tensor:
+    """A gradient of 1, at an address of its own, too."""
+    _made.append(torch.ones(()))
+    return _made[-1]
+
+
 def call_right(piece: Piece, function: Body, *args: Any) -> tuple[Any, ...]:
     """Call `piece`, compare with `function` on the same values, and return the piece's outputs."""
     expected = function(*copy.deepcopy([arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]))

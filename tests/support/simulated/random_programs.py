@@ -889,6 +889,8 @@ class Program:
         pending = dict(self.device._failures)
         of_code = {_storage_of(self.plain.values[name])._cdata for name in self.hidden}
         args, plain_args = self.recorded.take(recipes), self.plain.take(recipes)
+        # a graph of the caller's, and an input that is still needed, keep pools where they are
+        stays = captures or any(self.device._memory.of(_storage_of(self.recorded.values[name])) for name in handed)
         for name in handed:
             self._drop_handed(name)
         torch.manual_seed(seed)
@@ -905,7 +907,7 @@ class Program:
         except (DeviceFailed, torch.OutOfMemoryError, Alarm) as error:
             fired = {call for call in pending if call not in self.device._failures}
             if isinstance(error, torch.OutOfMemoryError) and "injected" not in str(error):
-                self._ran_out(at, recipes, error)
+                self._ran_out(at, plain_args, error, stays)
                 args.clear()
                 return
             if not (isinstance(error, Alarm) or fired & RAISING):
@@ -955,22 +957,33 @@ class Program:
         """Whether no other thread is in the midst of a call, and no driver call fails."""
         return self.callers == 1 and not (self.waiting or self.trouble or self.meddling)
 
-    def _ran_out(self, at: int, recipes: Sequence[tuple[Any, ...]], error: BaseException) -> None:
-        """The caller has got an error for lack of memory: what the code changes until then is what it is."""
+    def _ran_out(self, at: int, plain_args: Sequence[Any], error: BaseException, stays: bool) -> None:
+        """The caller has got an error for lack of memory: what the code changes until then is what it is, also where
+        an input that was handed over shares memory with what is still held.  `stays`: no pool could go."""
         self.counts["calls that ran out of memory"] += 1
         self.note(f"raised {error}")
         error.__traceback__ = None
         device = self.device
         free = device.cached + device.free_bytes()
-        if not any(node.alive() for node in self.tree.path):  # then all pools could go
+        if not stays and not any(node.alive() for node in self.tree.path):  # then all pools could go
             free = device.total_bytes() - device.ballast
         if self.pieces[at].spec.repeatable and self._undisturbed and self.needs[at] <= free:
             raise Wrong(f"out of memory with {free} bytes free, of which it needs {self.needs[at]}")
         self.device._memory.scatter()
-        for entry, recipe in zip(self.shapes[at].inputs, recipes, strict=True):
-            names = self.plain.values if recipe[0] == "value" else self.plain.lasting
-            if (entry.mutated or entry.reused) and recipe[0] in ("value", "lasting") and recipe[1] in names:
-                self.plain.take([recipe])[0].copy_(self.recorded.take([recipe])[0])
+        changed = {
+            value.untyped_storage()._cdata
+            for entry, value in zip(self.shapes[at].inputs, plain_args, strict=True)
+            if entry.mutated or entry.reused
+        }
+        for kind in ("values", "lasting"):
+            held, expected = getattr(self.recorded, kind), getattr(self.plain, kind)
+            for name, value in expected.items():
+                if _storage_of(value)._cdata not in changed:
+                    continue
+                if isinstance(value, torch.Tensor):
+                    value.copy_(held[name])
+                elif value.nbytes() == held[name].nbytes():
+                    bytes_of(value).copy_(bytes_of(held[name]))
 
     def _check_limits(self, held: int, made: int) -> None:
         """After a call, before which pools had `held` bytes, and `made` recordings had been made."""
