@@ -17,7 +17,9 @@ Where steps stay, what lies between them is a candidate, too.  Blocks are told e
 Each candidate takes time linear in the graph, and their number is bounded.
 
 What is lost by a cut is what a compiler would have computed on both sides of it in one kernel: values that are neither
-made nor taken by a kernel of its own (a matrix product) between it and there.
+made nor taken by a kernel of its own (a matrix product) between it and there; and tables, values that depend on nothing
+(positions, their sines), between there and their first use, whatever lies between: a compiler computes them where they
+are used.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def find(steps: Sequence[Step], lossless: bool = False) -> Repetition:
     """
     graph = _Graph.of(steps)
     best, least = Repetition(len(steps)), float(len(steps))
-    for tried in _tried(graph):
+    for tried in _tried(graph, lossless):
         blocks = tried.lossless(graph) if lossless else tried
         cost = _cost(graph, blocks)
         if cost < least:
@@ -125,7 +127,7 @@ def between_entries(steps: Sequence[Step]) -> Repetition:
     return _repetition(graph, _between(graph, [place for place, here in enumerate(graph.boundary) if here]))
 
 
-def _tried(graph: _Graph) -> Iterator[_Blocks]:
+def _tried(graph: _Graph, lossless: bool) -> Iterator[_Blocks]:
     named = any(graph.boundary[:-1])
     if named:
         yield _between(graph, [place for place, here in enumerate(graph.boundary) if here])
@@ -133,7 +135,7 @@ def _tried(graph: _Graph) -> Iterator[_Blocks]:
         stay = [index for index, step in enumerate(graph.steps) if step.stays]
         yield _between(graph, [place for index in stay for place in (index, index + 1)])
     for period in _periods(graph):
-        yield _blocks(graph, period, named=False)
+        yield _blocks(graph, period, named=False, lossless=lossless)
         if named:
             yield _blocks(graph, period, named=True)
 
@@ -198,17 +200,20 @@ class _Graph:
             for index, step in enumerate(steps)
         ]
         depths: list[int] = []
+        tables: list[bool] = []
         last, fused, made_by = list(range(len(steps))), list(range(len(steps))), list(range(len(steps)))
         for index, step in enumerate(steps):
             made = [operand for operand in step.operands if isinstance(operand, int)]
             depths.append(max((depths[operand] for operand in made), default=0) + step.alone)
+            told = len(made) == len(step.operands) and all(tables[operand] for operand in made)
+            tables.append(told and not step.alone)
             if step.free and made:
                 made_by[index] = made_by[made[0]]
             for operand in made:
-                last[operand] = index
+                first_use, last[operand] = last[operand] == operand, index
                 maker = made_by[operand]
-                together = depths[maker] == depths[index] and not (step.alone or steps[maker].alone or step.free)
-                if together:
+                near = depths[maker] == depths[index] or (tables[maker] and first_use)
+                if near and not (step.alone or steps[maker].alone or step.free):
                     fused[maker] = index
                 if step.taken:
                     fused[operand] = index
@@ -334,12 +339,12 @@ def _between(graph: _Graph, places: Sequence[int]) -> _Blocks:
     return _with_rest(graph, blocks.pay())
 
 
-def _blocks(graph: _Graph, period: int, named: bool) -> _Blocks:
+def _blocks(graph: _Graph, period: int, named: bool, lossless: bool = False) -> _Blocks:
     """Bodies of `period` steps, and what lies between them where that comes again, too; cut at entries of lists, where
-    it is `named`, or where the least is lost."""
+    it is `named`, or where the least is lost; where it is `lossless`, nothing, if there is such a place."""
     blocks = _Blocks()
     for begin, end in sorted(_stretches(graph.tokens, period), key=lambda stretch: stretch[0] - stretch[1]):
-        phases = _phases(graph, period, begin, end, named)
+        phases = _phases(graph, period, begin, end, named, lossless)
         candidates = [_cut(graph, period, begin + phase, end, blocks) for phase in phases]
         for start in min(candidates)[1]:
             blocks.add(graph, start, period)
@@ -356,8 +361,9 @@ def _with_rest(graph: _Graph, blocks: _Blocks) -> _Blocks:
     return blocks.pay()
 
 
-def _phases(graph: _Graph, period: int, begin: int, end: int, named: bool) -> list[int]:
-    """Where a stretch may be cut first, few places: where the least is lost, where it begins; or entries of a list."""
+def _phases(graph: _Graph, period: int, begin: int, end: int, named: bool, lossless: bool) -> list[int]:
+    """Where a stretch may be cut first, few places: where the least is lost, where it begins, unless it is `lossless`;
+    or entries of a list."""
 
     tokens = graph.tokens
     matches = (place - begin for place in range(begin, end - period) if tokens[place] == tokens[place + period])
@@ -373,7 +379,9 @@ def _phases(graph: _Graph, period: int, begin: int, end: int, named: bool) -> li
     weights = {phase: weight(phase) for phase in range(slack)}
     by_name = [phase for phase in weights if not weights[phase][1]]
     chosen = sorted(by_name if named and by_name else weights, key=lambda phase: weights[phase])[:2]
-    return chosen if named else list(dict.fromkeys((*chosen, first)))
+    if named or (lossless and not weights[chosen[0]][0]):
+        return [phase for phase in chosen if named or not weights[phase][0]]
+    return list(dict.fromkeys((*chosen, first)))
 
 
 def _cut(graph: _Graph, period: int, first: int, end: int, blocks: _Blocks) -> tuple[float, list[int]]:

@@ -243,6 +243,51 @@ def test_calls_that_lose_nothing_begin_and_end_beside_kernels_of_their_own() -> 
     assert all(not lost[start + found.bodies[number].length] for start, number in found.calls)
 
 
+def test_where_entries_meet_in_a_kernel_calls_that_lose_nothing_are_cut_elsewhere() -> None:
+    """The sum at a layer's end and the norm at the next one's begin are one kernel.  To cut there would make one call
+    more, and that weighs more than what is lost."""
+    steps = chain(5, named=True, deep=12).steps
+    found = find(steps, lossless=True)
+    verify(steps, found)
+    lost = repetition._Graph.of(steps).lost
+    assert [(body.length, len(body.calls)) for body in found.bodies] == [(24, 4)]
+    assert not any(lost[start] + lost[start + 24] for start, _ in found.calls)
+
+
+def test_tables_are_not_cut_from_their_first_use() -> None:
+    """Sines of positions are used behind a product, where a compiler computes them: in the next entry of a list."""
+    program = Program(named=True)
+    x: int | str = "x"
+    tables = []
+    table: int | str = "first"
+    for number in range(12):
+        program.path = f"layers.{number}"
+        x = program.add("product", x, f"{number}.first", alone=True)
+        x = program.add("rotate", x, table)
+        tables.append((table, x))
+        for place in range(20):
+            x = program.add("product", x, f"{number}.{place}", alone=True)
+        table = program.add("sine", program.add("positions"))
+    found = find(program.steps, lossless=True)
+    verify(program.steps, found)
+    assert [(body.length, len(body.calls)) for body in found.bodies] == [(24, 11)]
+    cuts = [place for start, _ in found.calls for place in (start, start + 24)]
+    assert not any(made < cut <= used for made, used in tables[1:] for cut in cuts)
+
+
+def test_a_table_that_all_layers_use_keeps_none_from_being_a_call() -> None:
+    program = Program()
+    table = program.add("sine", program.add("positions"))
+    x: int | str = program.add("rotate", "x", table)
+    for number in range(6):
+        for place in range(9):
+            x = program.add("product", x, f"{number}.{place}", alone=True)
+        x = program.add("rotate", x, table)
+    found = find(program.steps, lossless=True)
+    verify(program.steps, found)
+    assert [(body.length, len(body.calls)) for body in found.bodies] == [(10, 6)]
+
+
 def random_program(seed: int) -> list[Step]:
     """Layers of a few kinds in runs, some almost equal, some steps between them."""
     rng = random.Random(seed)
