@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multigraph_backend.cudagraphs.devices.device import Captured, CaptureFailed, DeviceFailed, Layout
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
+from multigraph_backend.cudagraphs.devices.simulated.memory import Memory, Outside
 
 
 @pytest.fixture
@@ -858,3 +859,17 @@ def test_capturing_is_of_the_thread_that_captures(device: SimulatedDevice) -> No
     assert not device.capturing()
     device.user_captures = True
     assert device.capturing()
+
+
+def test_a_recording_uses_what_lies_where_memory_outside_lay_that_was_resized() -> None:
+    memory = Memory()
+    outside = torch.randn(16)
+    first = memory.reference(outside)
+    assert first.tensor().data_ptr() == outside.data_ptr()
+    at = outside.data_ptr()
+    outside.untyped_storage().resize_(1 << 22)  # too large for where it lay
+    assert outside.data_ptr() != at
+    assert first.tensor().data_ptr() == at
+    assert isinstance(first.memory, Outside)
+    assert not first.memory.dead()
+    assert memory.reference(outside).tensor().data_ptr() == outside.data_ptr()

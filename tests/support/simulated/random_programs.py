@@ -409,6 +409,7 @@ class Program:
         if self.narrow and lack.random() < 0.6:  # limits are checked where nothing else goes wrong
             self.callers, self.trouble, self.meddling, self.waiting = 1, 0.0, 0.0, 0.0
         self._within: Callable[[], None] | None = None
+        self._waits_with: dict[int, bool] = {}
         self._looking: contextlib.AbstractContextManager[None] | None = None
         self._collects = gc.isenabled()
         self._driver = self.device._driver
@@ -771,7 +772,8 @@ class Program:
         size = 4 * key
         recipes: list[tuple[Any, ...]] = []
         handed: list[int] = []
-        shared: dict[int, bool] = {}  # storages of the plain side -> whether an input over it is changed
+        # storages of the plain side -> whether an input over it is changed; those of a call that waits for this one, too
+        shared = dict(self._waits_with) if self.thread == WITHIN else {}
         for position, entry in enumerate(shape.inputs):
             if entry.kind in ("key", "float", "none", "generator"):
                 recipes.append(("generator",) if entry.kind == "generator" else ("plain", self._plain(entry, key)))
@@ -898,6 +900,12 @@ class Program:
         if not (captures or self.thread == WITHIN) and rng.random() < self.waiting:
             within = rng.randrange(len(self.pieces)), random.Random(rng.random()), seed
             self._within = functools.partial(self._call_within, *within)
+            self._waits_with = {}
+            for entry, value in zip(shape.inputs, plain_args, strict=True):
+                if isinstance(value, torch.Tensor):
+                    handle = value.untyped_storage()._cdata
+                    changes = entry.mutated or entry.reused or self._waits_with.get(handle, False)
+                    self._waits_with[handle] = changes
         before = self.thread
         if backward_thread and self.thread != WITHIN:
             self.thread = AUTOGRAD
@@ -914,7 +922,7 @@ class Program:
                 raise
             self.counts["calls that raised"] += 1
             self.counts["calls that were interrupted"] += isinstance(error, Alarm)
-            if self.device._stream_captures:
+            if self.device._stream_captures and self.thread != WITHIN:  # else a call that waits for this one captures
                 raise Wrong("the stream goes on capturing") from error
             self.note(f"raised {error}")
             error.__traceback__ = None

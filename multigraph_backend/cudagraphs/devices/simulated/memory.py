@@ -160,14 +160,27 @@ def _references(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Outside:
-    """Memory outside of the pool that recordings use, kept, so that nothing else comes to lie at its address."""
+    """Memory outside of the pool that recordings use, kept, so that nothing else comes to lie at its address.
+
+    Only who resizes the storage takes it from there; whatever lies at the address then is what recordings use."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.keep = bytes_of(storage)
+        self.keep, self.at = bytes_of(storage), storage.data_ptr()
+
+    def lies(self) -> bool:
+        return self.keep.untyped_storage().data_ptr() == self.at
 
     def dead(self) -> bool:
         """Whether only the recordings are left that use it: on a GPU it would be gone."""
-        return self.keep.numel() > 0 and _references(self.keep) == _references(bytes_of(torch.UntypedStorage(1)))
+        used = _references(self.keep) != _references(bytes_of(torch.UntypedStorage(1)))
+        return self.keep.numel() > 0 and self.lies() and not used
+
+    def storage(self) -> torch.UntypedStorage:
+        """Over what lies there, also where that is another tensor's by now, as the device's check of addresses says."""
+        if self.lies():
+            return self.keep.untyped_storage()
+        there = (ctypes.c_char * self.keep.numel()).from_address(self.at)
+        return torch.frombuffer(there, dtype=torch.uint8).untyped_storage()
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,7 @@ class Reference:
 
     def tensor(self) -> torch.Tensor:
         memory = self.memory
-        return tensor_over(self.layout, memory.storage if isinstance(memory, Pool) else memory.keep.untyped_storage())
+        return tensor_over(self.layout, memory.storage if isinstance(memory, Pool) else memory.storage())
 
 
 class Memory:
@@ -226,6 +239,6 @@ class Memory:
         if mapped is not None:
             return mapped.reference(layout)
         outside = self._outside.get(storage._cdata)
-        if outside is None:
+        if outside is None or not outside.lies():
             outside = self._outside[storage._cdata] = Outside(storage)
         return Reference(outside, layout)
