@@ -25,7 +25,7 @@ from multigraph_backend import _compat, events
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.limits import Limits, by_field
 from multigraph_backend.cudagraphs.opened import Opened
-from multigraph_backend.cudagraphs.partition import of_inductor
+from multigraph_backend.cudagraphs.partition import cuts, of_inductor
 from multigraph_backend.cudagraphs.partition.cuts import CPU_OP, CutRules
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.recordings.piece import Piece
@@ -280,13 +280,21 @@ def inner_compile(options: Options, label: str, how: How = "recorded") -> Callab
     """What compiles one graph in place of Inductor's function of that name; `label` is for messages."""
     if how != "recorded":
         return functools.partial(_compile_unrecorded, label, how == "traced")
-    rules = CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe), collectives=options.collectives)
     required = options.cudagraphs == "require" or bool(_compat.inductor_config.triton.cudagraph_or_error)
     pays = not (required or options.record_small)
     wanted = Wanted(
         required, pays, options.max_recordings, options.copy_outputs, options.limits, fresh=bool(options.pad)
     )
-    return functools.partial(_compile_inner, rules, wanted, label)
+    return functools.partial(_compile_inner, _rules(options), wanted, label)
+
+
+def cut_at(options: Options) -> Callable[[torch.fx.Node], str | None]:
+    """What tells why a recording cannot hold a step; None of those that it can hold."""
+    return functools.partial(cuts.unsupported, rules=_rules(options))
+
+
+def _rules(options: Options) -> CutRules:
+    return CutRules(cut=frozenset(options.cut), safe=frozenset(options.safe), collectives=options.collectives)
 
 
 def _compile_inner(

@@ -48,9 +48,6 @@ def compile_graph(
     """
     knobs = dict(options.inductor)
     inner, traced = None, None
-    if options.repeat and how != "traced":
-        traced, why_not = _traced_once(module, inputs, options, only_cached)
-        inner = one_body.inner_compile(options.repeat == "auto", traced, why_not)
     if label is not None:
         from multigraph_backend.cudagraphs import output_code
 
@@ -58,6 +55,10 @@ def compile_graph(
         knobs.update(output_code.KNOBS if how == "recorded" else {})
         if any(isinstance(rule.pack, Offload) for rule in options.saved_tensors):
             knobs.setdefault(*output_code.PLACED)
+    if options.repeat and how != "traced":
+        traced, why_not = _traced_once(module, inputs, options, only_cached)
+        cut_at = output_code.cut_at(options) if label is not None and how == "recorded" else None
+        inner = one_body.inner_compile(inner, options.repeat == "auto", cut_at, traced, why_not)
     around = None
     if options.packing and (lacking := _lacks_for_packing()):
         log.debug("saved tensors stay as they are; this torch differs: %s", lacking)  # said at the first graph

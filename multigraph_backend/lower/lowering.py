@@ -136,7 +136,7 @@ def _job(
     known = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
     recorded = records(graph.module, args, options)
     unrepeated = None
-    if options.repeat and (unrepeated := _not_repeated(graph, options, recorded)) is not None:
+    if options.repeat and (unrepeated := _not_repeated(graph, options)) is not None:
         options = dataclasses.replace(options, repeat=False)
     cache_tag = f"{_text(known)}|{recorded and options.recording}"
     if options.repeat:
@@ -165,7 +165,7 @@ def _job(
     )
 
 
-def _not_repeated(graph: CapturedGraph, options: Options, recorded: bool) -> str | None:
+def _not_repeated(graph: CapturedGraph, options: Options) -> str | None:
     """Why blocks that come again are compiled as they stand, though the options ask for bodies; None where they are
     looked for.  What bodies were not yet shown to be right with, they are not used with."""
     if lacking := (*_compat.missing("repeated blocks"), *_compat.missing("changed inputs")):
@@ -174,8 +174,6 @@ def _not_repeated(graph: CapturedGraph, options: Options, recorded: bool) -> str
         return "the graph has collectives"
     if any(isinstance(rule.pack, Offload) for rule in options.saved_tensors):
         return "saved tensors are offloaded"
-    if recorded:
-        return "its code is to be recorded"
     return None
 
 

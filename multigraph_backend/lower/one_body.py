@@ -102,16 +102,30 @@ def collecting() -> Iterator[list[Repeated]]:
         _collected.reset(token)
 
 
-def inner_compile(lossless: bool, traced: Bodies | None = None, why_not: str | None = None) -> Callable[..., Any]:
-    """Inductor's compile of one graph, with calls of bodies; `lossless`: only where no kernel is cut in two.
+#: why a step may be a part of no body; None of those that may
+Stays = Callable[[Node], str | None]
 
+
+def inner_compile(
+    inner: Callable[..., Any] | None = None,
+    lossless: bool = False,
+    cut_at: Stays | None = None,
+    traced: Bodies | None = None,
+    why_not: str | None = None,
+) -> Callable[..., Any]:
+    """`inner`, or Inductor's own compile of one graph, with calls of bodies; `lossless`: only where no kernel is cut
+    in two.
+
+    `cut_at`: why a graph is to be cut at a step, which no body can be.
     `traced`: bodies that the graph calls already; `why_not`: why it calls none.
     """
-    return functools.partial(_compile, lossless, traced, why_not)
+    return functools.partial(_compile, inner or _compat.compile_fx_inner, lossless, cut_at, traced, why_not)
 
 
 def _compile(
+    compile_inner: Callable[..., Any],
     lossless: bool,
+    cut_at: Stays | None,
     traced: Bodies | None,
     why_not: str | None,
     gm: GraphModule,
@@ -121,12 +135,12 @@ def _compile(
     """Raises `CannotLower` where the code is not what it should be."""
     backward = bool(settings.get("is_backward"))
     label = "backward" if backward else "inference" if settings.get("is_inference") else "forward"
-    called = traced_once.put_in(gm, traced)
+    called = traced_once.put_in(gm, traced, cut_at)
     names: list[str] = []
     if settings.get("cpp_wrapper") or _compat.inductor_config.cpp_wrapper:
         found = Repeated(label, 0, refused=("there are no bodies in C++ wrappers",))
     else:
-        found, names = put_in(gm, label, lossless)
+        found, names = put_in(gm, label, lossless, cut_at)
         names += called.names
         found = dataclasses.replace(
             found,
@@ -139,9 +153,10 @@ def _compile(
         here.append(found)
     if names and backward:
         donation.nothing_donated(getattr(_compat.TracingContext.try_get(), "fw_metadata", None))
-    code = _compat.compile_fx_inner(gm, example_inputs, **settings)
+    code = compile_inner(gm, example_inputs, **settings)
+    source = str(getattr(getattr(code, "inner", code), "source_code", "") or "")
     for name in names:
-        if (why := wrong(str(getattr(code, "source_code", "") or ""), name)) is not None:
+        if (why := wrong(source, name)) is not None:
             raise CannotLower(f"a body of repeated blocks {why}")
     return code
 
@@ -149,12 +164,16 @@ def _compile(
 # ---------------------------------------------------------------- bodies and calls
 
 
-def put_in(gm: GraphModule, label: str = "graph", lossless: bool = False) -> tuple[Repeated, list[str]]:
+def put_in(
+    gm: GraphModule, label: str = "graph", lossless: bool = False, cut_at: Stays | None = None
+) -> tuple[Repeated, list[str]]:
     """Put calls of bodies into a graph; what became of it, and the names of the bodies."""
     _read_sizes_of_inputs(gm.graph)
-    steps, nodes = steps_of(gm.graph)
+    steps, nodes = steps_of(gm.graph, cut_at)
     own = [node for node in nodes if not is_of_call(node)]
-    staying = collections.Counter(f"{node.target}: {why}" for node in own if (why := why_it_stays(node)) is not None)
+    staying = collections.Counter(
+        f"{node.target}: {why}" for node in own if (why := why_it_stays(node, cut_at)) is not None
+    )
     putting = _Putting(gm)
     bodies: list[tuple[int, int]] = []
     refused: list[str] = []
@@ -374,17 +393,20 @@ class _Putting:
 def wrong(source: str, name: str) -> str | None:
     """What is wrong with the code of a body: that it hands out what it was given, or the same memory twice.
 
-    A caller then may use that memory for something else while it is needed.
+    A caller then may use that memory for something else while it is needed.  Each piece of a graph that Inductor parts
+    has the code of the bodies that it calls.
     """
     try:
-        found = [
-            node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == name
-        ]
+        nodes = list(ast.walk(ast.parse(source)))
     except SyntaxError:
         return "is in no Python code"
-    if len(found) != 1:
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
+    if not functions:
         return "has no code of its own"
-    (function,) = found
+    return next(filter(None, map(_wrong, functions)), None)
+
+
+def _wrong(function: ast.FunctionDef) -> str | None:
     lies_in: dict[str, str] = {}
     given: set[str] = set()
     for node in ast.walk(function):

@@ -16,7 +16,7 @@ is an operator of torch's own that writes to nothing and draws no random numbers
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ _SEEDED = ("inductor_random", "inductor_randint")  # draw what their seed says
 _SEED = "inductor_lookup_seed"
 
 
-def steps_of(graph: Graph) -> tuple[list[Step], list[Node]]:
-    """See the module's text."""
+def steps_of(graph: Graph, cut_at: Callable[[Node], str | None] | None = None) -> tuple[list[Step], list[Node]]:
+    """See the module's text.  `cut_at`: why the graph is to be cut at a step, None where it is not."""
     nodes = [node for node in graph.nodes if is_step(node)]
     numbers = {node: index for index, node in enumerate(nodes)}
     steps = []
@@ -54,9 +54,9 @@ def steps_of(graph: Graph) -> tuple[list[Step], list[Node]]:
             Step(
                 _description(node, operands),
                 tuple(numbers.get(operand, operand.name) for operand in operands),
-                _alone(node),
+                _alone(node, cut_at),
                 _path(node),
-                why_it_stays(node) is not None,
+                why_it_stays(node, cut_at) is not None,
                 node.target is operator.getitem,
                 viewed(node) is not None,
             )
@@ -163,8 +163,15 @@ def is_number(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
 
 
-def why_it_stays(node: Node) -> str | None:
+def why_it_stays(node: Node, cut_at: Callable[[Node], str | None] | None = None) -> str | None:
     """Why a call may not stand for this step; None where it may."""
+    if (why := _why_it_stays_anyway(node)) is not None or cut_at is None:
+        return why
+    why = cut_at(node)
+    return why and f"the graph is cut there: {why}"
+
+
+def _why_it_stays_anyway(node: Node) -> str | None:
     target: Any = node.target
     if target is operator.getitem:
         return _CALL if node.all_input_nodes[0].target is _compat.invoke_subgraph else None
@@ -295,9 +302,9 @@ def _name(node: Node) -> str:
     return str(getattr(packet, "__name__", getattr(node.target, "__name__", node.target)))
 
 
-def _alone(node: Node) -> bool:
+def _alone(node: Node, cut_at: Callable[[Node], str | None] | None) -> bool:
     name = _name(node)
-    return why_it_stays(node) is not None or name in _ALONE or "attention" in name
+    return why_it_stays(node, cut_at) is not None or name in _ALONE or "attention" in name
 
 
 def _path(node: Node) -> str:

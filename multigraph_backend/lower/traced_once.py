@@ -293,8 +293,9 @@ class PutIn:
     bodies: tuple[tuple[int, int], ...] = ()
 
 
-def put_in(gm: GraphModule, bodies: Bodies | None) -> PutIn:
-    """Calls of graphs of bodies in place of the operators."""
+def put_in(gm: GraphModule, bodies: Bodies | None, cut_at: Callable[[Node], str | None] | None = None) -> PutIn:
+    """Calls of graphs of bodies in place of the operators.  `cut_at`: why the graph is to be cut at a step, which no
+    body can be; None where it is not."""
     if not (operators := gm.graph.find_nodes(op="call_function", target=BLOCK)):
         return PutIn()
     if bodies is None:
@@ -312,6 +313,8 @@ def put_in(gm: GraphModule, bodies: Bodies | None) -> PutIn:
         if tuple(layout_of(entry.meta["val"]) for entry in given) != part.given:
             raise CannotLower("a call of a repeated block is not what its block was traced for")
         if (body, graph, kind) not in names:
+            if cut_at is not None and (why := next(filter(None, map(cut_at, part.made.graph.nodes)), None)) is not None:
+                raise CannotLower(f"a repeated block is cut: {why}")
             name = next(name for number in itertools.count() if not hasattr(gm, name := f"repeated_{number}"))
             gm.add_submodule(name, part.made)
             names[body, graph, kind], steps[name] = name, part.steps

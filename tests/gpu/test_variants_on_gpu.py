@@ -225,3 +225,30 @@ def test_eager_compilation_takes_no_memory_for_sizes_not_seen() -> None:
     assert_nothing_fell_back()
     (region,) = multigraph_backend.explain().regions
     assert [variant.state for variant in (*region.variants, region.generic)] == ["ready"] * 3
+
+
+@pytest.mark.parametrize("repeat", ["always", "auto"])
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_equal_blocks_are_calls_of_one_body_in_one_recording(grad: bool, repeat: str) -> None:
+    torch.manual_seed(0)
+    eager = torch.nn.Sequential(*(Block() for _ in range(6))).to(CUDA)
+    recordings = []
+    for asked in (False, repeat):
+        torch._dynamo.reset()
+        multigraph_backend.reset_stats()
+        model = copy.deepcopy(eager)
+        compiled = torch.compile(model, backend=multigraph, options={"repeat": asked, "cudagraphs": "require"})
+        kept = torch.empty(4, 32, 128, device=CUDA)
+        for _ in range(5):
+            x = kept.copy_(torch.randn(4, 32, 128))
+            if grad:
+                (y, grads), (wanted, wanted_grads) = run_step(compiled, x), run_step(eager, x)
+                torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(grads, wanted_grads, rtol=1e-3, atol=1e-5)
+            else:
+                with torch.inference_mode():
+                    torch.testing.assert_close(compiled(x), eager(x), rtol=1e-4, atol=1e-4)
+        assert_nothing_fell_back()
+        assert (multigraph_backend.stats()["body_calls"] > 1) == bool(asked)
+        recordings.append(multigraph_backend.stats()["recordings"])
+    assert recordings[0] == recordings[1] > 0

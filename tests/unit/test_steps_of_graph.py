@@ -5,6 +5,7 @@ Models are traced by AOTAutograd, and what would be compiled is run operator by 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from multigraph_backend.lower import one_body, repetition
 from multigraph_backend.lower.repetition import Repetition, Step
@@ -242,3 +244,24 @@ def test_code_of_a_body_is_read_for_what_it_hands_out() -> None:
         assert why in said
     reused = GOOD.replace("    buf2 = empty_strided_cpu((3, 8), (8, 1), torch.float32)", "    buf2 = argument_1")
     assert one_body.wrong(reused, "repeated_0") == "hands out buf2, which it was given"
+
+
+def test_a_step_at_which_the_graph_is_cut_is_in_no_body() -> None:
+    def cut_at(node: torch.fx.Node) -> str | None:
+        return "it waits" if node.target is torch.ops.aten.silu.default else None
+
+    model = Chain(*(Layer() for _ in range(6)))
+    gm = make_fx(model)(torch.randn(4, 8))
+    assert one_body.put_in(copy.deepcopy(gm))[0].calls
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default)) == 6
+    found, _ = one_body.put_in(gm, cut_at=cut_at)
+    assert found.calls
+    assert found.stay == () or found.bodies
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default)) == 6  # none is inside
+
+
+def test_where_nothing_but_cuts_come_again_it_is_said() -> None:
+    gm = make_fx(lambda x: x.sin().cos().sin().cos(), tracing_mode="fake")(torch.randn(4))
+    found, _ = one_body.put_in(gm, cut_at=lambda node: "it waits" if "cos" in str(node.target) else None)
+    assert not found.bodies
+    assert found.stay == ("aten.cos.default: the graph is cut there: it waits (2 times)",)

@@ -129,7 +129,7 @@ def operators_never_recorded(gm: GraphModule, rules: CutRules) -> dict[Any, str]
         elif isinstance(op, _compat.OpOverload) and reason in (LISTED, PYTHON, UNSAFE, WAITS, TRANSFER):
             found[op] = reason
             found.update((variant, reason) for variant in _out_variants(op, rules, reason == LISTED))
-        for subgraph in _subgraphs(node):
+        for subgraph in subgraphs(node):
             found.update(operators_never_recorded(subgraph, rules))
     return found
 
@@ -271,7 +271,7 @@ def _has_mask(node: Node) -> bool:
 
 
 def _by_subgraph(node: Node, rules: CutRules) -> str | None:
-    for subgraph in _subgraphs(node):
+    for subgraph in subgraphs(node):
         for inner in subgraph.graph.nodes:
             reason = unsupported(inner, rules)
             if reason is not None:
@@ -279,7 +279,8 @@ def _by_subgraph(node: Node, rules: CutRules) -> str | None:
     return None
 
 
-def _subgraphs(node: Node) -> Iterator[GraphModule]:
+def subgraphs(node: Node) -> Iterator[GraphModule]:
+    """The graphs that a node is given to call."""
     owner = node.graph.owning_module
     for arg in node.all_input_nodes if owner is not None else ():
         if arg.op == "get_attr":

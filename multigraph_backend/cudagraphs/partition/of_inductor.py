@@ -327,6 +327,9 @@ def draws(gm: GraphModule) -> bool:
             known = node.target.namespace in ("aten", "prims", "_c10d_functional")
             if not known or torch.Tag.nondeterministic_seeded in node.target.tags:
                 return True
+        elif node.target is _compat.invoke_subgraph:
+            if any(map(draws, cuts.subgraphs(node))):
+                return True
         elif node.op == "call_function" and isinstance(node.target, _compat.HigherOrderOperator):
             return True
     return False

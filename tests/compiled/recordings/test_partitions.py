@@ -3,6 +3,7 @@ here, where pieces are forced upon it."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ import torch
 from expecttest import assert_expected_inline
 
 from multigraph_backend import _compat
-from multigraph_backend.cudagraphs.partition import of_inductor
+from multigraph_backend.cudagraphs.partition import cuts, of_inductor
 from multigraph_backend.cudagraphs.partition.cuts import CutRules
 from multigraph_backend.cudagraphs.partition.generated_code import GeneratedCode, NotUnderstood
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, Placeholder
 from multigraph_backend.cudagraphs.partition.of_inductor import BrokenCode, Taken
+from multigraph_backend.lower import one_body
 
 FIXTURES = Path(__file__).with_name("fixtures_partitions")
 
@@ -301,13 +303,19 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler.Scheduler, "should_partition", should_partition)
 
 
-def compiled(function: Callable[..., Any], specs: list[GraphSpec], **how: Any) -> Callable[..., Any]:
-    """`function`, whose pieces are checked in each call to be what the spec says."""
+RULES = CutRules(device_type="cpu")
+
+
+def compiled(
+    function: Callable[..., Any], specs: list[GraphSpec], repeat: bool = False, **how: Any
+) -> Callable[..., Any]:
+    """`function`, whose pieces are checked in each call to be what the spec says; with bodies for blocks that come
+    again, where it is to `repeat`."""
 
     def inner_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         settings["cudagraphs"] = _compat.BoxedBool(False)
         static, backward = settings.get("static_input_idxs") or (), bool(settings.get("is_backward"))
-        taken = of_inductor.take(gm, static, backward, CutRules(device_type="cpu"))
+        taken = of_inductor.take(gm, static, backward, RULES)
         with _compat.inductor_config.patch(custom_should_partition_ops=list(taken.cut_ops)):
             code = _compat.compile_fx_inner(gm, inputs, **settings)
         spec = of_inductor.from_inductor(code, taken)
@@ -318,7 +326,10 @@ def compiled(function: Callable[..., Any], specs: list[GraphSpec], **how: Any) -
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         patches = {"triton.cudagraphs": True, "graph_partition": True}
-        return _compat.compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+        inner = inner_compile
+        if repeat:
+            inner = one_body.inner_compile(inner, cut_at=functools.partial(cuts.unsupported, rules=RULES))
+        return _compat.compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
     return torch.compile(function, backend=backend, fullgraph=True, **how)
 
@@ -361,6 +372,7 @@ def _checked(code: Any, spec: GraphSpec) -> Callable[[list[Any]], Any]:
         return results
 
     call._boxed_call = True  # type: ignore[attr-defined]
+    call.source_code = code.source_code  # type: ignore[attr-defined]
     return call
 
 
@@ -429,6 +441,53 @@ def test_pieces_around_an_operator_with_two_results() -> None:
     assert [piece.results for piece in spec.pieces] == [(), (2, 0)]
     assert spec.pieces[1].describe(spec) == "piece 1: (2 of buf1, arg1_1) -> (1, 0)"
     assert GraphSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.down(y.sigmoid() * 2 + y).tanh()
+
+
+class Layers(torch.nn.Module):
+    """`cut_in`: numbers of the layers behind which a custom operator cuts the graph."""
+
+    def __init__(self, cut_in: Sequence[int]) -> None:
+        super().__init__()
+        self.layers, self.cut_in = torch.nn.ModuleList(Layer() for _ in range(6)), cut_in
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number in self.cut_in:
+                x = torch.ops.mgparts.attn(x)
+        return x
+
+
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("cut_in", [(), (2,), range(5)], ids=["one piece", "two pieces", "a cut in each layer"])
+def test_pieces_call_bodies_and_no_body_is_cut(cut_in: Sequence[int], training: bool) -> None:
+    model, specs = Layers(cut_in).double(), list[GraphSpec]()
+    run = compiled(model, specs, repeat=True)
+    with one_body.collecting() as found:
+        for _ in range(3):
+            x = torch.randn(4, 8, dtype=torch.float64, requires_grad=training)
+            with torch.set_grad_enabled(training):
+                result, expected = run(x), model(x)
+            torch.testing.assert_close(result, expected)
+            if training:
+                wanted = torch.autograd.grad(expected.square().sum(), [x, *model.parameters()])
+                torch.testing.assert_close(torch.autograd.grad(result.square().sum(), [x, *model.parameters()]), wanted)
+    assert [graph.graph for graph in found] == (["forward", "backward"] if training else ["inference"])
+    assert all(graph.calls >= 4 for graph in found)
+    assert cut_in or not any(spec.random for spec in specs)  # nothing is known of a custom operator
+    assert len(specs[0].pieces) == len(cut_in) + 1
+    assert all(spec.whole for spec in specs[1:])
 
 
 # ---------------------------------------------------------------- what speaks against recording a graph at all

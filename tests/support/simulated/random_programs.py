@@ -772,7 +772,7 @@ class Program:
         size = 4 * key
         recipes: list[tuple[Any, ...]] = []
         handed: list[int] = []
-        # storages of the plain side -> whether an input over it is changed; those of a call that waits for this one, too
+        # storages of the plain side, also those of a call that waits for this one -> whether an input there is changed
         shared = dict(self._waits_with) if self.thread == WITHIN else {}
         for position, entry in enumerate(shape.inputs):
             if entry.kind in ("key", "float", "none", "generator"):
