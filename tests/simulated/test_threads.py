@@ -119,3 +119,15 @@ def test_threads_that_come_and_go_are_not_kept() -> None:
         shared.call()
     assert len(shared.bench.tree.callers._callers) <= 2
     shared.threads.close()
+
+
+def test_a_driver_error_where_a_second_thread_begins_to_call_costs_it_nothing() -> None:
+    shared = Shared(LONG)
+    (y,) = shared.piece([values()])
+    y.untyped_storage().resize_(1 << 12)  # its place in the pool gets a storage of its own before it serves again
+    del y
+    shared.bench.device.fail_at("storage_at")
+    for _ in range(2):
+        assert not shared.elsewhere()
+    assert "storage_at" not in shared.bench.device._failures
+    shared.threads.close()

@@ -14,7 +14,6 @@ import threading
 import time
 
 from multigraph_backend import events
-from multigraph_backend.cudagraphs.recordings import replay
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
 
@@ -118,7 +117,4 @@ class Callers:
     def _hand_out_copies(self, node: Node) -> None:
         for slot in node.slots:
             slot.copied = slot.copied or slot.visible
-        if node.alive():
-            node.unbuild()  # the first thread uses its outputs; it is built when they are dead
-        else:
-            replay.build(node)
+        node.unbuild()  # it is built where it is needed, and its outputs, which the first thread may use, are dead
