@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import time
@@ -266,15 +267,18 @@ class CompileJob:
         return dataclasses.replace(self, options=whole, unrepeated=reason, cache_tag=tag)._repeated_or_not(process_wide)
 
     def _traced_once_or_not(self, process_wide: contextlib.ExitStack) -> Lowered:
-        with traced_once.attempt() as attempt:
-            try:
-                return self._floats_or_constants(process_wide)
-            except Exception as error:
-                missed = isinstance(error, NotCached)  # code may be kept of the graph as it was
-                if from_outside(error) or not attempt.lifted or (self.only_cached and not missed):
-                    raise
-                process_wide.close()
-                reason = describe(error)
+        for passed in itertools.count():
+            with traced_once.attempt(passed=passed) as attempt:
+                try:
+                    return self._floats_or_constants(process_wide)
+                except Exception as error:
+                    missed = isinstance(error, NotCached)  # code may be kept of the graph cut otherwise, or as it was
+                    if from_outside(error) or not attempt.lifted or (self.only_cached and not missed):
+                        raise
+                    process_wide.close()
+                    reason = describe(error)
+            if not (missed and attempt.more):
+                break
         log.debug("%s: blocks are traced one by one: %s", self.graph.user_code, reason)
         with traced_once.attempt(why_not=reason):
             return self._floats_or_constants(process_wide)

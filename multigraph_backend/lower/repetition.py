@@ -371,7 +371,7 @@ def _phases(graph: _Graph, period: int, begin: int, end: int, named: bool, lossl
 
     def weight(phase: int) -> tuple[int, bool, int, int]:
         places = range(begin + phase, end + 1, period)
-        unnamed = not any(graph.boundary[place] for place in places)
+        unnamed = 2 * sum(graph.boundary[place] for place in places) < len(places)
         lost, alive = (sum(at[place] for place in places) for at in (graph.lost, graph.alive))
         return lost, unnamed, alive, (phase - first) % period
 

@@ -49,19 +49,22 @@ from multigraph_backend.lower.steps_of_graph import is_plain, steps_of_trace
 
 @dataclass
 class Attempt:
-    """One compile: `why_not` to lift blocks out of its graph, if so; `lifted`: whether some were."""
+    """One compile: `why_not` to lift blocks out of its graph, if so; `lifted`: whether some were.  `passed`: how many
+    of the ways to cut the graph are passed over; `more`: whether there are others behind the one that was taken."""
 
     why_not: str | None = None
+    passed: int = 0
     lifted: bool = False
+    more: bool = False
 
 
 _attempt: ContextVar[Attempt | None] = ContextVar("multigraph_traced_once", default=None)
 
 
 @contextlib.contextmanager
-def attempt(why_not: str | None = None) -> Iterator[Attempt]:
+def attempt(why_not: str | None = None, passed: int = 0) -> Iterator[Attempt]:
     """Says what became of the compile inside; with `why_not`, `lift` refuses there."""
-    token = _attempt.set(here := Attempt(why_not))
+    token = _attempt.set(here := Attempt(why_not, passed))
     try:
         yield here
     finally:
@@ -96,16 +99,21 @@ def lift(
     steps, nodes = steps_of_trace(module.graph)
     if (unknown := next((node for node in nodes if _changes_state(node)), None)) is not None:
         raise Refused(f"the graph calls {unknown.name}, which may change what a trace depends on")
-    found, entries = repetition.find(steps), repetition.between_entries(steps)
-    if 2 * entries.compiled < entries.steps + found.compiled:  # a cut elsewhere may go through a view
-        found = entries
     named = {node.name: node for node in module.graph.nodes}
-    blocks = [_block(body, nodes, named) for body in found.bodies]
-    if not blocks:
+    ways = _worth_trying(steps)[here.passed :]
+    if not ways:
         return None
-    bodies = Bodies({block.name: {} for block in blocks})
-    if traces:
-        _Tracing(module, inputs, settings, bodies).trace(blocks)
+    while True:
+        here.more = len(ways) > 1
+        try:
+            blocks = [_block(body, nodes, named) for body in ways.pop(0).bodies]
+            bodies = Bodies({block.name: {} for block in blocks})
+            if traces:
+                _Tracing(module, inputs, settings, bodies).trace(blocks)
+            break
+        except Refused:
+            if not ways:
+                raise
     now: dict[Node, Node] = {}
     for block in blocks:
         for mine, arguments in block.calls:
@@ -114,6 +122,16 @@ def lift(
     module.recompile()
     here.lifted = True
     return bodies
+
+
+def _worth_trying(steps: Sequence[repetition.Step]) -> list[repetition.Repetition]:
+    """Ways to cut a graph, of which the first is taken that can be traced: where nothing is lost, between entries of
+    lists of modules, for a cut elsewhere may go through a view, where each spares half of what can be; and where most
+    is spared."""
+    most = repetition.find(steps)
+    found = [repetition.find(steps, lossless=True), repetition.between_entries(steps)]
+    found = [one for one in found if one.bodies and 2 * one.compiled < one.steps + most.compiled]
+    return [*found, most] if most.bodies else found
 
 
 _STATELESS = frozenset((

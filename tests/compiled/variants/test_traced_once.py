@@ -5,7 +5,9 @@ Graphs run operator by operator, all else is as a user has it: no code is genera
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 import multigraph_backend
-from multigraph_backend.lower import block_operator
+from multigraph_backend.lower import block_operator, repetition, traced_once
+from multigraph_backend.lower.lowering import CompileJob
+from multigraph_backend.lower.only_cached import NotCached
 from tests.support.fuzz.repeated import Verdict
 from tests.support.fuzz.repeated import traced_once as compiled_of
 
@@ -169,3 +173,43 @@ def test_symbolic_sizes_are_traced_one_by_one() -> None:
     with torch.no_grad():
         torch.testing.assert_close(run(x), model(x))
     assert "sizes are symbolic" in verdict.said[-1]
+
+
+def test_where_one_way_to_cut_cannot_be_traced_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are asked for each way, since what was refused before is not known to a process that only looks there."""
+    lengths: list[int] = []
+    block = traced_once._block
+
+    def first_refused(body: repetition.Body, *others: Any) -> Any:
+        lengths.append(body.length * len(body.calls))
+        if len(lengths) == 1:
+            raise block_operator.Refused("a block that comes again hands out a view, or what it was given")
+        return block(body, *others)
+
+    monkeypatch.setattr(traced_once, "_block", first_refused)
+    model, verdict = layers(Layer), Verdict()
+    run, x = compiled_of(model, verdict), torch.randn(2, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x))
+    assert "traced once" in verdict.said[-1]
+    cut_elsewhere, between_entries = lengths[:2]
+    assert cut_elsewhere < between_entries  # where nothing is lost the first layer begins outside
+
+
+def test_a_compile_from_caches_goes_through_all_ways_and_then_the_graph_as_it_was() -> None:
+    asked: list[tuple[int, str | None]] = []
+
+    def look(process_wide: contextlib.ExitStack) -> str:
+        here = traced_once._attempt.get()
+        assert here is not None
+        asked.append((here.passed, here.why_not))
+        if here.why_not is not None:
+            return "as it was"
+        here.lifted, here.more = True, here.passed < 2
+        raise NotCached("nothing is kept of it")
+
+    job: Any = SimpleNamespace(only_cached=True, graph=SimpleNamespace(user_code="f"), _floats_or_constants=look)
+    with contextlib.ExitStack() as process_wide:
+        assert CompileJob._traced_once_or_not(job, process_wide) == "as it was"  # type: ignore[comparison-overlap]
+    assert [passed for passed, _ in asked] == [0, 1, 2, 0]
+    assert [why is None for _, why in asked] == [True, True, True, False]

@@ -94,7 +94,7 @@ def test_compile_time(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_depth(tmp_path: Path) -> None:
     rows = run("depth", tmp_path)
-    forms = ("multigraph", "multigraph, repeat", "multigraph, auto", "inductor")
+    forms = ("multigraph", "multigraph, repeat", "multigraph, auto", "inductor", "trace alone")
     assert [(row["passes"], row["layers"], row["form"]) for row in rows] == [
         ("inference", layers, form) for layers in (2, 3) for form in forms
     ]
