@@ -1,10 +1,11 @@
 """Random chains of equal and almost equal blocks, with bodies in place of what comes again, against eager.
 
-    python tests/support/fuzz/repeated.py --cases 10000 --first 0
+    python tests/support/fuzz/repeated.py --cases 10000 --first 0 --jobs 2 --json out.json
 
 A block differs from the others, if it does, by one thing: a constant, the stride of a parameter, a parameter that is
 shared, a write in place, the order of two operands, an operator, dropout.  Some blocks hand out a view of what they are
-given or have made, some keep a parameter without gradient.  Forward and backward graphs are AOTAutograd's, and are run
+given or have made, some keep a parameter without gradient.  Inputs have no, one, two or three rows, and some have zeros
+of both signs, infinities and NaN among their values.  Forward and backward graphs are AOTAutograd's, and are run
 operator by operator with the calls that `one_body` has put in: no code is generated, so a case takes a fraction of a
 second, and numbers are compared in double precision.  With `--traced-once` Dynamo traces the program, blocks are lifted
 out before AOTAutograd (`traced_once`), and everything is as a user has it, but that graphs run operator by operator.
@@ -15,9 +16,16 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
+import json
+import logging
+import multiprocessing
 import random
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +43,7 @@ import multigraph_backend
 from multigraph_backend import _compat
 from multigraph_backend.lower import one_body
 from multigraph_backend.lower import traced_once as lifted
+from tests.support.commit import commit
 
 WIDTH = 4
 DIFFERENCES = (
@@ -55,6 +64,12 @@ class Program:
     blocks: tuple[Block, ...]
     training: bool
     dynamic: bool
+    sizes: tuple[int, int] = (2, 3)
+    edges: bool = False
+    lossless: bool = False
+
+
+EDGES = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"))
 
 
 def generate(seed: int) -> Program:
@@ -66,7 +81,9 @@ def generate(seed: int) -> Program:
     for number in range(rng.randint(3, 8)):
         different = rng.choice(DIFFERENCES) if rng.random() < odd else same
         blocks.append(Block(kinds[number % len(kinds)], different))
-    return Program(seed, tuple(blocks), training=rng.random() < 0.7, dynamic=rng.random() < 0.1)
+    training, dynamic = rng.random() < 0.7, rng.random() < 0.1
+    sizes = (2, 3) if dynamic or rng.random() < 0.5 else (rng.randint(0, 3), rng.randint(0, 3))
+    return Program(seed, tuple(blocks), training, dynamic, sizes, rng.random() < 0.3, rng.random() < 0.3)
 
 
 class BlockModule(nn.Module):
@@ -158,17 +175,28 @@ def run_case(program: Program, compiled: Callable[[Model, Verdict], Any] | None 
     other = copy.deepcopy(model)
     run = (compiled or operator_by_operator(program))(other, verdict)
     for turn in range(2):
-        rows = 3 + turn if program.dynamic else 3
-        x = torch.randn(2, rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(turn))
+        x = _input(program, turn)
         expected = _step(model, model, x, program.training, turn)
         got = _step(run, other, x, program.training, turn)
         for name, mine in expected.items():
             try:
-                torch.testing.assert_close(got[name], mine, rtol=1e-7, atol=1e-9)
+                torch.testing.assert_close(got[name], mine, rtol=1e-7, atol=1e-9, equal_nan=True)
             except AssertionError as error:
                 verdict.wrong = f"{program}: {name}: {error}"
                 return verdict
     return verdict
+
+
+def _input(program: Program, turn: int) -> torch.Tensor:
+    batch, rows = program.sizes
+    size = batch, rows + turn if program.dynamic else rows, WIDTH
+    x = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(turn))
+    if program.edges:
+        rng = random.Random(f"{program.seed}, {turn}")
+        for place in range(x.numel()):
+            if rng.random() < 0.1:
+                x.view(-1)[place] = rng.choice(EDGES)
+    return x
 
 
 def _step(run: Any, model: Model, x: torch.Tensor, training: bool, seed: int) -> dict[str, Any]:
@@ -189,7 +217,7 @@ def _step(run: Any, model: Model, x: torch.Tensor, training: bool, seed: int) ->
 def operator_by_operator(program: Program) -> Callable[[Model, Verdict], Any]:
     def compiled(model: Model, verdict: Verdict) -> Any:
         def with_bodies(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-            found, _ = one_body.put_in(gm)
+            found, _ = one_body.put_in(gm, lossless=program.lossless)
             verdict.calls += found.calls
             verdict.said.append(str(found))
 
@@ -257,26 +285,68 @@ def through_inductor(model: Model, verdict: Verdict) -> Any:
     return torch.compile(model, backend="multigraph", fullgraph=True, options=options)
 
 
+CHUNK = 20
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--traced-once", action="store_true")
+    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    wrong, calls, with_calls = 0, 0, 0
-    for seed in range(args.first, args.first + args.cases):
-        program = generate(seed)
-        if args.traced_once and any(block.different == "dropout" for block in program.blocks):
-            continue  # Inductor's graphs draw other numbers than eager
-        verdict = run_case(program, traced_once if args.traced_once else None)
-        calls += verdict.calls
-        with_calls += verdict.calls > 0
-        if verdict.wrong is not None:
-            wrong += 1
-            print(verdict.wrong, flush=True)
-    print(f"{args.cases} programs, {with_calls} with calls of bodies, {calls} calls, {wrong} wrong")
+    of, began = commit("multigraph_backend"), time.monotonic()
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    end = args.first + args.cases
+    chunks = [range(seed, min(seed + CHUNK, end)) for seed in range(args.first, end, CHUNK)]
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), _begin) as pool:
+        for counted, found in pool.map(_chunk, chunks, itertools.repeat(args.traced_once)):
+            counts += counted
+            wrong += found
+            for said in found:
+                print(said, file=sys.stderr, flush=True)
+    summary = {
+        "commit": of,
+        "torch": torch.__version__,
+        "traced_once": args.traced_once,
+        "seeds": [args.first, end],
+        **dict(sorted(counts.items())),
+        "number_wrong": len(wrong),
+        "wrong": wrong,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    print(json.dumps({name: value for name, value in summary.items() if name != "wrong"}, indent=2))
+    if args.json is not None:
+        args.json.write_text(json.dumps(summary, indent=2) + "\n")
     return 1 if wrong else 0
+
+
+def _begin() -> None:
+    """In each process, once."""
+    torch.set_num_threads(1)
+    logging.getLogger("multigraph_backend").setLevel(logging.CRITICAL)
+
+
+def _chunk(seeds: range, once: bool) -> tuple[Counter[str], list[str]]:
+    """What the programs exercised, and what is wrong."""
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    for program in map(generate, seeds):
+        if once and any(block.different == "dropout" for block in program.blocks):
+            counts["left out: Inductor's graphs draw other numbers than eager"] += 1
+            continue
+        verdict = run_case(program, traced_once if once else None)
+        counts["programs"] += 1
+        counts["calls of bodies"] += verdict.calls
+        counts["programs with calls of bodies"] += verdict.calls > 0
+        counts["programs with backwards"] += program.training
+        counts["programs with zeros, infinities and NaN"] += program.edges
+        counts["programs with sizes of 0, 1 or 2"] += min(program.sizes) < 2
+        if verdict.wrong is not None:
+            wrong.append(verdict.wrong)
+    return counts, wrong
 
 
 if __name__ == "__main__":
