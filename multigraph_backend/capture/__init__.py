@@ -5,6 +5,6 @@
 `effects` tells what a call of it does, `assertions` puts back what of the program's assertions Dynamo has taken out,
 `known_numbers` writes into it what a compile knows.  `user_code` and
 `size_names` give things the names that the user knows; `aliasing` tells which inputs of a call share memory;
-`static_sizes` tells why a size is a constant; `declared`
-is what was declared, over the symbols of one graph.
+`dtensors` asks at a call whether parameters that are DTensors are as they were; `static_sizes` tells why a size is a
+constant; `declared` is what was declared, over the symbols of one graph.
 """

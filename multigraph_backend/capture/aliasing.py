@@ -93,7 +93,7 @@ def wrappers_apart(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool] | No
             part.untyped_storage()._cdata
             for index in wrappers
             for _, part in made_of(args[index])
-            if not _compat.is_traceable_wrapper_subclass(part)
+            if isinstance(part, torch.Tensor) and not _compat.is_traceable_wrapper_subclass(part)
         )
 
     return apart

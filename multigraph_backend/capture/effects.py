@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.capture.structure import graph_modules, held_tensors
+from multigraph_backend.capture.structure import graph_modules, held_tensors, made_of
 
 
 def written(gm: torch.fx.GraphModule) -> frozenset[int]:
@@ -40,7 +40,13 @@ def written(gm: torch.fx.GraphModule) -> frozenset[int]:
             written.add(_memory(node))
         written.update(map(_memory, (*_written_by_schema(node), *_running_statistics(node))))
     tensors = [*([node] for node in placeholders), *held.values()]
-    return frozenset(index for index, taken in enumerate(tensors) if any(_memory(node) in written for node in taken))
+    plain = {_memory(node) for taken in tensors for node in taken}
+    inside = written - plain  # of what tensor subclasses are made of, and of what the graph makes
+    return frozenset(
+        index
+        for index, taken in enumerate(tensors)
+        if any(_memory(node) in written or not inside.isdisjoint(_parts(node)) for node in taken)
+    )
 
 
 def _written_among_shared(entries: Iterable[tuple[Any, torch.fx.Node]], written: set[Any]) -> dict[int, torch.Tensor]:
@@ -82,6 +88,14 @@ def _memory(node: torch.fx.Node) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return node
     return int(value.untyped_storage()._cdata)
+
+
+def _parts(node: torch.fx.Node) -> Iterator[int]:
+    """The memory of what a node's value is made of, where it is a tensor subclass."""
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor) and _compat.is_traceable_wrapper_subclass(value):
+        parts = (part for _, part in made_of(value))
+        yield from (int(part.untyped_storage()._cdata) for part in parts if isinstance(part, torch.Tensor))
 
 
 def _written_by_schema(node: torch.fx.Node) -> Iterable[torch.fx.Node]:

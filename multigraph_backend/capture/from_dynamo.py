@@ -9,7 +9,6 @@ Invariants: no tensor is cloned; nothing of Dynamo's tracer stays alive; Dynamo'
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.capture import assertions, size_names, static_sizes
+from multigraph_backend.capture import assertions, dtensors, size_names, static_sizes
 from multigraph_backend.capture.effects import computes_floats, impure, output_kinds, viewed_inputs, written
 from multigraph_backend.capture.graph import (
     CapturedGraph,
@@ -122,7 +121,14 @@ def _describe(node: torch.fx.Node, example: Any, context: Any, fakes: list[Any])
     static = bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
     if _compat.is_traceable_wrapper_subclass(example):
         fakes.append(_static_wrapper(node, example, static, context))
-        return Input(node.name, source, static=True, into_subgraph=into_subgraph, wrapper=type(example).__name__)
+        return Input(
+            node.name,
+            source,
+            static=True,
+            into_subgraph=into_subgraph,
+            wrapper=type(example).__name__,
+            is_dtensor=dtensors.is_dtensor(example),
+        )
     if source is None or isinstance(example, _compat.FakeTensor):
         raise CannotCapture(f"input {node.name} is not an input of the user's function (the graph was split)")
     symbolic = context.tensor_to_context.get(example, None)
@@ -154,13 +160,12 @@ def _describe(node: torch.fx.Node, example: Any, context: Any, fakes: list[Any])
 def _static_wrapper(node: torch.fx.Node, example: Any, static: bool, context: Any) -> Any:
     """Dynamo's fake of a parameter or buffer that is a tensor subclass made of plain tensors.
 
-    What it is made of has to have fixed sizes: Dynamo guards on these, and nothing of them is read at a call.
+    What it is made of has to have fixed sizes: Dynamo guards on these.  A DTensor is also made of a mesh, which is no
+    tensor; what code relies on of DTensors is asked at each call (`capture.dtensors`).
     """
     said = f"input {node.name} is a tensor subclass ({type(example).__name__})"
     if not static:
         raise CannotCapture(f"{said}, and no parameter or buffer")
-    if (distributed := sys.modules.get("torch.distributed.tensor")) and isinstance(example, distributed.DTensor):
-        raise CannotCapture(f"{said}, of whose parts Dynamo checks nothing")
     symbolic = context.tensor_to_context.get(example, None)
     fake = context.fake_mode.from_tensor(
         example,
@@ -170,6 +175,8 @@ def _static_wrapper(node: torch.fx.Node, example: Any, static: bool, context: An
         trace=False,
     )
     for name, tensor in (("", fake), *made_of(fake)):
+        if dtensors.is_mesh_of(example, name):
+            continue
         if _compat.is_traceable_wrapper_subclass(tensor) != isinstance(tensor, _compat.FakeTensor):
             numbers = (*tensor.size(), *tensor.stride(), tensor.storage_offset())
             if not all(isinstance(number, int) for number in numbers):

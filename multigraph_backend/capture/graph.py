@@ -90,6 +90,7 @@ class Input:
     number: bool = False  # a Python float, which Dynamo passes as a 0-dim tensor made at each call
     into_subgraph: bool = False  # operand of a higher-order operator
     wrapper: str | None = None  # the class of a parameter that is a tensor subclass of fixed sizes; it has no layout
+    is_dtensor: bool = False  # whether such a parameter is a DTensor
 
 
 @dataclass(frozen=True)

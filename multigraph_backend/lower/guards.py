@@ -34,6 +34,7 @@ from typing import Any
 import sympy
 
 from multigraph_backend import _compat
+from multigraph_backend.capture import dtensors
 from multigraph_backend.capture.aliasing import overlapping, sharing, wrappers_apart, written_alone
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.lower.fresh_inputs import OVERLAPPING, CannotLower, FreshInputs
@@ -69,11 +70,13 @@ def guards_of(
 
     Raises `CannotLower` if they cannot be expressed, or do not hold for the very arguments of the compile.
     """
+    dtensors_alike = dtensors.alike(graph, args)
     parts = [
         *_pinned_parts(graph, pinned),
         *_float_parts(graph, fresh, pinned, args),
         *_shape_parts(fresh),
         *_aliasing_parts(graph, fresh, context, args),
+        *(() if dtensors_alike is None else ("dtensors_alike(a)",)),
     ]
     text = " and ".join(dict.fromkeys(parts))
     if not text:
@@ -84,6 +87,7 @@ def guards_of(
         "sharing": functools.partial(sharing, graph),
         "written_alone": written_alone(graph),
         "wrappers_apart": wrappers_apart(graph),
+        "dtensors_alike": dtensors_alike,
         "same_float": _same_float,
         "ordinary": _ordinary,
         "inf": math.inf,

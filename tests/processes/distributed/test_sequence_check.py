@@ -112,23 +112,6 @@ def test_what_is_issued_is_kept_with_each_variant_and_found_again_in_the_caches(
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_a_graph_with_dtensors_as_parameters_is_compiled_at_once() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    weight = torch.nn.Parameter(distribute_tensor(torch.randn(3), init_device_mesh("cpu", (1,)), [Replicate()]))
-
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return x * (weight * 2).to_local()  # type: ignore[no-any-return]
-
-    function = torch.compile(scaled, backend="multigraph", dynamic=False, options={"compiler": "aot_eager"})
-    x = torch.randn(4, 3)
-    torch.testing.assert_close(function(x), scaled(x))
-    (report,) = multigraph_backend.explain().regions
-    assert any("is a tensor subclass (DTensor), of whose parts Dynamo checks nothing" in note for note in report.notes)
-
-
-@pytest.mark.usefixtures("group_of_one")
 def test_a_graph_that_makes_dtensors_itself_is_taken_to_issue_collectives() -> None:
     """Which ones, only AOTAutograd's graph shows; in a group of one there are none."""
     from torch.distributed.device_mesh import init_device_mesh
