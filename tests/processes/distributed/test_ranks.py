@@ -21,6 +21,12 @@ LOCAL = ("another_variant_on_each_rank_with_ragged_sizes", "one_rank_compiles_la
          "the_same_variant_is_compiled_once_for_all_ranks")  # fmt: skip
 TRAINING = ("functional_tensor_parallel_training", "ddp", "dtensor_tensor_parallel", "fsdp2_block_by_block",
             "checkpointed", "compiled_autograd")  # fmt: skip
+RECIPES = (
+    "dtensor_weights_and_another_variant_on_each_rank",
+    "tensor_parallel_blocks_that_fsdp2_shards",
+    "fsdp2_whole",
+    "tensor_parallel",
+)
 DIVIDED = ("context_parallel", "pipeline_stages", "the_allocator_is_asked_for")
 
 
@@ -33,6 +39,7 @@ SLICE = (*LOCAL[:2], "ddp")
         pytest.param(SLICE, id="a slice"),
         pytest.param(LOCAL, id="local decisions", marks=pytest.mark.slow),
         pytest.param(TRAINING, id="training", marks=pytest.mark.slow),
+        pytest.param(RECIPES, id="torch's recipes", marks=pytest.mark.slow),
         pytest.param(DIVIDED, id="divided", marks=pytest.mark.slow),
     ],
 )

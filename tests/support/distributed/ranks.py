@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import datetime
 import faulthandler
+import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -320,6 +322,154 @@ def dtensor_tensor_parallel(rank: int) -> None:
     with torch.no_grad():
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
         torch.testing.assert_close(compiled(parallel(), dynamic=False)(x), base(x))
+
+
+@program
+def dtensor_weights_and_another_variant_on_each_rank(rank: int) -> None:
+    """Rows are the same on both ranks, as tensor parallelism has it; which of the variants there are is not."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    synced(11)
+    base = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    ours, theirs = (parallelize_module(copy.deepcopy(base), mesh, plan) for _ in range(2))
+    specialize = [{"input[0]": 4}, {"input[0]": {"multiple_of": 8}}]
+    function = compiled(ours, specialize=specialize[:1] if rank == 0 else specialize[1:], on_failure="raise")
+    optimizers = sgd(ours), sgd(theirs)
+    for step in range(12):
+        torch.manual_seed(step)
+        x = torch.randn((3, 4, 8, 6)[step % 4], 8)
+        losses = []
+        for model, optimizer in zip((function, theirs), optimizers, strict=True):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses)
+    for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), wanted.full_tensor())
+    ran_compiled(12)
+    assert [entry.calls for entry in only_region().variants] == [3]
+    assert only_region()._issued.issued.forward
+
+
+class Said(logging.Handler):
+    """What is logged as a warning, and warned of, while it is entered: texts before their values."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: set[str] = set()
+        known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+        named = [logging.getLogger(name) for name in ("torch", "multigraph_backend", *known)]
+        self.loggers = [logger for logger in named if logger.parent is logging.root or not logger.propagate]
+        self.warned = warnings.catch_warnings(record=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.add(str(record.msg))
+
+    def __enter__(self) -> Said:
+        self.caught = self.warned.__enter__()
+        warnings.simplefilter("always")
+        for logger in self.loggers:
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for logger in self.loggers:
+            logger.removeHandler(self)
+        self.warned.__exit__(*error)
+        self.texts.update(str(entry.message) for entry in self.caught or ())
+
+
+def as_eager_and_as_quiet_as_stock(made: Callable[[str], tuple[Any, Any]], rank: int, least: int) -> None:
+    """`made(backend)`: a model and what is called.  Losses, gradients and parameters are eager's, and multigraph warns
+    of nothing that stock does not warn of."""
+    texts, found = {}, {}
+    for backend in ("eager", "inductor", "multigraph"):
+        torch._dynamo.reset()
+        model, called = made(backend)
+        with Said() as said:
+            called(torch.linspace(-1, 1, 32).view(4, 8)).square().mean().backward()
+            gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+            model.zero_grad()
+            losses = trained(called, torch.optim.AdamW(model.parameters(), 0.01), rank)
+        texts[backend] = said.texts
+        found[backend] = losses, gradients, [parameter.detach().full_tensor() for parameter in model.parameters()]
+    for backend in ("inductor", "multigraph"):
+        assert_trained_alike(found[backend][0], found["eager"][0])
+        torch.testing.assert_close(found[backend][1:], found["eager"][1:], rtol=1e-3, atol=1e-4)
+    assert texts["multigraph"] <= texts["inductor"], texts["multigraph"] - texts["inductor"]
+    ran_compiled(least)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = torch.nn.Linear(8, 16), torch.nn.LayerNorm(8), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+@program
+def tensor_parallel_blocks_that_fsdp2_shards(rank: int) -> None:
+    """torch's recipe for both, over a mesh of one by two: blocks are divided, then sharded, then compiled in place."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    synced(12)
+    base = torch.nn.Sequential(Block(), Block())
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+
+    def made(backend: str) -> tuple[Any, Any]:
+        model = copy.deepcopy(base)
+        for block in model:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            if backend != "eager":
+                block.compile(backend=backend)
+            fully_shard(block, mesh=mesh["dp"])
+        return (fully_shard(model, mesh=mesh["dp"]),) * 2
+
+    as_eager_and_as_quiet_as_stock(made, 0, 2 * 21)
+
+
+@program
+def fsdp2_whole(rank: int) -> None:
+    """The whole model compiled, over blocks that are sharded; and its gradients are eager's."""
+    from torch.distributed.fsdp import fully_shard
+
+    synced(13)
+    base = torch.nn.Sequential(Block(), Block())
+
+    def made(backend: str) -> tuple[Any, Any]:
+        model = copy.deepcopy(base)
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        return model, model if backend == "eager" else torch.compile(model, backend=backend)
+
+    as_eager_and_as_quiet_as_stock(made, rank, 2 * 21)  # hooks run between the blocks: each is a graph
+
+
+@program
+def tensor_parallel(rank: int) -> None:
+    """The whole model compiled, all of whose parameters are divided."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    synced(14)
+    base = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def made(backend: str) -> tuple[Any, Any]:
+        model = parallelize_module(copy.deepcopy(base), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+        return model, model if backend == "eager" else torch.compile(model, backend=backend)
+
+    as_eager_and_as_quiet_as_stock(made, 0, 21)
 
 
 @program
