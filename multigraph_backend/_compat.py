@@ -185,6 +185,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         # the state around a compile
         _S("compile_lock", "torch._dynamo.convert_frame", "compile_lock",
            shape=("acquire", "release", "_is_owned", "_release_save")),
+        _S("clear_fake_mode_weakrefs", "torch._dynamo.convert_frame", "_clear_fake_mode_weakrefs",
+           feature="moved parameters"),
         _S("compile_flag", "torch.compiler", "_is_compiling_flag"),
         _S("_stance", "torch._dynamo.eval_frame", "_stance", feature="stances", shape=("stance",)),
         _S("innermost_fn", "torch._dynamo.eval_frame", "innermost_fn"),

@@ -7,7 +7,7 @@ some calls only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -95,6 +95,39 @@ def wrappers_apart(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool] | No
             for _, part in made_of(args[index])
             if isinstance(part, torch.Tensor) and not _compat.is_traceable_wrapper_subclass(part)
         )
+
+    return apart
+
+
+def parts_apart(
+    inputs: Sequence[Any], held: Sequence[torch.Tensor], written: Collection[int]
+) -> Callable[[Sequence[Any]], bool] | None:
+    """The check of a call that nothing which is written to shares memory by way of what a tensor subclass is made of:
+    AOTAutograd compares subclasses as wholes.  None where that cannot be.
+
+    `written`: positions among `inputs`, on which those of `held` follow.
+    """
+    everything = (*inputs, *held)
+    tensors = [index for index, value in enumerate(everything) if isinstance(value, torch.Tensor)]
+    wrappers = {index for index in tensors if _compat.is_traceable_wrapper_subclass(everything[index])}
+    if not wrappers or not written:
+        return None
+
+    def apart(args: Sequence[Any]) -> bool:
+        everything = (*args, *held)
+        used: dict[int, tuple[bool, bool]] = {}  # by storage: whether a part lies there, and whether it is written to
+        for index in tensors:
+            value, is_wrapper, is_written = everything[index], index in wrappers, index in written
+            parts = [part for _, part in made_of(value)] if is_wrapper else [value]
+            for part in parts:
+                if not isinstance(part, torch.Tensor) or (is_wrapper and _compat.is_traceable_wrapper_subclass(part)):
+                    continue
+                key = part.untyped_storage()._cdata
+                inside, changed = used.get(key, (False, False))
+                if key in used and (inside or is_wrapper) and (changed or is_written):
+                    return False
+                used[key] = inside or is_wrapper, changed or is_written
+        return True
 
     return apart
 

@@ -1,20 +1,23 @@
 """A graph compiled at once, as any other backend does it: in Dynamo's own trace and under its guards.
 
 For graphs that cannot be captured, and where this torch lacks what late compiles need.  In: the graph module and the
-example inputs of a backend call.  Out: the compiler's code, recorded and packed as the options ask.
+example inputs of a backend call.  Out: the compiler's code, recorded and packed as the options ask.  A call in which
+something that is written to shares memory with a part of a tensor subclass runs eagerly.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, events
 from multigraph_backend.capture import effects
-from multigraph_backend.capture.structure import copy_structure
+from multigraph_backend.capture.aliasing import parts_apart
+from multigraph_backend.capture.structure import copy_structure, held_tensors
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.compilers import (
     CHANGES_INPUTS,
@@ -31,12 +34,37 @@ from multigraph_backend.saved_tensors.account import SavedTensors
 
 log = logging.getLogger(__name__)
 
+PARTS_SHARED = "what it writes to shares memory with what a tensor subclass is made of, which AOTAutograd does not see"
+
 
 def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     """The chosen compiler's code for `module`; `name` is for messages.
 
     Raises what the compiler raises, and `CannotLower` where this torch lacks what the compile needs.
     """
+    apart = parts_apart(inputs, list(held_tensors(module)), effects.written(module))
+    if apart is None:
+        return _compiled(module, inputs, options, name)
+    eager = _copied(module) if apart(inputs) else None
+    if eager is None:
+        raise CannotLower(PARTS_SHARED)
+    return _unless_parts_are_shared(_compiled(module, inputs, options, name), eager, apart, name)
+
+
+def _unless_parts_are_shared(
+    run: CompiledFunction, eager: torch.fx.GraphModule, apart: Callable[[Sequence[Any]], bool], name: str
+) -> CompiledFunction:
+    def checked(*args: Any) -> Any:
+        if apart(args):
+            return run(*args)
+        events.count("eager_calls")
+        events.warn_once(f"{name}: {PARTS_SHARED}", "%s: runs eagerly: %s", name, PARTS_SHARED)
+        return eager(*args)
+
+    return checked
+
+
+def _compiled(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     options = dataclasses.replace(options, repeat=False)  # nothing is compiled once more where bodies fail
     recorded_as = name if records(module, inputs, options) else None
     plain = recorded_as is None and not options.packing

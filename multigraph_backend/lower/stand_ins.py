@@ -60,7 +60,7 @@ class Likeness:
     @classmethod
     def of(cls, graph: CapturedGraph, args: Sequence[Any]) -> Likeness | None:
         """None where a stand-in would not be compiled as the arguments were: subclasses, conjugates, and views where
-        the graph changes its inputs."""
+        the graph changes its inputs; and for parameters that are subclasses made of tensors."""
         if graph.mutates_inputs and (sharing(graph, args) or any(args[at]._is_view() for at in graph.user_inputs)):
             return None
         kept: list[Any] = []
@@ -71,6 +71,8 @@ class Likeness:
                 kept.append(arg)
             elif entry.number:
                 kept.append(arg)  # made for the call, of one element
+            elif entry.wrapper is not None:  # `Module.to` exchanges it, and cannot while somebody refers to it weakly
+                return None
             elif entry.static:
                 kept.append(weakref.ref(arg))
             elif type(arg) not in (torch.Tensor, torch.nn.Parameter) or _is_odd(arg):
