@@ -1,10 +1,11 @@
 """Where Inductor's code on the CPU differs from eager: the cases that docs/sharp-edges.md names.
 
-Each row fails when torch mends it, and has to leave the page then.  Without generated code the numbers are eager's.
+Each row fails when torch mends it, and the page has to say so then.  Without generated code the numbers are eager's.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,14 @@ ROWS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "root of minus infinity": (root, (torch.tensor([-INF, 4.0], dtype=torch.float16),)),
 }
 
+#: the versions of torch from which on a row is right
+MENDED = {
+    "floor division of infinity": (2, 15),
+    "floor division by infinity": (2, 15),
+    "softshrink of nan": (2, 15),
+}
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
 
 def outcome(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], **how: Any) -> list[torch.Tensor]:
     torch._dynamo.reset()
@@ -61,15 +70,26 @@ def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def test_it_is_stocks_number_and_without_generated_code_eagers(row: str) -> None:
     eager = outcome(*ROWS[row])
     stock = outcome(*ROWS[row], backend="inductor")
-    assert not same(stock, eager), "this torch is right: the page need not name it"
+    assert same(stock, eager) == (MENDED.get(row, (99,)) <= TORCH)
     assert same(outcome(*ROWS[row], backend="multigraph"), stock)
     assert same(outcome(*ROWS[row], backend="multigraph", options={"compiler": "aot_eager"}), eager)
 
 
-def test_the_backward_of_such_a_pooling_raises() -> None:
-    for backend in ("inductor", "multigraph"):
+def test_the_backward_of_such_a_pooling_raises_or_gives_gradients_elsewhere() -> None:
+    def gradient(backend: str | None) -> torch.Tensor | None:
         torch._dynamo.reset()
         x = torch.full((1, 1, 6, 6), -INF, requires_grad=True)
-        y = torch.compile(lambda x: functional.max_pool2d(x, 3, 2, 1), backend=backend)(x)
-        with pytest.raises(RuntimeError, match="index out of bounds"):
+        pool = functools.partial(functional.max_pool2d, kernel_size=3, stride=2, padding=1)
+        y = (pool if backend is None else torch.compile(pool, backend=backend))(x)
+        try:
             y.backward(torch.ones_like(y))
+        except RuntimeError as error:
+            if "index out of bounds" in str(error):
+                return None
+            raise
+        return x.grad
+
+    eager = gradient(None)
+    for backend in ("inductor", "multigraph"):
+        found = gradient(backend)
+        assert found is None if TORCH >= (2, 13) else not torch.equal(found, eager)
