@@ -6,8 +6,8 @@ thread compiles: a machine's other cores do not hide what is done twice.
 
 first s     of the first call, to the end of its work, with its backward where there is one
 cpu s       of that, seconds of this process's and the compilers' processors: what the machine did beside does not count
-cpu s/layer the same for a further layer, from the smallest depth on; of "trace alone", which compiles nothing, what Dynamo
-            takes for one, whatever is compiled afterwards
+cpu s/layer the same for a further layer, from the smallest depth on; of "trace alone", which compiles nothing, it is
+            what Dynamo takes for one, whatever is compiled afterwards
 call us     of a later call; the forms take turns
 call/whole  to multigraph without bodies, paired by turns
 steps       of the graphs, and how many of them Inductor was given once instead of again
