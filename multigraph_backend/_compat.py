@@ -418,6 +418,7 @@ OFF = {
     "allocator on CUDA": "the allocator extension is off",
     "recordings in the extension on CUDA": "nothing is recorded where the allocator extension is installed",
     "size assertions": "graphs that assert something of sizes that they compute have no variants",
+    "moved parameters": "Module.to() may refuse to move a compiled model whose parameters are tensor subclasses",
 }
 
 

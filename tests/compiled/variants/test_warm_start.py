@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,16 @@ SIZES = {"specialize": [{"x[0]": 8}, {"x[0]": {"multiple_of": 16}}]}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    write_what_is_left()  # into the folder of whoever has noted it
     monkeypatch.setenv(manifests.VARIABLE, str(tmp_path / "manifests"))
-    return tmp_path / "manifests"
+    yield tmp_path / "manifests"
+    write_what_is_left()
+
+
+def write_what_is_left() -> None:
+    assert warm_start.wait_until_warm()
+    warm_start.write_all()
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -35,8 +42,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def begin_anew() -> None:
-    assert warm_start.wait_until_warm()
-    warm_start.write_all()
+    write_what_is_left()
     torch._dynamo.reset()
     multigraph_backend.reset_stats()
     counters.clear()
