@@ -5,7 +5,8 @@ alias something, subclasses, effects, random states.  Of a recorded graph they t
 
 In:  what AOTAutograd compiled, the code that it calls in the end, its metadata.
 Out: a function that calls that code at once, if the metadata names nothing for the wrappers to do, and if they were
-seen, at the first call, to hand the very objects through that they were given, both ways.
+seen, at the first call, to hand the very objects through that they were given, both ways.  Inputs that the code itself
+changes (a cache of keys and values) count as changed for autograd as they do behind the wrappers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from multigraph_backend.cudagraphs.output_code import RecordedCode
 #: of AOTAutograd's metadata, by what they count or hold
 _NOTHING_TO_DO = (
     "num_mutated_inp_runtime_indices",
-    "mutated_graph_handled_indices_seen_by_autograd",
     "num_outputs_aliased",
     "num_intermediate_bases",
     "dynamic_outputs",
@@ -36,8 +36,11 @@ _NOTHING_TO_DO = (
 class DirectCall:
     """`first` runs a call through the wrappers and watches; `function` is the way past them once that is proven."""
 
-    def __init__(self, wrapped: Callable[..., Any], code: RecordedCode, grad: bool) -> None:
-        self._wrapped, self._code, self._grad = wrapped, code, grad
+    def __init__(
+        self, wrapped: Callable[..., Any], code: RecordedCode, grad: bool, changed: tuple[int, ...] = ()
+    ) -> None:
+        """`changed`: positions of arguments that the code changes, and autograd is to know of."""
+        self._wrapped, self._code, self._grad, self._changed = wrapped, code, grad, changed
         self._lock = Lock()  # one call at a time is watched; others need not wait
         self.function: Callable[..., Any] | None = None
 
@@ -53,7 +56,7 @@ class DirectCall:
         finally:
             self._lock.release()
         if len(seen) == 1 and _same(seen[0][0], args) and _same(seen[0][1], outputs):
-            self.function = _calling(self._code, self._grad)
+            self.function = _calling(self._code, self._grad, self._changed)
         return outputs
 
 
@@ -65,7 +68,10 @@ def find(wrapped: Callable[..., Any], codes: Sequence[RecordedCode], metadata: A
         return None
     if any(torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")):
         return None
-    return DirectCall(wrapped, codes[0], torch.is_grad_enabled())
+    changed = getattr(metadata, "mutated_graph_handled_indices_seen_by_autograd", None)
+    if changed is None:
+        return None
+    return DirectCall(wrapped, codes[0], torch.is_grad_enabled(), tuple(changed))
 
 
 @contextmanager
@@ -99,17 +105,23 @@ def _same(ones: Any, others: Any) -> bool:
     )
 
 
-def _calling(code: RecordedCode, grad: bool) -> Callable[..., Any]:
-    run, set_grad = code.run, _compat.set_grad_enabled
+def _calling(code: RecordedCode, grad: bool, changed: Sequence[int] = ()) -> Callable[..., Any]:
+    run, set_grad, increment_version = code.run, _compat.set_grad_enabled, torch.autograd.graph.increment_version
 
     def direct(*args: Any) -> Any:
         return run(list(args))
 
+    def changing(*args: Any) -> Any:
+        increment_version([args[index] for index in changed])
+        return run(list(args))
+
+    called = changing if changed else direct
+
     def without_grad(*args: Any) -> Any:
         set_grad(False)
         try:
-            return run(list(args))
+            return called(*args)
         finally:
             set_grad(True)
 
-    return without_grad if grad else direct
+    return without_grad if grad else called

@@ -40,7 +40,8 @@ class Code:
 class Compiled:
     """A function compiled by AOTAutograd around `Code`, and what `direct_call.find` makes of it."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, function: Callable[..., Any], *args: Any, keep_changes: bool = False) -> None:
+        """`keep_changes`: inputs are changed by the code, as Inductor's does, and not by the wrappers."""
         codes: list[Code] = []
 
         def compiler(inference: bool) -> Callable[..., Any]:
@@ -52,7 +53,10 @@ class Compiled:
 
         def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             compile_all = aot_autograd(
-                fw_compiler=compiler(False), bw_compiler=compiler(False), inference_compiler=compiler(True)
+                fw_compiler=compiler(False),
+                bw_compiler=compiler(False),
+                inference_compiler=compiler(True),
+                keep_inference_input_mutations=keep_changes,
             )
             self.wrapped = _compat.innermost_fn(compile_all(gm, inputs))
             self.inputs = inputs
@@ -116,6 +120,43 @@ def test_wrappers_that_do_nothing_are_left_out(function: Callable[..., Any], gra
 def test_wrappers_that_have_something_to_do_stay(function: Callable[..., Any]) -> None:
     with torch.no_grad():
         assert Compiled(function, torch.randn(4, 4)).direct is None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_inputs_that_the_code_changes_count_as_changed(grad: bool) -> None:
+    def store(cache: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache.index_put_((rows,), x)
+        return cache.sum(0)
+
+    with torch.set_grad_enabled(grad):
+        rows = torch.tensor([2, 0])
+        compiled = Compiled(store, torch.zeros(4, 3), rows, torch.randn(2, 3), keep_changes=True)
+        assert compiled.function is not None
+        cache, expected, x = torch.zeros(4, 3), torch.zeros(4, 3), torch.randn(2, 3)
+        versions = cache._version, rows._version, x._version
+        # in the order of the graph's inputs
+        by_shape = {(4, 3): cache, (2,): rows, (2, 3): x}
+        outputs = compiled.function(*[by_shape[tuple(entry.shape)] for entry in compiled.inputs])
+        torch.testing.assert_close(outputs[0], store(expected, rows, x))
+        torch.testing.assert_close(cache, expected)
+        assert cache._version > versions[0]
+        assert (rows._version, x._version) == versions[1:]
+
+
+def test_autograd_sees_that_what_it_saved_was_changed_by_the_code() -> None:
+    """By a code that changes memory behind torch's back, as kernels do: only the direct call can have told it."""
+
+    def through_numpy(x: torch.Tensor) -> tuple[torch.Tensor]:
+        x.numpy()[:] += 1
+        return (x * 2,)
+
+    code = Code(through_numpy, True)
+    call = direct_call._calling(code, True, (0,))  # type: ignore[arg-type]
+    x, weight = torch.randn(3), torch.randn(3, requires_grad=True)
+    loss = (weight * x).sum()
+    call(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_a_training_graph_stays_wrapped() -> None:
