@@ -141,6 +141,7 @@ class Options:
             self.max_recordings,
             self.copy_outputs,
             self.limits,
+            bool(self.pad),
         )
 
     @property

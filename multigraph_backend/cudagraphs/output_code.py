@@ -57,14 +57,15 @@ def living() -> list[RecordedCode]:
     return list(_living.values())
 
 
-_attached: ContextVar[list[RecordedCode] | None] = ContextVar("attached", default=None)
+_attached: ContextVar[tuple[list[RecordedCode], str | None] | None] = ContextVar("attached", default=None)
 
 
 @contextmanager
-def attached() -> Iterator[list[RecordedCode]]:
-    """What is compiled, or taken from a cache, within."""
+def attached(label: str | None = None) -> Iterator[list[RecordedCode]]:
+    """What is compiled, or taken from a cache, within.  `label`: what messages call code from a cache from now on,
+    which was perhaps made for another model."""
     codes: list[RecordedCode] = []
-    token = _attached.set(codes)
+    token = _attached.set((codes, label))
     try:
         yield codes
     finally:
@@ -118,6 +119,8 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             self.inner = inner
         self.inner.post_compile(example_inputs, constants, graph_kwargs)
         if cached:
+            if (attached := _attached.get()) is not None and attached[1] is not None:
+                self.label = _of_phase(attached[1], self.spec.is_backward)
             self._attach()
 
     def prepare_for_serialization(self) -> None:
@@ -136,7 +139,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         """Put recordings between the callers of the code and the code."""
         _living[id(self)] = self
         if (attached := _attached.get()) is not None:
-            attached.append(self)
+            attached[0].append(self)
         if self.spec.collectives:
             communicating.add_code(self)
             watchdog.watch()
@@ -311,7 +314,7 @@ def _compile_inner(
     """
     settings["cudagraphs"] = _compat.BoxedBool(False)
     backward = bool(settings.get("is_backward"))
-    label = f"{label}, {'backward' if backward else 'forward'}"
+    label = _of_phase(label, backward)
     taken = of_inductor.take(gm, settings.get("static_input_idxs") or (), backward, rules)  # Inductor changes the graph
     config = _compat.inductor_config
     cut = [*config.custom_should_partition_ops, *taken.cut_ops]
@@ -336,8 +339,13 @@ def _compile_unrecorded(
     if not trace_only and not isinstance(code, _compat.CompiledFxGraph):
         return code
     spec = taken.graph if trace_only else of_inductor.from_inductor(code, taken)
-    label = f"{label}, {'backward' if backward else 'forward'}"
-    return RecordedCode(code, spec, label, Wanted(False, True, MOST), bool(settings.get("is_inference")))
+    return RecordedCode(
+        code, spec, _of_phase(label, backward), Wanted(False, True, MOST), bool(settings.get("is_inference"))
+    )
+
+
+def _of_phase(label: str, backward: bool) -> str:
+    return f"{label}, {'backward' if backward else 'forward'}"
 
 
 def _check_all_recorded(spec: GraphSpec, label: str) -> None:

@@ -352,7 +352,7 @@ class CompileJob:
 
         label = f"{graph.user_code}, {self.name}"
         how: How = "recorded" if self.recorded else "unrecorded"
-        with output_code.attached() as codes:
+        with output_code.attached(label) as codes:
             compiled = compile_module(
                 fresh.module,
                 fresh.inputs,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import multigraph_backend
-from multigraph_backend import events, report
+from multigraph_backend import _compat, events, report
 from multigraph_backend.cudagraphs import account, output_code, runtime
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
@@ -106,6 +106,26 @@ def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatc
     spec = piece.spec
     assert (spec.names, spec.traces, spec.must_pay, spec.most) == (("x",), ("the user's line",), True, 5)
     assert made.run is piece
+
+
+def test_code_from_a_cache_is_called_what_it_is_loaded_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cached(Inner):
+        current_callable = None
+
+        def post_compile(self, *args: Any) -> None:
+            pass
+
+    bench = Bench()
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
+    loaded = SimpleNamespace(cache_hit_post_compile=lambda inner, key, constants: (inner, None))
+    monkeypatch.setattr(_compat, "FxGraphCache", loaded)
+    made = RecordedCode(Cached(), SPEC, "one model, forward", WANTED, inference=True)
+    assert made.pieces[0].spec.label == "one model, forward"
+    with output_code.attached("another model") as codes:
+        made.post_compile((), None, {})
+    assert codes == [made]
+    assert made.pieces[0].spec.label == made.label == "another model, forward"
 
 
 class Parted:

@@ -272,7 +272,7 @@ def test_what_recordings_may_cost() -> None:
     options = build({"record_small": True, "copy_outputs": True, "max_recordings": 9, "collectives": "cut"})
     assert options.copy_outputs
     assert error({"copy_outputs": None}) == "option 'copy_outputs': expected True or False, got None (NoneType)"
-    assert options.recording == ("auto", (), (), "cut", True, 9, True, ())
+    assert options.recording == ("auto", (), (), "cut", True, 9, True, (), False)
     assert "'record' or 'cut'" in error({"collectives": "split"})
     assert hash(options) != hash(build({}))
     assert error({"record_small": 1}) == "option 'record_small': expected True or False, got 1 (int); write True"
@@ -492,6 +492,10 @@ def test_all_limits_of_recordings_are_options() -> None:
     assert options.recording != build().recording
     assert hash(options) == hash(build({"limits": dict(reversed(given.items()))}))
     assert build({"limits": None}) == build({"limits": {}}) == build()
+
+
+def test_code_whose_inputs_are_padded_is_not_taken_from_a_cache_for_calls_that_are_not() -> None:
+    assert build({"pad": {"x[0]": [4, 8]}}).recording != build().recording
 
 
 @pytest.mark.parametrize(
