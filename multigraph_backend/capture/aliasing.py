@@ -7,6 +7,7 @@ some calls only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import Any
@@ -57,20 +58,32 @@ def written_alone(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool]:
     others = _getter([index for index in graph.tensor_inputs if index not in graph.written])
     written_held = [tensor for index, tensor in enumerate(graph.held, count) if index in graph.written]
     other_held = [tensor for index, tensor in enumerate(graph.held, count) if index not in graph.written]
-    uses: Callable[[int], int] | None = None
-    if _compat.SYMBOLS["storage_use_count"].problem() is None:
-        uses = _compat.storage_use_count
+    uses, sole = _uses()
 
     def alone(args: Sequence[Any]) -> bool:
-        keys = _storages(written(args)) + _storages(written_held)
+        changing = (*written(args), *written_held)
+        keys = _storages(changing)
         changed = set(keys)
         if len(changed) < len(keys):
             return False
+        reading = (*others(args), *other_held)
         if uses is not None:
-            changed = {key for key in changed if uses(key) > 1}
-        return not changed or changed.isdisjoint(_storages((*others(args), *other_held)))
+            if not {*map(id, changing)}.isdisjoint(map(id, reading)):  # one tensor, passed twice, is one use
+                return False
+            changed = {key for key in changed if uses(key) > sole}
+        return not changed or changed.isdisjoint(_storages(reading))
 
     return alone
+
+
+@functools.cache
+def _uses() -> tuple[Callable[[int], int] | None, int]:
+    """What counts the uses of a storage, by handle, where this torch has it; and the count where one tensor is all that
+    uses it, which has the use of the question itself in it."""
+    if _compat.SYMBOLS["storage_use_count"].problem() is not None:
+        return None, 0
+    tensor = torch.empty(1)
+    return _compat.storage_use_count, _compat.storage_use_count(tensor.untyped_storage()._cdata)
 
 
 def wrappers_apart(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool] | None:
@@ -81,15 +94,10 @@ def wrappers_apart(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool] | No
         return None
     written = [index for index in graph.tensor_inputs if index in graph.written]
     written_held = [tensor for index, tensor in enumerate(graph.held, len(graph.inputs)) if index in graph.written]
-    uses: Callable[[int], int] | None = None
-    if _compat.SYMBOLS["storage_use_count"].problem() is None:
-        uses = _compat.storage_use_count
 
     def apart(args: Sequence[Any]) -> bool:
         changed = {*_storages([args[index] for index in written]), *_storages(written_held)}
-        if uses is not None:
-            changed = {key for key in changed if uses(key) > 1}
-        return not changed or changed.isdisjoint(
+        return changed.isdisjoint(
             part.untyped_storage()._cdata
             for index in wrappers
             for _, part in made_of(args[index])
