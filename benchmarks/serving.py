@@ -1,7 +1,8 @@
 """A server's figures: requests that come at random, continuous batching, forms of the same model.
 
 multigraph          one trace, a variant for each declared size, CUDA graphs on a GPU
-multigraph, sealed  the same; once all is compiled, guards that all calls have met are checked no more
+multigraph, sealed  the same in place (`model.compile`), without torch's own record of its overhead; once all is
+                    compiled, guards that all calls have met are checked no more
                     (`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), as a static loop checks none
 inductor dynamic    torch.compile(dynamic=True)
 inductor per shape  torch.compile(dynamic=False): a trace and a compile for each size
@@ -10,7 +11,8 @@ static loop         written by hand: Inductor's code for each size, captured in 
                     copied into tensors that stay; on the CPU the same without the capture
 
 The model, the cache and the batching are those of `examples/server`, without HTTP, in one thread. Each form has a
-process of its own, twice, with one cache folder: what is cold, and what is warm.
+process of its own, twice, with one cache folder: what is cold, and what is warm. What is sealed finds the code of the
+first form, and is called in the second process alone: until then they are the same.
 
 first s     from the first request to its first token, nothing compiled yet; "warm": in the second process
 ready s     until every declared size has been called; "warm" likewise
@@ -122,6 +124,10 @@ def compiled_as(form: str, phase: str, model: torch.nn.Module, device: str, quic
         options: dict[str, Any] = {"specialize": [] if phase == "generic" else declared, "compiler": compiler}
         if phase == "compiling":
             options |= {"compile": "background", "workers": {"gpu": True}}
+        if form == SEALED:
+            torch._dynamo.config.record_runtime_overhead = False
+            model.compile(backend="multigraph", dynamic=True, options=options)
+            return model
         made: Call = torch.compile(model, backend="multigraph", dynamic=True, options=options)
         return made
     if form == "reduce-overhead" and not quick:
@@ -259,11 +265,12 @@ def measured(form: str, phase: str, device: str, quick: bool, rate: float | None
     return said
 
 
-def row(form: str, device: str, quick: bool, expected: list[list[int]]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as cache:
-        told = partial(in_process, form, device, quick)
-        cold = {} if quick else told("cold", Path(cache))
-        warm = told("warm", Path(cache))
+def row(form: str, device: str, quick: bool, expected: list[list[int]], caches: Path) -> dict[str, Any]:
+    cache, told = caches / form.split(",")[0], partial(in_process, form, device, quick)
+    cold = {} if quick or cache.exists() else told("cold", cache)
+    warm = told("warm", cache)
+    stall = {}
+    if form != SEALED:
         with tempfile.TemporaryDirectory() as empty:
             stall = told("stall", Path(empty), warm["rate"])
     wrong = sum(mine != theirs for mine, theirs in zip(warm.pop("answers"), expected, strict=True))
@@ -316,8 +323,10 @@ def main() -> int:
     results = Results("serving", "Serving: continuous batching, requests that come at random", COLUMNS, args)
     with tempfile.TemporaryDirectory() as cache:
         expected = in_process("eager", results.device, args.quick, "warm", Path(cache))["answers"]
-    for form in args.only or (("multigraph", "static loop") if args.quick else FORMS):
-        results.row({"form": form}, partial(row, form, results.device, args.quick, expected), headline=True)
+    with tempfile.TemporaryDirectory() as caches:
+        for form in args.only or (("multigraph", "static loop") if args.quick else FORMS):
+            made = partial(row, form, results.device, args.quick, expected, Path(caches))
+            results.row({"form": form}, made, headline=True)
     return results.finish()
 
 
