@@ -265,12 +265,12 @@ def measured(form: str, phase: str, device: str, quick: bool, rate: float | None
     return said
 
 
-def row(form: str, device: str, quick: bool, expected: list[list[int]], caches: Path) -> dict[str, Any]:
+def row(form: str, device: str, quick: bool, expected: list[list[int]], caches: Path, stalls: bool) -> dict[str, Any]:
     cache, told = caches / form.split(",")[0], partial(in_process, form, device, quick)
     cold = {} if quick or cache.exists() else told("cold", cache)
     warm = told("warm", cache)
     stall = {}
-    if form != SEALED:
+    if stalls and form != SEALED:
         with tempfile.TemporaryDirectory() as empty:
             stall = told("stall", Path(empty), warm["rate"])
     wrong = sum(mine != theirs for mine, theirs in zip(warm.pop("answers"), expected, strict=True))
@@ -308,6 +308,7 @@ def in_process(
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=FORMS, help="all; quick: multigraph and static loop")
+    parser.add_argument("--no-stall", action="store_true", help="leave out the process that nothing was warmed up in")
     parser.add_argument("--form", help=argparse.SUPPRESS)
     parser.add_argument("--phase", help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
@@ -325,7 +326,7 @@ def main() -> int:
         expected = in_process("eager", results.device, args.quick, "warm", Path(cache))["answers"]
     with tempfile.TemporaryDirectory() as caches:
         for form in args.only or (("multigraph", "static loop") if args.quick else FORMS):
-            made = partial(row, form, results.device, args.quick, expected, Path(caches))
+            made = partial(row, form, results.device, args.quick, expected, Path(caches), not args.no_stall)
             results.row({"form": form}, made, headline=True)
     return results.finish()
 

@@ -29,7 +29,7 @@ Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "loaded_ahead", "worker_compiles", "refused_manifests",
     "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
-    "recordings_that_gave_way",
+    "recordings_that_gave_way", "pool_loans",
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
     "refused_collectives", "waited_for_ranks", "late_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries", "body_calls", "repeat_retries",
@@ -149,6 +149,7 @@ def stats() -> dict[str, int]:
     wrong outputs; `packed_tensors`, `kept_tensors`: tensors saved for backward, by compiles with rules for them;
     `refused_collectives`: variants refused
     because they would issue other collectives than generic;
+    `pool_loans`: how often memory of recordings began to serve others, for the device was out of memory;
     `waited_for_ranks`: compiles that waited for another process of the host that compiled the same;
     `late_collectives`: warnings that this rank waits in a collective for others;
     `unpacked_retries`: compiles that failed with packs and were done again without;

@@ -12,6 +12,7 @@ namespace mg {
 namespace {
 
 constexpr int callback_rounds = 8;
+constexpr int relief_rounds = 2;  // what is given up first may be too little, or in pieces
 
 }  // namespace
 
@@ -40,7 +41,7 @@ Block* Device::climb(Request& request, Lock& lock, std::string& reason) {
       }
       if (Block* block = last_resort(request)) return block;
     }
-    bool relieved = relief_ && round == 0 && quiet() && request.seen.status == Observation::outside &&
+    bool relieved = relief_ && round < relief_rounds && quiet() && request.seen.status == Observation::outside &&
                     gives(relief_, request, lock, reason);
     if (request.pool->asleep) return nullptr;
     if (!relieved && (!oom_callback_ || round == callback_rounds || !gives(oom_callback_, request, lock, reason))) return nullptr;

@@ -101,6 +101,7 @@ class Installed:
     expandable: bool
     out_of_memory: str
     options: Options
+    lends: bool = False
 
 
 _lock = threading.Lock()
@@ -149,6 +150,7 @@ def install(
     history: int = 0,
     snapshot_at_oom: str | os.PathLike[str] | None = None,
     garbage_threshold: float = 0.0,
+    lend: bool = False,
 ) -> Status:
     """Make the extension the allocator of this process, before CUDA starts in it.
 
@@ -160,7 +162,9 @@ def install(
     are one block: for captures over several streams with blocks of many sizes from 1 to 10 MiB.  history: how many
     events `memory_snapshot` shows, at most 1,500,000.  snapshot_at_oom: a file for a snapshot, as JSON, whenever device
     0 is out of memory; device N writes to the same name with ".N".  garbage_threshold: part of the memory limit above
-    which cached segments are given back, 0 (never) to below 1.
+    which cached segments are given back, 0 (never) to below 1.  lend: before an allocation fails, memory that
+    recordings use in replays alone serves it, instead of being given up with them; until that is free again they are
+    not replayed.
 
     Where it cannot be done, one line is logged, torch's own allocator goes on, and the result is false with the reason.
     A second call changes nothing.  Raises ValueError for a wrong argument, TypeError for a flag that is no bool.
@@ -168,7 +172,7 @@ def install(
     global _installed, _failure
     if reuse not in REUSE_RULES:
         raise ValueError(f"install: reuse is one of {', '.join(REUSE_RULES)}{did_you_mean(str(reuse), REUSE_RULES)}")
-    for name, flag in (("expandable", expandable), ("stitch", stitch)):
+    for name, flag in (("expandable", expandable), ("stitch", stitch), ("lend", lend)):
         if not isinstance(flag, bool):
             raise TypeError(f"install: {name} is True or False, got {flag!r}")
     if not 0 <= history <= 1_500_000:
@@ -184,7 +188,7 @@ def install(
     path = None if snapshot_at_oom is None else os.path.abspath(snapshot_at_oom)
     with _lock:
         if _installed is None:
-            made = _install(reuse, options, path)
+            made = _install(reuse, options, path, lend)
             if isinstance(made, Installed):
                 _installed, _failure = made, None
                 events.log.info("the allocator extension is installed; %s", status())
@@ -213,7 +217,7 @@ def install_as_asked(environ: Mapping[str, str]) -> Status:
     return install(**options)
 
 
-def _install(reuse: Rule, options: Options, snapshot_at_oom: str | None) -> Installed | str:
+def _install(reuse: Rule, options: Options, snapshot_at_oom: str | None, lends: bool) -> Installed | str:
     """The whole way; a text is why it ended."""
     found = library.load()
     if found.library is None:
@@ -238,7 +242,7 @@ def _install(reuse: Rule, options: Options, snapshot_at_oom: str | None) -> Inst
         return f"this torch differs: {error}"
     except RuntimeError as error:  # torch's, where its allocator is in use although CUDA looks as if it had not started
         return f"too late: torch says: {str(error).splitlines()[0]}; {SUGGESTION}"
-    return Installed(found.library, allocator, reuse, bool(options.expandable), out_of_memory, options)
+    return Installed(found.library, allocator, reuse, bool(options.expandable), out_of_memory, options, lends)
 
 
 def keep_history(installed: Installed, entries: int) -> None:

@@ -175,9 +175,11 @@ def _memory_sleeps(index: int, now: Sequence[sleeping.Sleeper]) -> None:
 
 
 def _give_way(index: int, lacking: int) -> bool:
-    """Before an allocation of `lacking` bytes fails."""
-    entry = _trees.get(index)
-    return entry is not None and entry.give_way()
+    """Before an allocation of `lacking` bytes fails; once more, where what was lent does not suffice."""
+    entry, installed = _trees.get(index), installing.installed()
+    if entry is None:
+        return False
+    return (installed is not None and installed.lends and entry.lend()) or entry.give_way()
 
 
 sleeping.listeners.append(_memory_sleeps)

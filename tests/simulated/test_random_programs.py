@@ -87,6 +87,8 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "changes of free memory": 50,
         "warm-ups elsewhere": 3,
         "interruptions": 50,
+        "lent": 50,
+        "loans": 50,
         "calls that others waited for": 50,
         "calls that raised": 10,
         "calls that were interrupted": 10,

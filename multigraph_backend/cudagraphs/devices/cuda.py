@@ -167,6 +167,12 @@ class CudaDevice:
                 raise
             raise DeviceFailed(_first_line(error)) from error
 
+    def lend(self, on: bool) -> bool:
+        return self._pool.lend(on)
+
+    def lent_bytes(self) -> int:
+        return self._pool.lent()
+
     def pool_bytes(self) -> int:
         return self._pool.held()
 

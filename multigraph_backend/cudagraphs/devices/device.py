@@ -179,6 +179,13 @@ class Device(Protocol):
         Raises `DeviceFailed`; a new pool is begun then.
         """
 
+    def lend(self, on: bool) -> bool:
+        """Whether free memory of the pool in use, which `restore` has just brought about, serves allocations outside of
+        it from now on, on any stream, where they would fail otherwise; False too where it cannot."""
+
+    def lent_bytes(self) -> int:
+        """Bytes of the pool in use that do so, with those that were freed and that the device may still use."""
+
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
         """Fill the pool with bytes that make wrong numbers, but for `kept`, ranges of address and bytes."""
 

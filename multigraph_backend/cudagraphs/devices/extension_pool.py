@@ -173,6 +173,10 @@ class ExtensionPool:
     def held(self) -> int:
         return sum(nbytes for _, nbytes in self.segments())
 
+    def lend(self, on: bool) -> bool:
+        self._call("mg_use_on_oom", int(on))
+        return on
+
     def lent(self) -> int:
         lent = ctypes.c_size_t()
         self._call("mg_pool_lent", ctypes.byref(lent))

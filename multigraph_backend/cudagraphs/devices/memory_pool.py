@@ -75,8 +75,11 @@ class MemoryPool(Protocol):
     def held(self) -> int:
         """Bytes of these; a quick question while nobody reserves memory of the device or gives any back."""
 
+    def lend(self, on: bool) -> bool:
+        """Whether what is free here serves others at out-of-memory from now on."""
+
     def lent(self) -> int:
-        """Bytes of it that serve others now."""
+        """Bytes of it that serve others now, or did and may still be in use on the device."""
 
     def leave(self) -> None:
         """Free all that is adopted.  The pool serves no further captures."""
@@ -241,6 +244,9 @@ class TorchPool:
             self._held = sum(nbytes for _, nbytes in self.segments())
             self._looked_at = now
         return self._held
+
+    def lend(self, on: bool) -> bool:
+        return False  # torch's has blocks that were allocated on one stream serve no other
 
     def lent(self) -> int:
         return 0

@@ -138,6 +138,22 @@ class Nodes:
         self._leaves: list[tuple[int, int, weakref.ref[Node]]] = []
         self.root = Node(self, device.empty_state())
 
+    def at_path_end(self) -> tuple[PoolState, frozenset[int], frozenset[int]]:
+        """The state of the pool in use behind the path's last node; the addresses of what is allocated there then, and
+        of what of it is alive."""
+        use_count, generation = self.device.use_count, self.device.generation
+        alive = frozenset(
+            slot.address
+            for node in self.path
+            if node.generation == generation
+            for slot in node.slots
+            if slot.alive(use_count)
+        )
+        last = self.path[-1] if self.path else self.root
+        if last.generation == generation and last.recording is not None:
+            return last.state, last.after, alive
+        return self.device.empty_state(), frozenset(), alive
+
     def link(self, node: Node) -> None:
         """Let a new node be found among its parent's children."""
         assert node.parent is not None

@@ -54,6 +54,7 @@ from multigraph_backend.cudagraphs.recordings.asleep import Sleepers
 from multigraph_backend.cudagraphs.recordings.callers import Callers
 from multigraph_backend.cudagraphs.recordings.collectives import Collectives
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
+from multigraph_backend.cudagraphs.recordings.lending import LENT, Lending
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import FIRST_CALL, NotAllRecorded, NotRecorded
@@ -126,6 +127,7 @@ class Tree(Nodes):
         self.step_mark = self.step_marks.mark_step_counter
         self.callers = Callers(self)
         self.sleepers = Sleepers(device)
+        self.lending = Lending(self)
 
     # ---------------------------------------------------------------- every call
 
@@ -177,6 +179,8 @@ class Tree(Nodes):
             try:
                 if self.forgets:
                     self._forget()
+                if self.lending.on:
+                    self._end_lending()
                 # once: another thread may say meanwhile that a step begins
                 step_mark = self.step_marks.mark_step_counter
                 self._sweep()
@@ -249,7 +253,7 @@ class Tree(Nodes):
         """Where this call, which is the first of its kind or follows such a one, warms up; None: in ordinary memory."""
         wanted, keyed.warms_up = keyed.warms_up, False
         limits = keyed.piece.limits
-        if not wanted or self.shared or self.turns.aside or limits.pool_bytes is not None:
+        if not wanted or self.shared or self.turns.aside or self.lending.on or limits.pool_bytes is not None:
             return None
         last = self.path[-1] if self.path else None
         if last is not None and not (isinstance(last, WarmUp) and last.generation == self.device.generation):
@@ -338,7 +342,17 @@ class Tree(Nodes):
                 return
             self._look()
             self._shorten()
+            self.lending.give_up()
             self.room.give_way()
+
+    def _end_lending(self) -> None:
+        """Before a call that recordings may answer.  Raises `NotRecorded` while memory of theirs is lent."""
+        if self.lending.over():
+            return
+        if not self.lending.stays:
+            raise NotRecorded(LENT)
+        log.info("recordings leave their pool to what it has lent, and begin anew in another one")
+        self._give_up_all()
 
     def _look(self) -> None:
         """See what of a warm-up is still there."""
@@ -564,17 +578,8 @@ class Tree(Nodes):
         self, parent: Node, keyed: KeyedPiece, inputs: list[object], plan: recording.InputPlan, first: bool, anew: bool
     ) -> Node:
         """`first`: this is its first call; `anew`: all others have given way to it."""
-        use_count, generation = self.device.use_count, self.device.generation
-        alive = frozenset(
-            slot.address
-            for node in self.path
-            if node.generation == generation
-            for slot in node.slots
-            if slot.alive(use_count)
-        )
-        state, after = self.device.empty_state(), frozenset[int]()
-        if parent.generation == generation and parent.recording is not None:
-            state, after = parent.state, parent.after
+        use_count = self.device.use_count
+        state, after, alive = self.at_path_end()
         if not alive <= after:
             raise NotRecorded("something that was expected to be dead is alive")
         surely_dead = {id(slot) for node in self.path for slot in node.surely_dead()}
@@ -716,6 +721,8 @@ class Tree(Nodes):
             piece.end()
         self._shorten()
         self.room.used = self.room.used or (self.room.warmed and not self.path)
+        if not self.size:
+            self.lending.give_up()
         self.room.leave_pools()
 
     def forget(self) -> None:
@@ -727,25 +734,44 @@ class Tree(Nodes):
                 return
             self._forget()
 
+    def lend(self) -> bool:
+        """Let memory that is dead between replays serve others, if no call is under way; whether that is new."""
+        with self._idle() as idle:
+            if not idle:
+                return False
+            self._look()
+            self._shorten()
+            return self.lending.begin()
+
     def give_way(self) -> bool:
         """Give up all recordings that nothing holds, if no call is under way; whether there were any.  Outputs that are
         alive stay where they are, with their pool.  Waits for nobody."""
-        if not self.lock.acquire(blocking=False):
-            return False
-        try:
-            idle = self.turns.owner is None and not self.turns.aside and not self._running and not self.sleepers.any
+        with self._idle() as idle:
             if not idle or not self.size:
                 return False
-            self.counts["evicted"] += self.size
-            for _ in range(self.size):
-                events.count("evicted_recordings")
-            self.unlink_all()
-            self._shorten()
-            self.room.used = True
-            self.room.leave_pools()
+            self._give_up_all()
             return True
+
+    @contextlib.contextmanager
+    def _idle(self) -> Iterator[bool]:
+        """Inside, under the lock, if that is free: whether no call is under way, and nothing sleeps."""
+        if not self.lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            yield self.turns.owner is None and not self.turns.aside and not self._running and not self.sleepers.any
         finally:
             self.lock.release()
+
+    def _give_up_all(self) -> None:
+        self.counts["evicted"] += self.size
+        for _ in range(self.size):
+            events.count("evicted_recordings")
+        self.lending.give_up()
+        self.unlink_all()
+        self._shorten()
+        self.room.used = True
+        self.room.leave_pools()
 
     def memory_sleeps(self, now: Sequence[Sleeper]) -> None:
         """All that sleeps on the device from now on.  Raises `Asleep` where it is more, and a call is under way."""
@@ -753,6 +779,8 @@ class Tree(Nodes):
             idle = self.turns.owner is None and not self.turns.aside and not self._running
             if not idle and len(now) > len(self.sleepers.now):
                 raise Asleep("a call of compiled code is under way")
+            if self.lending.on and now and not self.lending.over():
+                raise Asleep("memory of recordings is lent to others")
             self.sleepers.change({id(node): node for node in (*self.root.below(), *self.path)}.values(), now)
             if idle and self.forgets and not self.sleepers.all:  # it was asked for meanwhile
                 self._forget()
@@ -760,6 +788,7 @@ class Tree(Nodes):
     def _forget(self) -> None:
         self._follow_stream()
         self._restart()
+        self.lending.give_up()
         self.unlink_all()
         self.lasting.clear()
         self.callers.forget()

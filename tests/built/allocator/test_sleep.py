@@ -412,3 +412,38 @@ def test_before_an_allocation_fails_a_thread_of_the_program_is_asked(make: Make,
     with pytest.raises(Refused, match="out of memory"):
         allocator.allocate(80 * MIB, stream)
     assert len(asked) == 2
+
+
+def test_it_is_asked_once_more_where_the_first_time_gave_too_little(make: Make, simulated: Any) -> None:
+    allocator = make(capacity=64 * MIB)
+    stream = allocator.stream()
+    found = library.look({library.PATH_VARIABLE: str(simulated / "libmultigraph_allocator_sim.so")}).library
+    assert found is not None
+    held = [allocator.allocate(20 * MIB, stream) for _ in range(3)]
+    asked: list[int] = []
+    allocator.relieved_by_torch_s_side()
+    found.call("mg_torch_relief", 5.0)
+
+    def serve() -> None:
+        index, lacking = ctypes.c_int(), ctypes.c_size_t()
+        while True:
+            found.call("mg_torch_relief_wait", ctypes.byref(index), ctypes.byref(lacking))
+            if index.value < 0:
+                return
+            asked.append(lacking.value)
+            if held:
+                allocator.free(held.pop())
+            found.call("mg_torch_relief_done", 1)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    block = allocator.allocate(40 * MIB, stream)
+    assert asked == [40 * MIB, 40 * MIB]
+    allocator.free(block)
+    with pytest.raises(Refused, match="out of memory"):
+        allocator.allocate(80 * MIB, stream)
+    assert asked[2:] == [80 * MIB, 80 * MIB]  # no more often
+    found.call("mg_torch_relief", 0.0)
+    thread.join(5)
+    assert not thread.is_alive()

@@ -26,11 +26,11 @@ MIB = 1 << 20
 GIB = 1 << 30
 Check = Callable[[], None]
 CHECKS: dict[str, dict[str, Check]] = {
-    name: {} for name in ("installed", "stitched", "plain", "compiled", "recorded", "pools")
+    name: {} for name in ("installed", "stitched", "plain", "compiled", "recorded", "lending", "pools")
 }
 MODULES = tuple(
     f"tests.support.gpu.allocator_checks_{name}"
-    for name in ("installed", "stacks", "forked", "beside", "recorded", "sleep")
+    for name in ("installed", "stacks", "forked", "beside", "recorded", "lending", "sleep")
 )
 
 
@@ -106,6 +106,8 @@ def start(group: str) -> None:
         expect(bool(allocator.install(stitch=True)), allocator.status())
     if group in ("compiled", "recorded"):
         expect(bool(allocator.install(reuse="any_stream", history=1000)), allocator.status())
+    if group == "lending":
+        expect(bool(allocator.install(lend=True)), allocator.status())
     if group != "pools":
         expect(installing.installed() is not None, allocator.status())
         torch.cuda.init()

@@ -34,6 +34,7 @@ import torch._dynamo  # the first kernel without memory would import it, in the 
 from multigraph_backend.cudagraphs.devices.device import DeviceFailed
 from multigraph_backend.cudagraphs.devices.simulated.arena import Segments
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
+from multigraph_backend.cudagraphs.devices.simulated.loans import Loan
 from multigraph_backend.cudagraphs.devices.simulated.memory import bytes_of
 from multigraph_backend.cudagraphs.limits import Limits, in_bytes
 from multigraph_backend.cudagraphs.recordings import memory
@@ -348,6 +349,8 @@ class Program:
             bounded = lack.choice([None, None, 0.125, 512])
             self.limits = replace(self.limits, pool_bytes=bounded, keep_free=share)
         device_bytes = lack.choice([1 << 12, 1 << 13]) if self.narrow else 1 << 62
+        #: memory of the pool that others borrow; drawn apart, too
+        self.credit = random.Random(f"{seed}, loans")
         self.device = SimulatedDevice(capacity, segments=segments, device_bytes=device_bytes)
         self.device.failures_spoil_the_pool = rng.random() < 0.3
         self.paying = rng.random() < 0.2  # and then no recording that copies pays
@@ -408,6 +411,8 @@ class Program:
         self.waiting = rng.choice([0.0, 0.0, 0.0, 0.3])
         if self.narrow and lack.random() < 0.6:  # limits are checked where nothing else goes wrong
             self.callers, self.trouble, self.meddling, self.waiting = 1, 0.0, 0.0, 0.0
+        self.lending = self.credit.random() < 0.3
+        self.loans: list[Loan] = []
         self._within: Callable[[], None] | None = None
         self._waits_with: dict[int, bool] = {}
         self._looking: contextlib.AbstractContextManager[None] | None = None
@@ -558,6 +563,8 @@ class Program:
             yield rng.choice([functools.partial(self._replace, at), self._forget, self._collect])
         if self.narrow and self.lack.random() < 0.15:
             yield self._load
+        if self.lending and self.credit.random() < 0.5:
+            yield self._lend
         if rng.random() < self.trouble:
             call, after = rng.choice(CALLS), rng.choice([0, 0, 0, 1, 2, 5])
             alarm = rng.random() < 0.3
@@ -578,6 +585,27 @@ class Program:
         device.cached = self.lack.choice([0, (rest - device.ballast) // 2])
         self.note(f"{device.ballast} bytes are taken, and {device.cached} cached")
         self.counts["changes of free memory"] += 1
+
+    def _lend(self) -> None:
+        """Memory of the pool is lent, taken by others, or given back by them."""
+        what = self.credit.random()
+        if what < 0.35:
+            self.note("the device is out of memory")
+            self._unless_injected(lambda: self._on_device(self.tree.lend))
+        if what < 0.7:
+            if (loan := self.device.borrow(self.credit.choice([1, 64, 300, 1000]))) is not None:
+                self.note(f"{loan.nbytes} bytes are lent")
+                self.counts["loans"] += 1
+                self.loans.append(loan)
+        elif self.loans:
+            loan = self.loans.pop(self.credit.randrange(len(self.loans)))
+            self.note(f"{loan.nbytes} bytes come back")
+            if self.credit.random() < 0.3:
+                self.device.behind(7, loan.over)
+            else:
+                loan.over()
+        if not all(loan.intact() for loan in self.loans):
+            raise Wrong("somebody has written over memory that is lent")
 
     def _work_beside(self, name: int, writes: bool) -> None:
         """Work on a stream of the user's own, with a tensor that he holds until he has waited for it."""
@@ -1118,6 +1146,10 @@ class Program:
         self._interruption = []
         self._synchronize()
         self.check()
+        if not all(loan.intact() for loan in self.loans):
+            raise Wrong("somebody has written over memory that is lent")
+        for loan in self.loans:
+            loan.over()
         self._count()
         for name in list(self.plain.values):
             self._drop(name)

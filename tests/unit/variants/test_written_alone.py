@@ -1,4 +1,4 @@
-"""The check before each call of a graph that changes inputs: whatever is passed, it sees what shares memory with them."""
+"""The check before each call of a graph that changes inputs: it sees whatever shares memory with them."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ from multigraph_backend.cudagraphs.devices.device import (
 from multigraph_backend.cudagraphs.devices.poison import others
 from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState, Segments
 from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED, Recorder
+from multigraph_backend.cudagraphs.devices.simulated.loans import Loan
 from multigraph_backend.cudagraphs.devices.simulated.memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
 from multigraph_backend.cudagraphs.devices.simulated.running import Runner
 from multigraph_backend.process import garbage
@@ -101,6 +102,8 @@ class SimulatedRecording:
             raise AssertionError(f"recording {self.number} uses memory outside of the pool that has died")
         if self._pool.left:
             raise AssertionError(f"recording {self.number} lives in a pool that was left")
+        if any(loan.pool is self._pool for loan in device.loans):
+            raise AssertionError(f"recording {self.number} may write over memory that is lent")
         if self._pool is device._pool and device.unowned():
             raise AssertionError(f"recording {self.number} may write over blocks that nobody owns")
         device._catch_up(device.stream())
@@ -148,6 +151,9 @@ class SimulatedDevice:
         #: bytes of the device that others hold, and that torch's allocator has cached outside of pools; a pool that was
         #: left is among these until somebody asks for them
         self.ballast = self.cached = 0
+        #: whether the pool in use lends, and what pools have lent, to `borrow`
+        self.lends = False
+        self.loans: list[Loan] = []
         self._device_bytes = device_bytes
         self._capacity = pool_bytes
         self._granularity, self._segments = granularity, segments
@@ -306,6 +312,8 @@ class SimulatedDevice:
         pool = self._pool
         if not isinstance(state, _State) or state.pool is not pool:
             raise AssertionError("restore to a state of another pool")
+        if any(loan.pool is pool for loan in self.loans):
+            raise AssertionError("restore while memory of the pool is lent")
         if self.unowned():
             raise AssertionError("restore while blocks that nobody owns are allocated in the pool")
         wanted = {address - pool.base for address in blocks}
@@ -321,6 +329,24 @@ class SimulatedDevice:
         self._owners = owning
         self._memory.scatter()
         return owners
+
+    def lend(self, on: bool) -> bool:
+        self.log.append(("lend", on))
+        self.lends = on
+        return on
+
+    def lent_bytes(self) -> int:
+        return self._lent_by(self._pool)
+
+    def _lent_by(self, pool: Pool) -> int:
+        return sum(loan.nbytes for loan in self.loans if loan.pool is pool)
+
+    def borrow(self, nbytes: int) -> Loan | None:
+        """What an allocation outside of the pool gets of it at out-of-memory: None where it lends nothing so large."""
+        if not self.lends:
+            return None
+        self._memory.gather()
+        return Loan.of(self._pool, nbytes, self.loans)
 
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
         pool = self._pool
@@ -365,7 +391,8 @@ class SimulatedDevice:
 
     def pools(self) -> tuple[HeldPool, ...]:
         return tuple(
-            HeldPool(generation, (0, generation + 1), pool.held, 0) for generation, pool in sorted(self._pools.items())
+            HeldPool(generation, (0, generation + 1), pool.held, self._lent_by(pool))
+            for generation, pool in sorted(self._pools.items())
         )
 
     def graph_bytes(self) -> int:
@@ -381,6 +408,8 @@ class SimulatedDevice:
 
     def new_pool(self) -> None:
         self._driver("new_pool")
+        if self.lends:
+            raise AssertionError("a pool that lends is left")
         self.generation = max(self._pools, default=-1) + 1
         self._owners = []
         base = _FIRST_POOL + self.generation * _POOL_DISTANCE
@@ -407,6 +436,7 @@ class SimulatedDevice:
             for mapped in self._memory.mapped.values()
             if mapped.frees and mapped.pool is pool
         ]
+        alive += [(loan.offset, loan.nbytes) for loan in self.loans if loan.pool is pool]
         pool.poison([(0, pool.arena.capacity)], alive)
         pool.left = True
         self._memory.scatter()
