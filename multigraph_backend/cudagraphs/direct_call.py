@@ -3,7 +3,7 @@
 Around an inference graph they reorder, rebuild and check what most graphs do not have: changed inputs, outputs that
 alias something, subclasses, effects, random states.  Of a recorded graph they take as long as the replay.
 
-In:  what AOTAutograd compiled, the code that it calls in the end, its metadata.
+In:  what AOTAutograd compiled, and the code that it calls in the end, which keeps what its metadata said.
 Out: a function that calls that code at once, if the metadata names nothing for the wrappers to do, and if they were
 seen, at the first call, to hand the very objects through that they were given, both ways.  Inputs that the code itself
 changes (a cache of keys and values) count as changed for autograd as they do behind the wrappers.
@@ -20,17 +20,6 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs.output_code import RecordedCode
-
-#: of AOTAutograd's metadata, by what they count or hold
-_NOTHING_TO_DO = (
-    "num_mutated_inp_runtime_indices",
-    "num_outputs_aliased",
-    "num_intermediate_bases",
-    "dynamic_outputs",
-    "tokens",
-    "is_rng_op_functionalized",
-    "num_graphsafe_rng_states",
-)
 
 
 class DirectCall:
@@ -60,18 +49,14 @@ class DirectCall:
         return outputs
 
 
-def find(wrapped: Callable[..., Any], codes: Sequence[RecordedCode], metadata: Any) -> DirectCall | None:
-    """The direct call of what was just compiled, if it may have one; under the modes that calls will have."""
-    if len(codes) != 1 or not codes[0].inference or not codes[0].pieces or metadata is None:
-        return None
-    if any(getattr(metadata, name, True) for name in _NOTHING_TO_DO) or metadata.grad_enabled_mutation is not None:
+def find(wrapped: Callable[..., Any], codes: Sequence[RecordedCode]) -> DirectCall | None:
+    """The direct call of what was just compiled, or taken from a cache, if it may have one; under the modes that calls
+    will have."""
+    if len(codes) != 1 or not codes[0].inference or not codes[0].pieces or codes[0].only_changes is None:
         return None
     if any(torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")):
         return None
-    changed = getattr(metadata, "mutated_graph_handled_indices_seen_by_autograd", None)
-    if changed is None:
-        return None
-    return DirectCall(wrapped, codes[0], torch.is_grad_enabled(), tuple(changed))
+    return DirectCall(wrapped, codes[0], torch.is_grad_enabled(), codes[0].only_changes)
 
 
 @contextmanager

@@ -83,15 +83,48 @@ class Wanted(NamedTuple):
     fresh: bool = False
 
 
+#: of AOTAutograd's metadata, by what they count or hold: what its wrappers would have to do at a call
+_TO_DO = (
+    "num_mutated_inp_runtime_indices",
+    "num_outputs_aliased",
+    "num_intermediate_bases",
+    "dynamic_outputs",
+    "tokens",
+    "is_rng_op_functionalized",
+    "num_graphsafe_rng_states",
+)
+
+
+def only_changes(metadata: Any) -> tuple[int, ...] | None:
+    """Positions of the arguments that a graph changes by itself, and autograd is to know of, where its metadata names
+    nothing else for AOTAutograd's wrappers to do; else None."""
+    if metadata is None or any(getattr(metadata, name, True) for name in _TO_DO):
+        return None
+    if metadata.grad_enabled_mutation is not None:
+        return None
+    changed = getattr(metadata, "mutated_graph_handled_indices_seen_by_autograd", None)
+    return None if changed is None else tuple(changed)
+
+
 class RecordedCode(_OutputCode):  # type: ignore[misc]
     """Inductor's code for one graph, run through recordings.
 
     `inner` is Inductor's, `spec` what is known of the graph, `label` what messages call it, `wanted` what the user
-    wants of its recordings, `inference` whether no backward belongs to it.  `run` is what a call runs.
+    wants of its recordings, `inference` whether no backward belongs to it, `only_changes` what the function of that
+    name found.  `run` is what a call runs.
     """
 
-    def __init__(self, inner: Any, spec: GraphSpec, label: str, wanted: Wanted, inference: bool) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        spec: GraphSpec,
+        label: str,
+        wanted: Wanted,
+        inference: bool,
+        only_changes: tuple[int, ...] | None = None,
+    ) -> None:
         self.inner, self.spec, self.label, self.wanted, self.inference = inner, spec, label, wanted, inference
+        self.only_changes = only_changes  # kept with the code: caches give that, and no metadata
         self._boxed_call = True
         self._fx_graph_cache_key = getattr(inner, "_fx_graph_cache_key", None)
         self.pieces: tuple[Piece, ...] = ()
@@ -326,7 +359,9 @@ def _compile_inner(
     log.debug("%s:\n%s", label, spec.describe())
     if wanted.required:
         _check_all_recorded(spec, label)
-    return RecordedCode(code, spec, label, wanted, bool(settings.get("is_inference")))
+    context = _compat.TracingContext.try_get()
+    changes = None if context is None else only_changes(getattr(context, "fw_metadata", None))
+    return RecordedCode(code, spec, label, wanted, bool(settings.get("is_inference")), changes)
 
 
 def _compile_unrecorded(

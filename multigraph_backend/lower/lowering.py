@@ -314,7 +314,7 @@ class CompileJob:
             fresh = fresh_inputs.build(graph, self.known, self.args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
             with _noting_floats(graph, fresh), _compat.tracing(context):
-                run, direct, codes, alive = self._call_compiler(fresh, context)
+                run, direct, codes, alive = self._call_compiler(fresh)
             relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
             if not _compat.missing("moved parameters"):  # `Module.to` exchanges subclasses that nobody refers to weakly
                 _compat.clear_fake_mode_weakrefs(fresh.fake_mode)
@@ -330,7 +330,7 @@ class CompileJob:
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
 
     def _call_compiler(
-        self, fresh: FreshInputs, context: Any
+        self, fresh: FreshInputs
     ) -> tuple[CompiledFunction, DirectCall | None, Sequence[RecordedCode], Sequence[weakref.ref[RecordedCode]]]:
         """Code over the graph's arguments, a shorter way to it where there is one, and what of it can be recorded; the
         last also for those who may not keep it, with what is compiled late."""
@@ -366,7 +366,7 @@ class CompileJob:
             run = _over_arguments(compiled, fresh)
         alive = [] if alive is None else alive
         alive += map(weakref.ref, codes)
-        direct = None if fresh.divided else direct_call.find(run, codes, context.fw_metadata)
+        direct = None if fresh.divided else direct_call.find(run, codes)
         return (run, None, codes, alive) if direct is None else (direct.first, direct, codes, alive)
 
     def _when_needed(self, alive: list[weakref.ref[RecordedCode]] | None) -> _WhenNeeded:

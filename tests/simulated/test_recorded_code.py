@@ -251,11 +251,12 @@ def test_require_raises_where_nothing_can_be_recorded(monkeypatch: pytest.Monkey
 
 def test_a_pickled_copy_holds_no_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "unavailable", lambda: "not here")
-    made = code(SPEC, "pickled")
+    made = RecordedCode(Inner(), SPEC, "pickled", WANTED, inference=True, only_changes=(3,))
     made.inner = SimpleNamespace(prepare_for_serialization=lambda: None)  # type: ignore[assignment]
     made.prepare_for_serialization()
     made.inner = None
     copy = pickle.loads(pickle.dumps(made))
     assert (copy.spec, copy.wanted, copy.label, copy.inference) == (SPEC, WANTED, "pickled", True)
+    assert copy.only_changes == (3,)  # what AOTAutograd's metadata said, which caches do not give back
     with pytest.raises(RuntimeError, match="called before it was loaded"):
         copy([1])

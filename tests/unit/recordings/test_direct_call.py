@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs import direct_call
 from multigraph_backend.cudagraphs.direct_call import DirectCall
+from multigraph_backend.cudagraphs.output_code import only_changes
 
 
 class Code:
@@ -21,8 +22,8 @@ class Code:
     _boxed_call = True
     pieces = ("one",)
 
-    def __init__(self, forward: Callable[..., Any], inference: bool) -> None:
-        self.inference = inference
+    def __init__(self, forward: Callable[..., Any], inference: bool, changes: tuple[int, ...] | None = ()) -> None:
+        self.inference, self.only_changes = inference, changes
         self.calls = 0
 
         def run(inputs: list[Any]) -> Any:
@@ -46,7 +47,8 @@ class Compiled:
 
         def compiler(inference: bool) -> Callable[..., Any]:
             def compile(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Code:
-                codes.append(Code(gm.forward, inference))
+                metadata = _compat.TracingContext.try_get().fw_metadata
+                codes.append(Code(gm.forward, inference, only_changes(metadata)))
                 return codes[-1]
 
             return compile
@@ -60,7 +62,7 @@ class Compiled:
             )
             self.wrapped = _compat.innermost_fn(compile_all(gm, inputs))
             self.inputs = inputs
-            self.direct = direct_call.find(self.wrapped, codes, _compat.TracingContext.try_get().fw_metadata)
+            self.direct = direct_call.find(self.wrapped, codes)
             return self.first if self.direct is None else self.direct.first
 
         self.codes = codes
