@@ -5,7 +5,8 @@ thread waits for that has Python's own, so that waiting for this one would stop 
 waits in the library, without Python's lock; it is asked, and the allocation waits for its answer, `PATIENCE` seconds at
 most.  Threads that allocate while they have Python's lock ask nobody, and neither does what allocates in a capture.
 
-In:  functions that give memory up.  Out: whether any did, to the allocation, which is then tried once more.
+In:  functions that give memory up.  Out: whether any did, to the allocation, which is then tried again; they are asked
+twice at most, for what is given first may be too little.
 """
 
 from __future__ import annotations
