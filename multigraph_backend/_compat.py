@@ -99,7 +99,7 @@ def _marked(mark_dynamic: Callable[..., object]) -> torch.Tensor:
 #: features that only compiles by Inductor have
 BY_INDUCTOR = frozenset({
     "changed inputs", "saved tensors", "retained graphs", "modes", "messages", "cudagraphs", "cudagraphs on CUDA",
-    "recordings in the extension on CUDA", "saved graphs", "warm start", "workers",
+    "recordings in the extension on CUDA", "saved graphs", "warm start", "workers", "eager's numbers",
 })  # fmt: skip
 _BY_INDUCTOR = frozenset({"compile_fx"})  # ... and symbols of features that others have, too
 
@@ -224,6 +224,9 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            "min_cut_rematerialization_partition", feature="changed inputs", shape=("joint_module", "num_fwd_outputs")),
         _S("default_partition", "torch._functorch.partitioners", "default_partition", feature="changed inputs",
            shape=("joint_module", "num_fwd_outputs", "static_lifetime_input_indices")),
+        # operators of which Inductor has other numbers than eager
+        _S("offsets_to_indices", "torch._inductor.inductor_prims", "_low_memory_max_pool_offsets_to_indices",
+           feature="eager's numbers", carried=("_schema",), made=lambda operator: operator),
         # saved tensors
         _S("force_stride_order", "torch._inductor.inductor_prims", "force_stride_order", feature="saved tensors"),
         _S("free_symbols", _SHAPES, "free_symbols", feature="saved tensors", shape=("val",)),
@@ -399,8 +402,9 @@ OFF = {
     "padding": "no call is padded",
     "marks": "mark() marks nothing",
     "saved tensors": _PACKED,
-    "changed inputs": f"graphs that change their inputs run eagerly, {_PACKED}, and {_AGAIN}",
+    "changed inputs": f"graphs that change inputs run eagerly, others have Inductor's numbers, {_PACKED}, and {_AGAIN}",
     "retained graphs": _AGAIN,
+    "eager's numbers": "max pooling over windows of minus infinity has Inductor's indices",
     "cudagraphs": f"nothing is recorded in CUDA graphs, {_PACKED}, and {_AGAIN}",
     "cudagraphs on CUDA": "nothing is recorded in CUDA graphs",
     "messages": "a missing C++ compiler is not explained",
@@ -487,6 +491,9 @@ def trace_shape_env(example_inputs: Sequence[Any]) -> Any:
 
 # Inductor may change an input before it has read all of its old values; seen in 2.11, gone in 2.13
 INDUCTOR_CHANGES_EARLY = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+
+# decompositions of `softshrink` and `multilabel_margin_loss` are wrong; seen in 2.11 and 2.13, gone in 2.15
+DECOMPOSES_WRONGLY = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 
 
 def source_name(source: Any) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.lower import donation
+from multigraph_backend.lower import decomposed, donation
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.options import Options
 
@@ -49,6 +49,7 @@ def compile_module(
     `when_needed`: see `retained.inner_compile`.  `only_cached`: from torch's caches alone.
     Raises what the compiler raises, `CannotLower` for what it gets wrong, and `NotCached`.
     """
+    decomposed.put_right(module)
     if options.compiler == "inductor":
         from multigraph_backend.lower.inductor import compile_graph  # loads Inductor
 

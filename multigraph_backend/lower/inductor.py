@@ -4,7 +4,8 @@ Imported when a graph is to be compiled by Inductor, not before: it loads Induct
 
 In: a graph module and its inputs, options.  Out: Inductor's code, with what the options ask for around it: recordings
 (`cudagraphs`), packed tensors (`saved_tensors`), backward code that may run again (`retained`), bodies for blocks that
-come again (`one_body`), and always the two guards around changed inputs (`gradients_of_changes`, `order_of_changes`).
+come again (`one_body`), and always the two guards around changed inputs (`gradients_of_changes`, `order_of_changes`)
+and eager's numbers where Inductor has others (`as_eager`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import block_operator, one_body, retained, traced_once
+from multigraph_backend.lower import as_eager, block_operator, one_body, retained, traced_once
 from multigraph_backend.lower import only_cached as from_caches
 from multigraph_backend.lower.gradients_of_changes import SafePartitioner
-from multigraph_backend.lower.order_of_changes import InnerCompile, compile_in_order
+from multigraph_backend.lower.order_of_changes import InnerCompile
 from multigraph_backend.options import Options
 from multigraph_backend.saved_tensors.rules import Offload
 
@@ -104,7 +105,7 @@ def compile_fx_settings(
     inner: InnerCompile | None = None,
     around: Callable[[Any], Any] | None = None,
 ) -> dict[str, object]:
-    """Keyword arguments for Inductor's `compile_fx`: the knobs `chosen`, and the two guards around changed inputs.
+    """Keyword arguments for Inductor's `compile_fx`: the knobs `chosen`, and what is always around (above).
 
     `inner` compiles one graph in place of Inductor's own function; `around` makes the partitioner that is used out of
     `SafePartitioner`.  Without what these need of torch only graphs that change no input may be compiled.
@@ -114,7 +115,7 @@ def compile_fx_settings(
     theirs = chosen.get("custom_partitioner_fn", _compat.partitioner_config.custom_partitioner_fn)
     safe = SafePartitioner(theirs)
     patches = {**chosen, "custom_partitioner_fn": safe if around is None else around(safe)}
-    return {"config_patches": patches, "inner_compile": functools.partial(compile_in_order, inner)}
+    return {"config_patches": patches, "inner_compile": functools.partial(as_eager.compile_as_eager, inner)}
 
 
 def _lacks_for_packing() -> str | None:

@@ -1,0 +1,207 @@
+"""Operators whose numbers Inductor gets wrong, computed as eager computes them.
+
+    x // y     Inductor: floor(x / y), so 3 // 0.3 is 10      eager: 9, from the remainder
+
+Such an operator is rare in a program, or in the form that goes wrong.  Where one comes, Inductor is told to call
+eager's kernel for it, or is given a right composition of other operators; a graph that has none stays as it is, and
+costs a few look-ups.  docs/sharp-edges.md says what the cases are, and which are left.
+
+In: a graph that Inductor compiles.  Out: the same graph, changed in place, and the same contract as Inductor's own
+function.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from multigraph_backend import _compat
+from multigraph_backend.lower.order_of_changes import InnerCompile, compile_in_order
+
+_aten = torch.ops.aten
+_Node = torch.fx.Node
+_POW = _aten.pow.Tensor_Scalar
+
+
+def compile_as_eager(
+    inner: InnerCompile | None, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
+) -> Any:
+    """Inductor's compile of one graph, with eager's numbers; then as `compile_in_order`."""
+    for module in _graphs(gm):
+        give_eagers_numbers(module)
+    return compile_in_order(inner, gm, example_inputs, **settings)
+
+
+def give_eagers_numbers(gm: torch.fx.GraphModule) -> None:
+    """Change what Inductor would compute otherwise; `gm` alone, without graphs that it calls."""
+    for target, goes_wrong in _KERNELS.items():
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            if goes_wrong(node):
+                node.meta["should_fallback"] = True  # Inductor asks for it, and its own tests set it (2.11 to 2.15)
+    changed = False
+    for target, rewrites in _REWRITTEN.items():
+        for node in list(gm.graph.find_nodes(op="call_function", target=target)):
+            changed |= rewrites(node)
+    if not _compat.missing("eager's numbers"):
+        for node in list(gm.graph.find_nodes(op="call_function", target=_compat.offsets_to_indices)):
+            changed |= _keeps_inside(node)
+    if changed:
+        gm.recompile()
+
+
+def _graphs(gm: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, _Node) else None
+
+
+def _argument(node: _Node, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _is_float(node: _Node) -> bool:
+    value = _value(node)
+    return isinstance(value, torch.Tensor) and bool(value.is_floating_point())
+
+
+def _floors(node: _Node) -> bool:
+    """`floor(x / y)`, where eager divides what is left without the remainder."""
+    is_floor = "floor_divide" in str(node.target) or node.kwargs.get("rounding_mode") == "floor"
+    return is_floor and _is_float(node)
+
+
+def _leaves_little(node: _Node) -> bool:
+    """A remainder of two bytes a number, or of a number by a tensor; others are rewritten (`_takes_fmod`)."""
+    return _is_float(node) and bool(node.target is _aten.remainder.Scalar_Tensor or _value(node).itemsize < 4)
+
+
+def _of_one_number(node: _Node) -> bool:
+    """The variance of a single number: 0, also where that is NaN or infinite.  Corrected, it is NaN, as in eager."""
+    value, dims = _value(node.args[0]), _argument(node, 1, "dim")
+    correction = node.kwargs.get("correction")
+    if not isinstance(value, torch.Tensor) or not isinstance(correction, int | float) or correction >= 1:
+        return False
+    sizes = [value.size(dim) for dim in dims] if dims and value.dim() else list(value.size())
+    return all(isinstance(size, int) and size == 1 for size in sizes)  # a size with a symbol is not 1
+
+
+def _is_a_root(node: _Node) -> bool:
+    """Inductor has `sqrt(x)` for `x ** 0.5`, as eager has, but in float16 on the CPU: infinity of minus infinity."""
+    value = _value(node)
+    return bool(node.args[1] == 0.5) and isinstance(value, torch.Tensor) and _by_pow(value)
+
+
+def _by_pow(value: torch.Tensor) -> bool:
+    return value.dtype == torch.float16 and value.device.type == "cpu"
+
+
+def _last_windows_are_counted_otherwise(node: _Node) -> bool:
+    """Windows that reach beyond the padding (`ceil_mode`): the forward divides by less than Inductor's backward."""
+    ceil_mode, counts_padding = _argument(node, 5, "ceil_mode", False), _argument(node, 6, "count_include_pad", True)
+    return bool(ceil_mode and counts_padding) and _argument(node, 7, "divisor_override") is None
+
+
+def _says_where(node: _Node) -> bool:
+    """Max pooling whose indices are used, by windows that begin in the padding."""
+    padding = _argument(node, 3, "padding", 0)
+    padded = any(padding) if isinstance(padding, Sequence) else padding
+    used = (user for user in node.users if user.target is operator.getitem and user.users)
+    return bool(padded) and any(user.args[1] == 1 for user in used)
+
+
+#: whose kernel of eager's is called, where the node is one that goes wrong
+_KERNELS: dict[Any, Callable[[_Node], bool]] = {
+    _aten.floor_divide.default: _floors,
+    _aten.floor_divide.Scalar: _floors,
+    _aten.div.Tensor_mode: _floors,
+    _aten.div.Scalar_mode: _floors,
+    _aten.remainder.Scalar: _leaves_little,
+    _aten.remainder.Tensor: _leaves_little,
+    _aten.remainder.Scalar_Tensor: _leaves_little,
+    _aten.var.correction: _of_one_number,
+    _aten.var_mean.correction: _of_one_number,
+    _POW: _is_a_root,
+    _aten.avg_pool2d_backward.default: _last_windows_are_counted_otherwise,
+    _aten.avg_pool3d_backward.default: _last_windows_are_counted_otherwise,
+    _aten.max_pool2d_with_indices.default: _says_where,
+    _aten.max_pool3d_with_indices.default: _says_where,
+}
+
+
+def _takes_rsqrt(node: _Node) -> bool:
+    """`x ** -0.5` is `rsqrt(x)` in eager: -inf of -0.0, and NaN of minus infinity; Inductor has `pow`."""
+    value = _value(node.args[0])
+    if node.args[1] != -0.5 or not isinstance(value, torch.Tensor) or not value.is_floating_point() or _by_pow(value):
+        return False
+    node.target, node.args = _aten.rsqrt.default, (node.args[0],)
+    return True
+
+
+def _takes_fmod(node: _Node) -> bool:
+    """`x % y` from what a division that truncates leaves, not `x - floor(x / y) * y`: 1e10 % 3 is 1, not 0."""
+    x, y = node.args
+    if not _is_float(node) or _leaves_little(node):
+        return False
+    if isinstance(_value(y), torch.Tensor):
+        left = _before(node, _aten.fmod.Tensor, x, y)
+        below = [_before(node, _aten.lt.Scalar, each, 0) for each in (left, y)]
+        some = _before(node, _aten.ne.Scalar, left, 0)
+        moves = _before(node, _aten.logical_and.default, some, _before(node, _aten.ne.Tensor, *below))
+        moved = _before(node, _aten.add.Tensor, left, y)
+    elif isinstance(y, int | float):
+        left = _before(node, _aten.fmod.Scalar, x, y)
+        moves = _before(node, _aten.gt.Scalar if y < 0 else _aten.lt.Scalar, left, 0)
+        moved = _before(node, _aten.add.Tensor, left, y)
+    else:  # a number that is known at the call
+        node.meta["should_fallback"] = True
+        return False
+    node.replace_all_uses_with(_before(node, _aten.where.self, moves, moved, left))
+    node.graph.erase_node(node)
+    return True
+
+
+def _keeps_inside(node: _Node) -> bool:
+    """The index of a maximum from its place in the window: in a window of minus infinities that is the first place.
+
+    Where the window begins in the padding, this is no index of the input.  Eager begins with the first place inside.
+    """
+    places, kernel, sizes, strides, padding, dilation = node.args
+    if not any(padding):  # type: ignore[arg-type]
+        return False
+    index: Any = None
+    for dim, size in enumerate(sizes):  # type: ignore[arg-type]
+        # where it is in this dimension alone: the others have one place
+        alone = [[part if at == dim else 0 for at, part in enumerate(each)] for each in (strides, padding, dilation)]  # type: ignore[arg-type]
+        where = _before(node, node.target, places, kernel, [1] * len(alone[0]), *alone)
+        if padding[dim]:  # type: ignore[index]
+            first = _before(node, _aten.remainder.Scalar, where, dilation[dim])  # type: ignore[index]
+            where = _before(node, _aten.where.self, _before(node, _aten.lt.Scalar, where, 0), first, where)
+        index = (
+            where if dim == 0 else _before(node, _aten.add.Tensor, _before(node, _aten.mul.Tensor, index, size), where)
+        )
+    node.replace_all_uses_with(index)
+    node.graph.erase_node(node)
+    return True
+
+
+def _before(node: _Node, target: Any, *args: Any) -> _Node:
+    """A call of `target` put before `node`."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args)
+    values = torch.fx.map_arg(args, lambda operand: operand.meta["val"])
+    made.meta["val"] = target(*values)
+    made.meta.update({key: node.meta[key] for key in ("stack_trace", "original_aten") if key in node.meta})
+    return made
+
+
+#: what is put into the graph in their place, where the node is one that goes wrong
+_REWRITTEN: dict[Any, Callable[[_Node], bool]] = {
+    _POW: _takes_rsqrt,
+    _aten.remainder.Scalar: _takes_fmod,
+    _aten.remainder.Tensor: _takes_fmod,
+}
