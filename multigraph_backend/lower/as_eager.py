@@ -100,6 +100,16 @@ def _by_pow(value: torch.Tensor) -> bool:
     return value.dtype == torch.float16 and value.device.type == "cpu"
 
 
+def _cancels(node: _Node) -> bool:
+    """`expm1` on the CPU is `exp(x) - 1`, `atanh` a logarithm of nearly 1: 0 of small numbers.
+
+    Where a program names them; `elu`, which is decomposed to `expm1`, stays one kernel.
+    """
+    value = _value(node)
+    asked_for = str(node.meta.get("original_aten", node.target)) == str(node.target)  # what is noted may be a copy
+    return asked_for and isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
 def _last_windows_are_counted_otherwise(node: _Node) -> bool:
     """Windows that reach beyond the padding (`ceil_mode`): the forward divides by less than Inductor's backward."""
     ceil_mode, counts_padding = _argument(node, 5, "ceil_mode", False), _argument(node, 6, "count_include_pad", True)
@@ -126,6 +136,8 @@ _KERNELS: dict[Any, Callable[[_Node], bool]] = {
     _aten.var.correction: _of_one_number,
     _aten.var_mean.correction: _of_one_number,
     _POW: _is_a_root,
+    _aten.expm1.default: _cancels,
+    _aten.atanh.default: _cancels,
     _aten.avg_pool2d_backward.default: _last_windows_are_counted_otherwise,
     _aten.avg_pool3d_backward.default: _last_windows_are_counted_otherwise,
     _aten.max_pool2d_with_indices.default: _says_where,

@@ -29,7 +29,7 @@ def test_ordinary_programs_stay_as_they_are() -> None:
         return (
             x.var(1), x.var(1, correction=0), torch.var_mean(x), x / 3, torch.div(x, 3, rounding_mode="trunc"),
             whole // 3, whole % 3, x.fmod(3), x**2, x**0.5, x**1.5, x.sqrt(), functional.avg_pool2d(image, 3, 2, 1),
-            functional.max_pool2d(image, 2), functional.max_pool2d(image, 3, 2, 1),
+            functional.elu(x), functional.max_pool2d(image, 2), functional.max_pool2d(image, 3, 2, 1),
             torch.ops.aten.avg_pool2d_backward(image, image, [1, 1], [1, 1], [0, 0], False, True, None),
             torch.ops.aten.avg_pool2d_backward(image, image, [1, 1], [1, 1], [0, 0], True, False, None),
         )  # fmt: skip
@@ -42,7 +42,8 @@ def test_kernels_of_eagers_are_called_for_what_goes_wrong() -> None:
         return (
             x // 3, x // x, half % 3, 5 % x,
             torch.div(x, 0.3, rounding_mode="floor"), x[0, 0].var(correction=0), half**0.5,
-            torch.var_mean(x[:, :1], 1, correction=0), functional.max_pool2d(image, 3, 2, 1, return_indices=True)[1],
+            torch.var_mean(x[:, :1], 1, correction=0), x.expm1(), x.atanh(),
+            functional.max_pool2d(image, 3, 2, 1, return_indices=True)[1],
             torch.ops.aten.avg_pool2d_backward(image, image, [1, 1], [1, 1], [0, 0], True, True, None),
         )  # fmt: skip
 
@@ -51,7 +52,8 @@ def test_kernels_of_eagers_are_called_for_what_goes_wrong() -> None:
     assert [name.removeprefix("aten.") for name in kernels] == [
         "floor_divide.default", "floor_divide.default", "remainder.Scalar", "remainder.Scalar_Tensor",
         "div.Tensor_mode", "var.correction", "pow.Tensor_Scalar",
-        "var_mean.correction", "max_pool2d_with_indices.default", "avg_pool2d_backward.default",
+        "var_mean.correction", "expm1.default", "atanh.default",
+        "max_pool2d_with_indices.default", "avg_pool2d_backward.default",
     ]  # fmt: skip
 
 
