@@ -492,6 +492,9 @@ def trace_shape_env(example_inputs: Sequence[Any]) -> Any:
 # Inductor may change an input before it has read all of its old values; seen in 2.11, gone in 2.13
 INDUCTOR_CHANGES_EARLY = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
+# Inductor's `expm1` on the CPU is `exp(x) - 1`; seen in 2.11 and 2.13, gone in 2.15
+EXPM1_CANCELS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
+
 # decompositions of `softshrink` and `multilabel_margin_loss` are wrong; seen in 2.11 and 2.13, gone in 2.15
 DECOMPOSES_WRONGLY = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 

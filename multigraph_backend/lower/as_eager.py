@@ -136,7 +136,7 @@ _KERNELS: dict[Any, Callable[[_Node], bool]] = {
     _aten.var.correction: _of_one_number,
     _aten.var_mean.correction: _of_one_number,
     _POW: _is_a_root,
-    _aten.expm1.default: _cancels,
+    **({_aten.expm1.default: _cancels} if _compat.EXPM1_CANCELS else {}),
     _aten.atanh.default: _cancels,
     _aten.avg_pool2d_backward.default: _last_windows_are_counted_otherwise,
     _aten.avg_pool3d_backward.default: _last_windows_are_counted_otherwise,
