@@ -172,7 +172,9 @@ def test_recordings_that_are_given_up_lend_no_more(bench: Bench) -> None:
     assert loan.intact()
 
 
-@pytest.mark.parametrize("first", range(0, 400, 50))
+@pytest.mark.parametrize(
+    "first", [0, 50, *(pytest.param(first, marks=pytest.mark.slow) for first in range(100, 1000, 50))]
+)
 def test_loans_at_random(first: int) -> None:
     """Calls of several pieces whose outputs are held for a while, loans that come and go, threads that ask."""
     lends = replays = unrecorded = 0
