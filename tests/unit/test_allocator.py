@@ -139,19 +139,19 @@ def test_a_pool_that_sleeps_is_not_opened_and_one_that_is_open_does_not_sleep(mo
 
 
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int, int]] = []
+    asked: list[tuple[str, int, int, bool]] = []
 
-    def install(reuse: str, options: library.Options, path: str | None) -> str:
-        asked.append((reuse, options.expandable, options.history))
+    def install(reuse: str, options: library.Options, path: str | None, lends: bool) -> str:
+        asked.append((reuse, options.expandable, options.history, lends))
         return "this test"
 
     monkeypatch.setattr(installing, "_install", install)
     installing.install_as_asked({})
     installing.install_as_asked(
-        {installing.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7}'}
+        {installing.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7, "lend": true}'}
     )
     installing.install_as_asked({installing.OPTIONS_VARIABLE: '{"stitch": true}'})
-    assert asked == [("any_stream", 1, 0), ("own_stream", 0, 7), ("any_stream", 2, 0)]
+    assert asked == [("any_stream", 1, 0, False), ("own_stream", 0, 7, True), ("any_stream", 2, 0, False)]
     for said, error in (
         ('{"expendable": false}', r"install takes no 'expendable' \(did you mean 'expandable'\?\)"),
         ("[1]", "is a JSON object of install's arguments"),
