@@ -209,21 +209,26 @@ def p99(seconds: list[float]) -> float:
     return sorted(seconds)[int(0.99 * len(seconds))]
 
 
-def while_compiling(served: Any, count: int, most: int, rate: float) -> dict[str, Any]:
-    """With generic's code and recordings made: requests until all variants are in use."""
+def arrivals(served: Any, count: int, most: int, rate: float, rounds: int | None) -> dict[str, Any]:
+    """With generic's code and recordings made: `rounds` of requests; None: until all variants are in use."""
     call_all_sizes(served)
     seconds: list[float] = []
-    began = time.perf_counter()
-    ready = False
-    while not ready and time.perf_counter() - began < COMPILING:
+    began, done, ready, in_use = time.perf_counter(), 0, False, rounds is not None
+    while done < rounds if rounds is not None else not in_use and time.perf_counter() - began < COMPILING:
         seconds += serve(served, requests(count, most), rate)[1]
-        regions = multigraph_backend.explain().regions
-        ready = all(variant.state != "compiling" for region in regions for variant in region.variants)
-    return {"p99_compiling_s": p99(seconds), "compiled_in_time": ready}
+        done += 1
+        if rounds is None:
+            in_use = ready  # one more round, in which the last ones are called and recorded
+            regions = multigraph_backend.explain().regions
+            ready = all(variant.state != "compiling" for region in regions for variant in region.variants)
+    return {"p99": p99(seconds), "rounds": done, "compiled_in_time": in_use}
 
 
-def measured(form: str, phase: str, device: str, quick: bool, rate: float | None) -> dict[str, Any]:
-    """`phase`: "cold" and "warm" begin with nothing compiled in the process; "stall" has arrivals at `rate` instead."""
+def measured(
+    form: str, phase: str, device: str, quick: bool, rate: float | None, rounds: int | None = None
+) -> dict[str, Any]:
+    """`phase`: "cold" and "warm" begin with nothing compiled in the process; "stall" has arrivals at `rate` instead.
+    "compiling" and "generic" have such arrivals when generic is ready, the latter `rounds` of them."""
     import batching
 
     served = conversations(form, device, quick, phase)
@@ -231,9 +236,9 @@ def measured(form: str, phase: str, device: str, quick: bool, rate: float | None
     with torch.inference_mode():
         if phase == "stall":
             return {"stall_s": serve(served, requests(count, most), rate)[2]}
-        if phase == "compiling":
+        if phase == "compiling" or (phase == "generic" and rate is not None):
             assert rate is not None
-            return while_compiling(served, count, most, rate)
+            return arrivals(served, count, most, rate, rounds)
         began = time.perf_counter()
         first = requests(1, most)[0]
         first.new_tokens = 1
@@ -250,10 +255,10 @@ def measured(form: str, phase: str, device: str, quick: bool, rate: float | None
         said["answers"] = [request.answer.result() for request in asked]
         said["tokens_per_s"] = sum(len(tokens) for tokens in said["answers"]) / took
         said["rate"] = rate = 0.7 * count / took
+        if phase == "generic":
+            return {"rate": rate}
         _, seconds, _ = serve(served, requests(count, most), rate)
         said["p50_s"], said["p99_s"] = statistics.median(seconds), p99(seconds)
-        if phase == "generic":
-            return {"rate": rate, "p99_generic_s": said["p99_s"]}
         calls = 5 if quick else 200
         said["decode_1_us"] = decode_us(served, 1, calls)
         said["decode_most_us"] = decode_us(served, batching.BATCHES[-1], calls)
@@ -280,20 +285,31 @@ def row(form: str, device: str, quick: bool, expected: list[list[int]], caches: 
     beside: dict[str, Any] = {}
     if form == "multigraph" and not quick:
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-            beside = told("generic", Path(one))
-            beside |= told("compiling", Path(other), beside.pop("rate"))
+            rate = told("generic", Path(one))["rate"]
+            came = told("compiling", Path(other), rate)
+            alone = told("generic", Path(one), rate, came["rounds"])  # the same arrivals, from the same beginning
+        beside = {"p99_compiling_s": came["p99"], "p99_generic_s": alone["p99"]}
+        beside |= {key: came[key] for key in ("rounds", "compiled_in_time")}
         beside["compiling_over_generic"] = beside["p99_compiling_s"] / beside["p99_generic_s"]
     return {**cold, **warm, **renamed, **stall, **beside, "wrong": wrong}
 
 
 def in_process(
-    form: str, device: str, quick: bool, phase: str, cache: Path, rate: float | None = None
+    form: str,
+    device: str,
+    quick: bool,
+    phase: str,
+    cache: Path,
+    rate: float | None = None,
+    rounds: int | None = None,
 ) -> dict[str, Any]:
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     words = ["--form", form, "--phase", phase, "--device", device, *(["--quick"] if quick else [])]
     try:
-        value, error = in_own_process(__file__, words + ([] if rate is None else ["--rate", str(rate)]), SECONDS)
+        for name, number in (("--rate", rate), ("--rounds", rounds)):
+            words += [] if number is None else [name, str(number)]
+        value, error = in_own_process(__file__, words, SECONDS)
     finally:
         if before is None:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
@@ -312,6 +328,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--form", help=argparse.SUPPRESS)
     parser.add_argument("--phase", help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -320,7 +337,9 @@ def main() -> int:
     args = parse()
     if args.form is not None:
         torch.set_num_threads(args.threads)
-        return answer(args.answer, partial(measured, args.form, args.phase, args.device, args.quick, args.rate))
+        return answer(
+            args.answer, partial(measured, args.form, args.phase, args.device, args.quick, args.rate, args.rounds)
+        )
     results = Results("serving", "Serving: continuous batching, requests that come at random", COLUMNS, args)
     with tempfile.TemporaryDirectory() as cache:
         expected = in_process("eager", results.device, args.quick, "warm", Path(cache))["answers"]

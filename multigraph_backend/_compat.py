@@ -320,6 +320,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            shape=("cache",)),
         _S("decompositions", "torch._inductor.compile_fx", "compile_fx", feature="warm start",
            shape=("decompositions",)),
+        _S("AutotuneCache", "torch._inductor.runtime.autotune_cache", "AutotuneCache", feature="warm start",
+           shape=("create", "local_cache")),
         # workers
         _S("GraphPickler", "torch.fx._graph_pickler", "GraphPickler", feature="workers", shape=("dumps", "loads")),
         _S("GraphPicklerOptions", "torch.fx._graph_pickler", "Options", feature="workers",

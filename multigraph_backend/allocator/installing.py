@@ -150,7 +150,7 @@ def install(
     history: int = 0,
     snapshot_at_oom: str | os.PathLike[str] | None = None,
     garbage_threshold: float = 0.0,
-    lend: bool = False,
+    lend: bool = True,
 ) -> Status:
     """Make the extension the allocator of this process, before CUDA starts in it.
 
@@ -164,7 +164,7 @@ def install(
     0 is out of memory; device N writes to the same name with ".N".  garbage_threshold: part of the memory limit above
     which cached segments are given back, 0 (never) to below 1.  lend: before an allocation fails, memory that
     recordings use in replays alone serves it, instead of being given up with them; until that is free again they are
-    not replayed.
+    not replayed.  False gives recordings up at once.
 
     Where it cannot be done, one line is logged, torch's own allocator goes on, and the result is false with the reason.
     A second call changes nothing.  Raises ValueError for a wrong argument, TypeError for a flag that is no bool.

@@ -15,5 +15,5 @@ AOTAutograd, which then traces one block, where that is known to be right: `bloc
 and `body_graphs` are what it has made of the one.
 
 The same beside the calls: `workers` are processes, `worker` the program that each of them runs, `parcel` a compile as
-bytes for one of them.
+bytes for one of them; `tuned_kernels` are found by whoever takes the code.
 """

@@ -9,13 +9,22 @@ In: variants, and calls that ask for them.  Out: forms of variants, or failures 
 Guarantees: no call waits, and none fails, whatever becomes of a worker; one compile at a time for each variant; what
 fails is counted and tried again later, as after any failed compile, and never in a call.  What no worker can compile is
 left to calls, with a note that says why.
+
+What calls pay for it is kept small: of this process's threads one at a time packs or loads, however many workers there
+are, for each of them would have a turn of the interpreter between two operators of a call; and kernels are tuned where
+they are compiled, not in the call that runs them first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
+import operator
+import os
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +47,7 @@ from multigraph_backend.region.variant import Variant
 log = logging.getLogger(__name__)
 
 _TUNING = ("max_autotune", "coordinate_descent_tuning")  # knobs that measure on the GPU
+_WHERE_COMPILED = "triton.autotune_at_compile_time"  # Inductor's knob: measure there, with tensors made for it
 
 
 class WorkerFailed(RuntimeError):
@@ -68,6 +78,46 @@ class Asked:
     values: Mapping[str, int]
     exact: int | None
     case: tuple[Any, Any]
+
+
+def options_for(options: Options, variant: Variant) -> Options:
+    """Under which `variant` is compiled, wherever that is: keys of torch's caches depend on them.
+
+    Where a worker may use the GPU, it also tunes.  Else a variant's first call measures each kernel's configurations,
+    which held requests up for 0.3 to 0.6 s each on an H200.
+    """
+    if variant.generic or options.compile != "background" or options.compiler != "inductor" or not _may_tune(options):
+        return options
+    if any(name == _WHERE_COMPILED for name, _ in options.inductor):
+        return options
+    knobs = {**dict(options.inductor), _WHERE_COMPILED: True}
+    return dataclasses.replace(options, inductor=tuple(sorted(knobs.items(), key=operator.itemgetter(0))))
+
+
+def _may_tune(options: Options) -> bool:
+    """Whether a worker may take memory of a GPU."""
+    allowed = dict(options.workers).get("gpu")
+    tunes = any(value and name.startswith(_TUNING) for name, value in options.inductor)
+    return tunes if allowed is None else bool(allowed)
+
+
+_one_at_a_time = threading.Lock()
+
+
+@contextlib.contextmanager
+def _beside_calls() -> Iterator[None]:
+    """Around what a worker's thread does in Python: calls go on, and let go of the interpreter at each operator."""
+    with _one_at_a_time, ShortTurns():
+        yield
+
+
+def _begin_anew() -> None:
+    """In a forked process: the thread that held it may be the parent's."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 class Background:
@@ -127,17 +177,12 @@ class Background:
         if not lowering.kept_by_caches(self._graph, args):
             return "torch's caches do not keep code for inputs that share memory, or for Python floats"
         tensors = [*(arg for arg in args if isinstance(arg, torch.Tensor)), *self._graph.held]
-        if any(tensor.is_cuda for tensor in tensors) and not self._gpu():
+        if any(tensor.is_cuda for tensor in tensors) and not _may_tune(self._options):
             return (
                 "it is for a GPU, of which a worker would take some hundred MB of memory "
                 '("workers": {"gpu": true} allows that)'
             )
         return None
-
-    def _gpu(self) -> bool:
-        allowed = dict(self._options.workers).get("gpu")
-        tunes = any(value and name.startswith(_TUNING) for name, value in self._options.inductor)
-        return tunes if allowed is None else bool(allowed)
 
     def left_to_calls(self, region: Swaps, reason: str) -> None:
         """From now on calls compile."""
@@ -166,13 +211,13 @@ class _Task:
         if region is None:
             return Outcome("done")
         try:
-            with ShortTurns():
+            with _beside_calls():
                 region.swap_in(self.asked)  # another process may have compiled it
             return Outcome("done")
         except Exception as error:
             log.debug("%s is not in torch's caches: %s", variant.text, describe(error))
         del region  # it may end while a worker compiles
-        with ShortTurns():
+        with _beside_calls():
             return self._job(variant)
 
     def _job(self, variant: Variant) -> Job | Outcome:
@@ -182,10 +227,9 @@ class _Task:
         condition = variant.condition
         pinned = {} if condition is None else declared.exact_values(condition, self.graph.values(args))
         on_gpu = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
+        options = options_for(self.options, variant)
         try:
-            content = parcel.pack(
-                self.graph, variant.facts, args, self.options, self.state, pinned, variant.text, on_gpu
-            )
+            content = parcel.pack(self.graph, variant.facts, args, options, self.state, pinned, variant.text, on_gpu)
         except CannotSend as reason:
             return Outcome("cannot", reason=str(reason))
         limits = dict(self.options.workers)
@@ -208,7 +252,7 @@ class _Task:
                 error.add_note(outcome.details)
         else:
             try:
-                with ShortTurns():  # calls go on, and let go of the interpreter at each operator
+                with _beside_calls():
                     region.swap_in(self.asked, outcome.seconds)
                 return
             except Exception as problem:

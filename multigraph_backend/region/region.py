@@ -211,7 +211,8 @@ class Region:
             return None
         log.info("%s: compiling %s", self.user_code, variant.text)
         try:
-            lowered = lowering.lower(self._graph, variant.facts, args, self.options, self._state, pinned, variant.text)
+            options = background.options_for(self.options, variant)
+            lowered = lowering.lower(self._graph, variant.facts, args, options, self._state, pinned, variant.text)
             if self._graph.communicates:
                 self._check_collectives(variant, lowered, args)
         except Exception as error:
@@ -509,8 +510,8 @@ class Region:
     def _cached(self, variant: Variant, args: Sequence[Any]) -> Lowered:
         """Code for `args` out of torch's caches; raises what `lower` raises."""
         pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
-        facts, state = variant.facts, self._state
-        return lowering.lower(self._graph, facts, args, self.options, state, pinned, variant.text, only_cached=True)
+        facts, state, options = variant.facts, self._state, background.options_for(self.options, variant)
+        return lowering.lower(self._graph, facts, args, options, state, pinned, variant.text, only_cached=True)
 
     def _from_caches(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """After `seal()`: what torch's caches have is no compile.  Asked in vain, they are asked again in a minute."""

@@ -72,6 +72,45 @@ def test_one_that_is_allowed_to_compiles_and_its_code_is_recorded(asked: dict[st
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_first_call_of_what_a_worker_compiled_measures_no_kernel(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`threads`: with and without Inductor's pool of processes in this one, which looks for tuned kernels elsewhere."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    def f(q: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(q.shape[-2], device=q.device) <= places[:, None]
+        attended = torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q * 2, attn_mask=mask)
+        return torch.nn.functional.silu(attended).softmax(-1) + attended.sum(-1, keepdim=True)
+
+    def again(size: int) -> None:
+        q, places = torch.randn(size, 4, 64, 32, device="cuda"), torch.arange(64, device="cuda")
+        torch.testing.assert_close(run(q, places), f(q, places), rtol=1e-3, atol=1e-3)
+
+    measured: list[str] = []
+    tune = CachingAutotuner.autotune_to_one_config
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        measured.append(str(self.inductor_meta.get("kernel_name")))
+        return tune(self, *args, **kwargs)
+
+    monkeypatch.setattr(CachingAutotuner, "autotune_to_one_config", noted)
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", threads)
+    options = {"specialize": [{"q[0]": 8}], "compile": "background", "workers": {"gpu": True}}
+    run = torch.compile(f, backend="multigraph", dynamic=True, options=options)
+    for size in (5, 8, 8):
+        again(size)
+    assert background.wait(300)
+    assert measured, "generic's kernels have nothing to choose from"
+    measured.clear()
+    for _ in range(3):
+        again(8)
+    assert variant()["by_worker"], variant()
+    assert measured == []
+
+
+@torch.no_grad()
 def test_one_that_compiles_for_the_cpu_takes_no_memory_of_a_gpu_that_is_full() -> None:
     """The worker is alive still when the memory is counted, and would have its context."""
 

@@ -148,10 +148,10 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(installing, "_install", install)
     installing.install_as_asked({})
     installing.install_as_asked(
-        {installing.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7, "lend": true}'}
+        {installing.OPTIONS_VARIABLE: '{"expandable": false, "reuse": "own_stream", "history": 7, "lend": false}'}
     )
     installing.install_as_asked({installing.OPTIONS_VARIABLE: '{"stitch": true}'})
-    assert asked == [("any_stream", 1, 0, False), ("own_stream", 0, 7, True), ("any_stream", 2, 0, False)]
+    assert asked == [("any_stream", 1, 0, True), ("own_stream", 0, 7, False), ("any_stream", 2, 0, True)]
     for said, error in (
         ('{"expendable": false}', r"install takes no 'expendable' \(did you mean 'expandable'\?\)"),
         ("[1]", "is a JSON object of install's arguments"),
