@@ -20,8 +20,9 @@ tokens/s    all requests at once; every answer is held against eager's ("wrong":
 p50, p99    seconds of a request, Poisson arrivals at 0.7 of that throughput (of this form)
 decode us   one step of decoding, without what surrounds it: at 1 row, and at the most rows
 stall s     the longest step while nothing was warmed up, with the same arrivals
-generic     p99 of generic alone, nothing declared, arrivals at 0.7 of its own throughput; "compiling": the same
-            arrivals while workers compile the variants ("compile": "background"), until all are in use, or 60 s
+generic     p99 of generic alone, nothing declared, in a process that begins with its first call; "compiling": the same
+            arrivals, as many, while workers compile the variants ("compile": "background"), until all are in use or
+            60 s are over; both at 0.7 of generic's throughput
 MiB         the process's memory on the GPU, or its largest resident size on the CPU
 
     python benchmarks/serving.py --json serving.json       needs transformers (`pip install "multigraph[server]"`)

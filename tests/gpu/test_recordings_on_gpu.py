@@ -77,6 +77,39 @@ class Net(torch.nn.Module):
 # ---------------------------------------------------------------- inference
 
 
+def test_a_thread_that_looks_at_frames_spoils_no_recording() -> None:
+    """As profilers do that sample within the process: frames of operators hold what these were given."""
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            frames = sys._current_frames()
+            stop.wait(0.003)
+            del frames
+
+    def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            q = (x * 2).sin()
+            x = torch.nn.functional.scaled_dot_product_attention(q, q + 1, q * 3, attn_mask=mask)
+        return x
+
+    run, made = compiled(f), Recorded()
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for size in range(2, 10):
+            mask = torch.randn(64, 64, device=CUDA)
+            for _ in range(3):
+                x = torch.randn(size, 4, 64, 32, device=CUDA)
+                with torch.no_grad():
+                    close(run(x, mask), f(x, mask))
+    finally:
+        stop.set()
+        looking.join()
+    assert made.recordings >= 8
+    assert made.failed == 0
+
+
 def test_inference_is_recorded_once_for_each_size_and_replayed() -> None:
     model = Net().to(CUDA).eval()
     reference = copy.deepcopy(model)

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import gc
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -314,11 +315,10 @@ class CudaDevice:
                 }
             except BaseException as error:
                 problem = error
-        freed = self._pool.freed()
-        if problem is None:
             live_out.pop(0, None)
-            if not self._pool.holds_only(self._pool.adopted | set(live_out)):
-                problem = RuntimeError("memory of the recording is still held by something that is not an output of it")
+        freed = self._freed(live_out) if problem is None else frozenset[int]()
+        if problem is None and not self._pool.holds_only(self._pool.adopted | set(live_out)):
+            problem = RuntimeError("memory of the recording is still held by something that is not an output of it")
         if problem is not None:
             result = None
             live_out.clear()
@@ -332,6 +332,20 @@ class CudaDevice:
         peak = max(before.most_until(after) + self._owned_bytes, sum(blocks.values()))
         grown = max(after.reserved - before.reserved, 0)
         return Captured(cast(Graph, graph), result, blocks, freed, state, peak, grown)
+
+    def _freed(self, live_out: Collection[int]) -> frozenset[int]:
+        """What the recorded function has freed of what was owned before.
+
+        Another thread that looks at frames, as profilers that sample do, holds what they hold for a moment: it is
+        given one to let go.
+        """
+        freed = self._pool.freed()
+        for pause in _PAUSES:
+            if self._pool.holds_only(self._pool.adopted | set(live_out)):
+                break
+            time.sleep(pause)
+            freed |= self._pool.freed()
+        return freed
 
     def _have_blas_handle(self) -> None:
         """Have torch make this thread's handle of cuBLAS, which it could not while capturing.
@@ -412,6 +426,7 @@ class CudaDevice:
         return self._pooled
 
 
+_PAUSES = (0.001, 0.003, 0.01, 0.02)  # seconds, in which other threads let go of a recording's memory
 _ROUNDING = 511  # bytes by which a block may be larger than what was asked for
 #: what `_Totals` has, by torch's names
 _NAMES = (("reserved_bytes", "current"), ("reserved_bytes", "allocated"), ("allocated_bytes", "current"),

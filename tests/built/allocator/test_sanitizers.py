@@ -10,14 +10,17 @@ from tests.support.allocator.extension import build, stress
 QUICK_BUILD = ("-DMULTIGRAPH_STRESS=ON", "-DCMAKE_BUILD_TYPE=", "-DCMAKE_UNITY_BUILD=ON")
 
 
-def test_under_address_and_undefined_behaviour_sanitizers(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("operations", [50_000, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_under_address_and_undefined_behaviour_sanitizers(
+    operations: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     sanitizers = "-DMULTIGRAPH_SANITIZE=address,undefined"
     # compiled as fast as without any optimization, and twice as fast then
     options = (*QUICK_BUILD, "-DCMAKE_CXX_FLAGS=-O1", sanitizers)
     folder = build(tmp_path_factory.mktemp("address"), *options, targets=("fuzz",))
-    assert stress(folder / "fuzz", "--operations", "200000")["wrong"] == ""
-    assert stress(folder / "fuzz", "--operations", "100000", "--sleep")["wrong"] == ""
-    assert stress(folder / "fuzz", "--operations", "200000", "--length", "60", "--each-call")["wrong"] == ""
+    assert stress(folder / "fuzz", "--operations", str(operations))["wrong"] == ""
+    assert stress(folder / "fuzz", "--operations", str(operations // 2), "--sleep")["wrong"] == ""
+    assert stress(folder / "fuzz", "--operations", str(operations), "--length", "60", "--each-call")["wrong"] == ""
 
 
 def test_under_the_thread_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> None:
