@@ -137,6 +137,12 @@ def _calls(kind: CallKind) -> int:
     return _ended[kind] + sum(counter.value for counter in _counters[kind])
 
 
+def calls() -> int:
+    """Calls of generic and of variants since the process began."""
+    with _lock:
+        return _calls("generic_calls") + _calls("variant_calls")
+
+
 def stats() -> dict[str, int]:
     """Process-wide counts since the start or the last `reset_stats()`.
 

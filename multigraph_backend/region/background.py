@@ -11,7 +11,8 @@ fails is counted and tried again later, as after any failed compile, and never i
 left to calls, with a note that says why.
 
 What calls pay for it is kept small: of this process's threads one at a time packs or loads, however many workers there
-are, for each of them would have a turn of the interpreter between two operators of a call; and kernels are tuned where
+are, for each of them would have a turn of the interpreter between two operators of a call, and it rests while others
+are served; and kernels are tuned where
 they are compiled, not in the call that runs them first.
 """
 
@@ -23,6 +24,7 @@ import logging
 import operator
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,13 +104,24 @@ def _may_tune(options: Options) -> bool:
 
 
 _one_at_a_time = threading.Lock()
+_RESTS = 4  # times as long as a thread has worked; a call takes two to three times as long meanwhile
+_LONGEST_REST = 2.0  # seconds
 
 
 @contextlib.contextmanager
 def _beside_calls() -> Iterator[None]:
-    """Around what a worker's thread does in Python: calls go on, and let go of the interpreter at each operator."""
-    with _one_at_a_time, ShortTurns():
-        yield
+    """Around what a worker's thread does in Python: calls go on, and let go of the interpreter at each operator.
+
+    Where calls came meanwhile, it rests before the next one begins, so that requests that were held up are served.
+    """
+    with _one_at_a_time:
+        calls, worked = events.calls(), time.perf_counter()
+        try:
+            with ShortTurns():
+                yield
+        finally:
+            if events.calls() != calls:
+                time.sleep(min(_RESTS * (time.perf_counter() - worked), _LONGEST_REST))
 
 
 def _begin_anew() -> None:
