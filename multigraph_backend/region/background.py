@@ -12,8 +12,7 @@ left to calls, with a note that says why.
 
 What calls pay for it is kept small: of this process's threads one at a time packs or loads, however many workers there
 are, for each of them would have a turn of the interpreter between two operators of a call, and it rests while others
-are served; and kernels are tuned where
-they are compiled, not in the call that runs them first.
+are served; and kernels are tuned where they are compiled, not in the call that runs them first.
 """
 
 from __future__ import annotations
@@ -86,9 +85,9 @@ def options_for(options: Options, variant: Variant) -> Options:
     """Under which `variant` is compiled, wherever that is: keys of torch's caches depend on them.
 
     Where a worker may use the GPU, it also tunes.  Else a variant's first call measures each kernel's configurations,
-    which held requests up for 0.3 to 0.6 s each on an H200.
+    and the requests behind it wait for that.
     """
-    if variant.generic or options.compile != "background" or options.compiler != "inductor" or not _may_tune(options):
+    if variant.generic or options.compile != "background" or options.compiler != "inductor" or not _may_use_gpu(options):
         return options
     if any(name == _WHERE_COMPILED for name, _ in options.inductor):
         return options
@@ -96,7 +95,7 @@ def options_for(options: Options, variant: Variant) -> Options:
     return dataclasses.replace(options, inductor=tuple(sorted(knobs.items(), key=operator.itemgetter(0))))
 
 
-def _may_tune(options: Options) -> bool:
+def _may_use_gpu(options: Options) -> bool:
     """Whether a worker may take memory of a GPU."""
     allowed = dict(options.workers).get("gpu")
     tunes = any(value and name.startswith(_TUNING) for name, value in options.inductor)
@@ -104,7 +103,7 @@ def _may_tune(options: Options) -> bool:
 
 
 _one_at_a_time = threading.Lock()
-_RESTS = 4  # times as long as a thread has worked; a call takes two to three times as long meanwhile
+_RESTS = 4  # times as long as a thread has worked, in which calls took longer and others came to wait
 _LONGEST_REST = 2.0  # seconds
 
 
@@ -190,7 +189,7 @@ class Background:
         if not lowering.kept_by_caches(self._graph, args):
             return "torch's caches do not keep code for inputs that share memory, or for Python floats"
         tensors = [*(arg for arg in args if isinstance(arg, torch.Tensor)), *self._graph.held]
-        if any(tensor.is_cuda for tensor in tensors) and not _may_tune(self._options):
+        if any(tensor.is_cuda for tensor in tensors) and not _may_use_gpu(self._options):
             return (
                 "it is for a GPU, of which a worker would take some hundred MB of memory "
                 '("workers": {"gpu": true} allows that)'
