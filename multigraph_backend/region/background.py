@@ -87,7 +87,12 @@ def options_for(options: Options, variant: Variant) -> Options:
     Where a worker may use the GPU, it also tunes.  Else a variant's first call measures each kernel's configurations,
     and the requests behind it wait for that.
     """
-    if variant.generic or options.compile != "background" or options.compiler != "inductor" or not _may_use_gpu(options):
+    if (
+        variant.generic
+        or options.compile != "background"
+        or options.compiler != "inductor"
+        or not _may_use_gpu(options)
+    ):
         return options
     if any(name == _WHERE_COMPILED for name, _ in options.inductor):
         return options
@@ -120,7 +125,11 @@ def _beside_calls() -> Iterator[None]:
                 yield
         finally:
             if events.calls() != calls:
-                time.sleep(min(_RESTS * (time.perf_counter() - worked), _LONGEST_REST))
+                _rest(min(_RESTS * (time.perf_counter() - worked), _LONGEST_REST))
+
+
+def _rest(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def _begin_anew() -> None:

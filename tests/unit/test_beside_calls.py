@@ -26,7 +26,7 @@ def rests(monkeypatch: pytest.MonkeyPatch, seconds: float, calls: int) -> list[f
     owner = Owner()
     counter = events.call_counter("variant_calls", owner)
     with monkeypatch.context() as patched:
-        patched.setattr(background.time, "sleep", slept.append)
+        patched.setattr(background, "_rest", slept.append)
         with background._beside_calls():
             work(seconds)
             for _ in range(calls):
@@ -51,7 +51,7 @@ def test_what_fails_rests_too_and_lets_the_next_one_in(monkeypatch: pytest.Monke
     slept: list[float] = []
     owner = Owner()
     counter = events.call_counter("generic_calls", owner)
-    monkeypatch.setattr(background.time, "sleep", slept.append)
+    monkeypatch.setattr(background, "_rest", slept.append)
 
     def fails() -> None:
         with background._beside_calls():
