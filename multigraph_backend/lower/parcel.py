@@ -17,10 +17,10 @@ import functools
 import importlib
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -69,6 +69,7 @@ _PAIRS = (
     ("backends.cuda.math_sdp_enabled", "backends.cuda.enable_math_sdp"),
     ("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
 )
+_Read = TypeVar("_Read")
 _OWN = ("compile_threads",)  # a worker's own affair, and no part of keys
 
 
@@ -100,12 +101,46 @@ class _Tensor:
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """See the module's text; `lower`'s arguments are its fields, and what the worker has to set before."""
+class _SentGraph:
+    """`sources`: of the placeholders of each graph module, which torch's pickler drops.  `lazy`: whether each makes its
+    code when it is asked for it."""
 
     graph: CapturedGraph
-    sources: tuple[tuple[Any, ...], ...]  # of the placeholders of each graph module: torch's pickler drops them ...
-    lazy: tuple[bool, ...]  # ... and whether it makes its code when it is asked for it
+    sources: tuple[tuple[Any, ...], ...]
+    lazy: tuple[bool, ...]
+
+    def as_it_was(self) -> CapturedGraph:
+        modules = list(graph_modules(self.graph.module))
+        for module, sources in zip(modules, self.sources, strict=True):
+            for node, source in zip(module.graph.find_nodes(op="placeholder"), sources, strict=True):
+                if source is not None:
+                    node._dynamo_source = source
+        lazy = dict(zip(map(id, modules), self.lazy, strict=True))
+        return dataclasses.replace(self.graph, module=_as_was(modules[0], lazy))
+
+
+class PackedGraph:
+    """A captured graph as bytes, made when they are first asked for.  A thread at a time."""
+
+    def __init__(self, graph: CapturedGraph) -> None:
+        self.graph = graph
+        self._content: bytes | None = None
+
+    def content(self) -> bytes:
+        """Raises `CannotSend`."""
+        if self._content is not None:
+            return self._content
+        content = _packed_graph(self.graph)
+        if not self.graph.held:  # values may change until the next compile
+            self._content = content
+        return content
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """What is sent: `lower`'s arguments, with the graph packed for itself, and what the worker has to set before."""
+
+    graph: bytes
     args: tuple[Any, ...]
     facts: dict[sympy.Symbol, Facts]
     pinned: dict[sympy.Symbol, int]
@@ -119,28 +154,41 @@ class Parcel:
     flags: dict[str, Any]
     home: str  # see `_home_of_formats`
 
+
+@dataclass(frozen=True)
+class Parcel:
+    """In the worker: the graph, and what came with it."""
+
+    graph: CapturedGraph
+    sent: _Parcel
+
+    def arguments(self) -> list[Any]:
+        """For the compile, without memory."""
+        return [entry.made() if isinstance(entry, _Tensor) else entry for entry in self.sent.args]
+
     @contextlib.contextmanager
     def state(self) -> Iterator[CompileState]:
-        """In the worker: torch as it was, and what `lowering.lower` takes for that."""
-        for name, value in self.flags.items():
+        """torch as it was, and what `lowering.lower` takes for that."""
+        sent = self.sent
+        for name, value in sent.flags.items():
             _set_flag(name, value)
-        _look_there_first(self.home)
+        _look_there_first(sent.home)
         with contextlib.ExitStack() as stack:
-            for name, changed in self.configs.items():
+            for name, changed in sent.configs.items():
                 stack.enter_context(importlib.import_module(name).patch(changed))
             state = CompileState.take()
             yield dataclasses.replace(
                 state,
-                grad=self.grad,
-                autocast=self.autocast,
-                autocast_cache=self.autocast_cache,
-                device=self.device,
+                grad=sent.grad,
+                autocast=sent.autocast,
+                autocast_cache=sent.autocast_cache,
+                device=sent.device,
                 hooks=None,
             )
 
 
 def pack(
-    graph: CapturedGraph,
+    packed: PackedGraph,
     facts: Mapping[sympy.Symbol, Facts],
     args: Sequence[Any],
     options: Options,
@@ -152,21 +200,9 @@ def pack(
     """Raises `CannotSend`.  `on_gpu`: the worker compiles for a GPU."""
     if state.hooks is not None:
         raise CannotSend("saved_tensors_hooks are part of it")
-    _check_held(graph)
-    code = graph.user_code
-    bare = dataclasses.replace(
-        graph,
-        module=graph.copy_module(),  # pickling a graph writes to it
-        marked_sizes=(),
-        user_code=UserCode(code.function, code.file, code.line, code.models, code.name, partial=code.partial),
-        compile_id=None,
-        notes=[],
-    )
-    parcel = Parcel(
-        bare,
-        _placeholders(graph.module),
-        tuple(isinstance(module, _compat.LazyGraphModule) for module in graph_modules(graph.module)),
-        tuple(_sent(entry.number, arg) for entry, arg in zip(graph.inputs, args, strict=True)),
+    sent = _Parcel(
+        packed.content(),
+        tuple(_sent(entry.number, arg) for entry, arg in zip(packed.graph.inputs, args, strict=True)),
         dict(facts),
         dict(pinned),
         dataclasses.replace(
@@ -181,31 +217,50 @@ def pack(
         _flags(),
         _home_of_formats(),
     )
-    try:
-        filtered = _compat.GraphPicklerOptions(ops_filter=_torchs_own, node_metadata_key_filter=_picklable_meta)
-        content: bytes = _pickler().dumps(parcel, filtered)
-        again = unpack(content)
-    except CannotSend:
-        raise
-    except Exception as error:
-        raise CannotSend(f"it cannot be pickled: {describe(error)}") from error
-    for mine, theirs in zip(graph_modules(graph.module), graph_modules(again.graph.module), strict=True):
+    return _pickled(sent, _unpickled)[0]
+
+
+def unpack(content: bytes) -> Parcel:
+    """In the worker."""
+    sent: _Parcel = _unpickled(content)
+    return Parcel(_unpickled(sent.graph).as_it_was(), sent)
+
+
+def _packed_graph(graph: CapturedGraph) -> bytes:
+    _check_held(graph)
+    code = graph.user_code
+    bare = dataclasses.replace(
+        graph,
+        module=graph.copy_module(),  # pickling a graph writes to it
+        marked_sizes=(),
+        user_code=UserCode(code.function, code.file, code.line, code.models, code.name, partial=code.partial),
+        compile_id=None,
+        notes=[],
+    )
+    lazy = tuple(isinstance(module, _compat.LazyGraphModule) for module in graph_modules(graph.module))
+    sent = _SentGraph(bare, _placeholders(graph.module), lazy)
+    content, again = _pickled(sent, lambda content: _unpickled(content).as_it_was())
+    for mine, theirs in zip(graph_modules(graph.module), graph_modules(again.module), strict=True):
         for node, other in zip(mine.graph.nodes, theirs.graph.nodes, strict=True):
             if node.op == "call_function" and node.target is not other.target:
                 raise CannotSend(f"{node.target} is not what its name says")
     return content
 
 
-def unpack(content: bytes) -> Parcel:
-    """In the worker."""
-    parcel: Parcel = _compat.GraphPickler.loads(content, _compat.FakeTensorMode())
-    modules = list(graph_modules(parcel.graph.module))
-    for module, sources in zip(modules, parcel.sources, strict=True):
-        for node, source in zip(module.graph.find_nodes(op="placeholder"), sources, strict=True):
-            if source is not None:
-                node._dynamo_source = source
-    lazy = dict(zip(map(id, modules), parcel.lazy, strict=True))
-    return dataclasses.replace(parcel, graph=dataclasses.replace(parcel.graph, module=_as_was(modules[0], lazy)))
+def _pickled(what: object, read: Callable[[bytes], _Read]) -> tuple[bytes, _Read]:
+    """As bytes, and what is read out of them again."""
+    try:
+        filtered = _compat.GraphPicklerOptions(ops_filter=_torchs_own, node_metadata_key_filter=_picklable_meta)
+        content: bytes = _pickler().dumps(what, filtered)
+        return content, read(content)
+    except CannotSend:
+        raise
+    except Exception as error:
+        raise CannotSend(f"it cannot be pickled: {describe(error)}") from error
+
+
+def _unpickled(content: bytes) -> Any:
+    return _compat.GraphPickler.loads(content, _compat.FakeTensorMode())
 
 
 def _as_was(module: torch.fx.GraphModule, lazy: Mapping[int, bool]) -> torch.fx.GraphModule:
@@ -236,11 +291,6 @@ def _pickler() -> Any:
             return super().reducer_override(value)
 
     return OfTorchAlone
-
-
-def arguments(parcel: Parcel) -> list[Any]:
-    """Arguments for the compile, without memory."""
-    return [entry.made() if isinstance(entry, _Tensor) else entry for entry in parcel.args]
 
 
 def _placeholders(module: torch.fx.GraphModule) -> tuple[tuple[Any, ...], ...]:

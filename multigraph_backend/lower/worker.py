@@ -52,12 +52,13 @@ class Hello:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: the code is in torch's caches ("made"), the compile failed, or cannot be done there.
+    """What became of a job: the code is in torch's caches now ("made"), or was there before ("found"), the compile
+    failed, or cannot be done there.
 
     "done": no worker was needed.
     """
 
-    kind: Literal["made", "failed", "cannot", "done"]
+    kind: Literal["made", "found", "failed", "cannot", "done"]
     seconds: float = 0.0
     reason: str = ""
     details: str = ""
@@ -105,9 +106,8 @@ def _done(job: Job) -> Outcome:
         faulthandler.dump_traceback_later(job.seconds + _TO_END, exit=True)
     try:
         with _memory_limit(job.memory):
-            problem = _compile(job)
-        kind: Literal["made", "cannot"] = "made" if problem is None else "cannot"
-        return Outcome(kind, time.perf_counter() - began, problem or "")
+            kind, problem = _compile(job)
+        return Outcome(kind, time.perf_counter() - began, problem)
     except Exception as error:
         from multigraph_backend.lower.compile_thread import describe
 
@@ -119,27 +119,29 @@ def _done(job: Job) -> Outcome:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _compile(job: Job) -> str | None:
-    """Compile; None where torch's caches have taken it, else why they do not take such code."""
+def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str]:
+    """Compile; with the reason why torch's caches do not take such code, if so."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = job.folder
     from multigraph_backend import _compat
     from multigraph_backend.lower import lowering, parcel
     from multigraph_backend.lower.compile_thread import describe
 
     try:
-        sent = parcel.unpack(job.parcel)
+        read = parcel.unpack(job.parcel)
     except Exception as error:
-        return f"a worker cannot read it: {describe(error)}"
+        return "cannot", f"a worker cannot read it: {describe(error)}"
     counts = _compat.counters["aot_autograd"]
-    past = counts["autograd_cache_bypass"]
-    args = parcel.arguments(sent)
-    with sent.state() as state:
-        made = lowering.lower(sent.graph, sent.facts, args, sent.options, state, sent.pinned, sent.name)
+    past, hits = counts["autograd_cache_bypass"], counts["autograd_cache_hit"]
+    sent = read.sent
+    with read.state() as state:
+        made = lowering.lower(read.graph, sent.facts, read.arguments(), sent.options, state, sent.pinned, sent.name)
+    if counts["autograd_cache_hit"] > hits:
+        return "found", ""
     for kind, key in made.cached:
         if kind == "aot_autograd" and _written(_compat.cache_entry(kind, key)):
-            return None
+            return "made", ""
     if counts["autograd_cache_bypass"] > past:
-        return "torch's caches do not take its code"
+        return "cannot", "torch's caches do not take its code"
     raise OSError(f"torch's caches in {job.folder} have not kept its code: is there room, and may it be written to?")
 
 

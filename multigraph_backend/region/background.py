@@ -25,7 +25,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.lower import lowering, parcel, workers
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
-from multigraph_backend.lower.parcel import CannotSend
+from multigraph_backend.lower.parcel import CannotSend, PackedGraph
 from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.lower.worker import Job, Outcome
 from multigraph_backend.options import Options
@@ -146,6 +146,7 @@ class Background:
 
     def __init__(self, graph: CapturedGraph, options: Options, state: CompileState) -> None:
         self._graph, self._options, self._state = graph, options, state
+        self._packed: Callable[[], PackedGraph | None] = lambda: None
         self.cannot = self._never()
 
     def _never(self) -> str | None:
@@ -186,7 +187,9 @@ class Background:
             if isinstance(value, int) and not isinstance(value, bool)
         }
         asked = Asked(variant, likeness, values, exact, case)
-        task = _Task(weakref.ref(region), self._graph, self._options, self._state, asked, self)
+        packed = self._packed() or PackedGraph(self._graph)  # there as long as a compile waits
+        self._packed = weakref.ref(packed)
+        task = _Task(weakref.ref(region), packed, self._options, self._state, asked, self)
         variant.in_background = True
         if not workers.pool.submit(workers.Task(task.job, task.done), dict(self._options.workers).get("count")):
             variant.in_background = False
@@ -221,7 +224,7 @@ class _Task:
     """One compile in a worker, as the worker's thread knows it."""
 
     region: weakref.ref[Swaps]
-    graph: CapturedGraph
+    packed: PackedGraph
     options: Options
     state: CompileState
     asked: Asked
@@ -231,26 +234,28 @@ class _Task:
         variant, region = self.asked.variant, self.region()
         if region is None:
             return Outcome("done")
-        try:
-            with _beside_calls():
-                region.swap_in(self.asked)  # another process may have compiled it
-            return Outcome("done")
-        except Exception as error:
-            log.debug("%s is not in torch's caches: %s", variant.text, describe(error))
+        if not workers.pool.pids:  # one that runs finds what another process has compiled, and beside calls
+            try:
+                with _beside_calls():
+                    region.swap_in(self.asked)
+                return Outcome("done")
+            except Exception as error:
+                log.debug("%s is not in torch's caches: %s", variant.text, describe(error))
         del region  # it may end while a worker compiles
         with _beside_calls():
             return self._job(variant)
 
     def _job(self, variant: Variant) -> Job | Outcome:
-        args = self.asked.likeness.with_values(self.graph, self.asked.values)
+        graph = self.packed.graph
+        args = self.asked.likeness.with_values(graph, self.asked.values)
         if args is None:
             return Outcome("failed", reason="a parameter is gone")
         condition = variant.condition
-        pinned = {} if condition is None else declared.exact_values(condition, self.graph.values(args))
+        pinned = {} if condition is None else declared.exact_values(condition, graph.values(args))
         on_gpu = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
         options = options_for(self.options, variant)
         try:
-            content = parcel.pack(self.graph, variant.facts, args, options, self.state, pinned, variant.text, on_gpu)
+            content = parcel.pack(self.packed, variant.facts, args, options, self.state, pinned, variant.text, on_gpu)
         except CannotSend as reason:
             return Outcome("cannot", reason=str(reason))
         limits = dict(self.options.workers)
@@ -274,7 +279,7 @@ class _Task:
         else:
             try:
                 with _beside_calls():
-                    region.swap_in(self.asked, outcome.seconds)
+                    region.swap_in(self.asked, outcome.seconds if outcome.kind == "made" else None)
                 return
             except Exception as problem:
                 log.debug("%s of a worker is not taken", text, exc_info=True)

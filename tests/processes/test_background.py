@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import multigraph_backend
-from multigraph_backend.lower import workers
+from multigraph_backend.lower import parcel, workers
 from multigraph_backend.region import background, variant
 
 SIZES: dict[str, Any] = {"specialize": [{"x[0]": 8}, {"x[0]": {"multiple_of": 16}}], "compile": "background"}
@@ -112,8 +112,30 @@ def test_generic_serves_until_the_variant_is_there_as_a_whole(train: bool) -> No
     assert "by a worker" in str(multigraph_backend.explain())
 
 
+def test_a_graph_is_packed_once_for_the_compiles_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a worker that runs is asked for the second without a look into torch's caches from this process."""
+    packed: list[object] = []
+    pack = parcel._packed_graph
+    monkeypatch.setattr(parcel, "_packed_graph", lambda graph: [packed.append(graph), pack(graph)][1])
+    model = Model()
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.as_tensor(model(x))
+
+    run = compiled(twice, workers={"count": 1})
+    with torch.no_grad():
+        call(run, twice, 5)
+        with background._one_at_a_time:
+            call(run, twice, 8, 32)
+        assert background.wait(120)
+        call(run, twice, 8, 32)
+    assert [told()[text]["by_worker"] for text in ("x[0] == 8", "x[0] % 16 == 0")] == [True, True]
+    assert multigraph_backend.stats()["variant_calls"] == 2
+    assert len(packed) == 1
+
+
 def test_a_variant_that_falls_into_forms_and_what_caches_have_already() -> None:
-    """Guards that the compile in the worker added are those of the form here; no worker is asked for known code."""
+    """Guards that the compile in the worker added are those of the form here; what a worker finds is loaded, not made."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return (x.round() * 2).sum()  # the same in any order
