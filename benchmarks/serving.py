@@ -33,6 +33,7 @@ With --quick nothing generates code (aot_eager): whether it runs, not how fast.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import resource
@@ -214,15 +215,18 @@ def arrivals(served: Any, count: int, most: int, rate: float, rounds: int | None
     """With generic's code and recordings made: `rounds` of requests; None: until all variants are in use."""
     call_all_sizes(served)
     seconds: list[float] = []
-    began, done, ready, in_use = time.perf_counter(), 0, False, rounds is not None
-    while done < rounds if rounds is not None else not in_use and time.perf_counter() - began < COMPILING:
+    until = time.perf_counter() + COMPILING
+    for done in itertools.count(1):
+        ready = rounds is None and _all_compiled()  # then this is one more, in which the last are called and recorded
         seconds += serve(served, requests(count, most), rate)[1]
-        done += 1
-        if rounds is None:
-            in_use = ready  # one more round, in which the last ones are called and recorded
-            regions = multigraph_backend.explain().regions
-            ready = all(variant.state != "compiling" for region in regions for variant in region.variants)
-    return {"p99": p99(seconds), "rounds": done, "compiled_in_time": in_use}
+        if ready or done == rounds or (rounds is None and time.perf_counter() > until):
+            break
+    return {"p99": p99(seconds), "rounds": done, "compiled_in_time": rounds is not None or ready}
+
+
+def _all_compiled() -> bool:
+    regions = multigraph_backend.explain().regions
+    return all(variant.state != "compiling" for region in regions for variant in region.variants)
 
 
 def measured(
