@@ -12,6 +12,7 @@ function.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,6 +76,12 @@ def _floors(node: _Node) -> bool:
     return is_floor and _is_float(node)
 
 
+def _floors_little(node: _Node) -> bool:
+    """The same of two bytes a number, or with a number that is known at the call; others are rewritten."""
+    at_call = any(isinstance(entry, _Node) and not isinstance(_value(entry), torch.Tensor) for entry in node.args)
+    return _floors(node) and (at_call or _value(node).itemsize < 4)
+
+
 def _leaves_little(node: _Node) -> bool:
     """A remainder of two bytes a number, or of a number by a tensor; others are rewritten (`_takes_fmod`)."""
     return _is_float(node) and bool(node.target is _aten.remainder.Scalar_Tensor or _value(node).itemsize < 4)
@@ -126,10 +133,10 @@ def _says_where(node: _Node) -> bool:
 
 #: whose kernel of eager's is called, where the node is one that goes wrong
 _KERNELS: dict[Any, Callable[[_Node], bool]] = {
-    _aten.floor_divide.default: _floors,
-    _aten.floor_divide.Scalar: _floors,
-    _aten.div.Tensor_mode: _floors,
-    _aten.div.Scalar_mode: _floors,
+    _aten.floor_divide.default: _floors_little,
+    _aten.floor_divide.Scalar: _floors_little,
+    _aten.div.Tensor_mode: _floors_little,
+    _aten.div.Scalar_mode: _floors_little,
     _aten.remainder.Scalar: _leaves_little,
     _aten.remainder.Tensor: _leaves_little,
     _aten.remainder.Scalar_Tensor: _leaves_little,
@@ -154,24 +161,67 @@ def _takes_rsqrt(node: _Node) -> bool:
     return True
 
 
+def _takes_remainder_off(node: _Node) -> bool:
+    """`x // y` from `x` without what a division that truncates leaves, over `y`, which is whole but for rounding."""
+    if not _floors(node) or _floors_little(node):
+        return False
+    dtype = _value(node).dtype
+    x, y = (_as(node, operand, dtype) for operand in node.args[:2])
+    if not isinstance(x, _Node):
+        x = _before(node, _aten.full.default, [], x, dtype=dtype, device=_value(node).device)
+    over = _before(node, _aten.div.Tensor, x, y)
+    left = _before(node, _remainder(y), x, y)
+    quotient = _before(node, _aten.div.Tensor, _before(node, _aten.sub.Tensor, x, left), y)
+    one_less = _before(node, _aten.sub.Tensor, quotient, 1)
+    quotient = _before(node, _aten.where.self, _is_of_other_sign(node, left, y), one_less, quotient)
+    floor = _before(node, _aten.floor.default, quotient)
+    above = _before(node, _aten.gt.Scalar, _before(node, _aten.sub.Tensor, quotient, floor), 0.5)
+    whole = _before(node, _aten.where.self, above, _before(node, _aten.add.Tensor, floor, 1), floor)
+    # eager's 0 has the sign of `x / y`, and what is divided by 0 is that
+    no_sign = _before(node, _aten.eq.Scalar, quotient, 0)
+    whole = _before(node, _aten.where.self, no_sign, _before(node, _aten.mul.Tensor, over, 0.0), whole)
+    if isinstance(y, _Node) or abs(y) < 1:
+        # of a quotient that is too large, `fmod` for whole vectors is NaN; and there is no `isinf` for them
+        large = _before(node, _aten.eq.Scalar, _before(node, _aten.abs.default, over), math.inf)
+        finite = _before(node, _aten.lt.Scalar, _before(node, _aten.abs.default, x), math.inf)
+        large = _before(node, _aten.logical_and.default, large, finite)
+        whole = _before(node, _aten.where.self, large, over, whole)
+    if isinstance(y, _Node):
+        whole = _before(node, _aten.where.self, _before(node, _aten.eq.Scalar, y, 0), over, whole)
+    node.replace_all_uses_with(whole if isinstance(y, _Node) or y != 0 else over)
+    node.graph.erase_node(node)
+    return True
+
+
+def _as(node: _Node, operand: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(operand, _Node) or _value(operand).dtype == dtype:
+        return operand
+    return _before(node, torch.ops.prims.convert_element_type.default, operand, dtype)
+
+
+def _remainder(y: Any) -> Any:
+    return _aten.fmod.Tensor if isinstance(y, _Node) else _aten.fmod.Scalar
+
+
+def _is_of_other_sign(node: _Node, left: _Node, y: Any) -> _Node:
+    """Where what a division by `y` leaves is below 0 and `y` is not, or the other way round."""
+    if not isinstance(y, _Node):
+        return _before(node, _aten.gt.Scalar if y < 0 else _aten.lt.Scalar, left, 0)
+    below = [_before(node, _aten.lt.Scalar, each, 0) for each in (left, y)]
+    some = _before(node, _aten.ne.Scalar, left, 0)
+    return _before(node, _aten.logical_and.default, some, _before(node, _aten.ne.Tensor, *below))
+
+
 def _takes_fmod(node: _Node) -> bool:
     """`x % y` from what a division that truncates leaves, not `x - floor(x / y) * y`: 1e10 % 3 is 1, not 0."""
     x, y = node.args
     if not _is_float(node) or _leaves_little(node):
         return False
-    if isinstance(_value(y), torch.Tensor):
-        left = _before(node, _aten.fmod.Tensor, x, y)
-        below = [_before(node, _aten.lt.Scalar, each, 0) for each in (left, y)]
-        some = _before(node, _aten.ne.Scalar, left, 0)
-        moves = _before(node, _aten.logical_and.default, some, _before(node, _aten.ne.Tensor, *below))
-        moved = _before(node, _aten.add.Tensor, left, y)
-    elif isinstance(y, int | float):
-        left = _before(node, _aten.fmod.Scalar, x, y)
-        moves = _before(node, _aten.gt.Scalar if y < 0 else _aten.lt.Scalar, left, 0)
-        moved = _before(node, _aten.add.Tensor, left, y)
-    else:  # a number that is known at the call
+    if not isinstance(_value(y), torch.Tensor) and not isinstance(y, int | float):  # a number that is known at the call
         node.meta["should_fallback"] = True
         return False
+    left = _before(node, _remainder(y), x, y)
+    moves, moved = _is_of_other_sign(node, left, y), _before(node, _aten.add.Tensor, left, y)
     node.replace_all_uses_with(_before(node, _aten.where.self, moves, moved, left))
     node.graph.erase_node(node)
     return True
@@ -201,12 +251,13 @@ def _keeps_inside(node: _Node) -> bool:
     return True
 
 
-def _before(node: _Node, target: Any, *args: Any) -> _Node:
+def _before(node: _Node, target: Any, *args: Any, **kwargs: Any) -> _Node:
     """A call of `target` put before `node`."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, args)
+        made = node.graph.call_function(target, args, kwargs)
     values = torch.fx.map_arg(args, lambda operand: operand.meta["val"])
-    made.meta["val"] = target(*values)
+    with _value(node).fake_mode:
+        made.meta["val"] = target(*values, **kwargs)
     made.meta.update({key: node.meta[key] for key in ("stack_trace", "original_aten") if key in node.meta})
     return made
 
@@ -216,4 +267,8 @@ _REWRITTEN: dict[Any, Callable[[_Node], bool]] = {
     _POW: _takes_rsqrt,
     _aten.remainder.Scalar: _takes_fmod,
     _aten.remainder.Tensor: _takes_fmod,
+    _aten.floor_divide.default: _takes_remainder_off,
+    _aten.floor_divide.Scalar: _takes_remainder_off,
+    _aten.div.Tensor_mode: _takes_remainder_off,
+    _aten.div.Scalar_mode: _takes_remainder_off,
 }

@@ -135,7 +135,7 @@ def test_a_graph_is_packed_once_for_the_compiles_that_wait(monkeypatch: pytest.M
 
 
 def test_a_variant_that_falls_into_forms_and_what_caches_have_already() -> None:
-    """Guards that the compile in the worker added are those of the form here; what a worker finds is loaded, not made."""
+    """Guards that the compile in the worker added are those of the form here; what a worker finds is loaded."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return (x.round() * 2).sum()  # the same in any order

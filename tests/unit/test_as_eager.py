@@ -40,8 +40,8 @@ def test_ordinary_programs_stay_as_they_are() -> None:
 def test_kernels_of_eagers_are_called_for_what_goes_wrong() -> None:
     def program(x: torch.Tensor, half: torch.Tensor, image: torch.Tensor) -> Any:
         return (
-            x // 3, x // x, half % 3, 5 % x,
-            torch.div(x, 0.3, rounding_mode="floor"), x[0, 0].var(correction=0), half**0.5,
+            half // 3, half // x.half()[0, 0], half % 3, 5 % x,
+            torch.div(half, 0.3, rounding_mode="floor"), x[0, 0].var(correction=0), half**0.5,
             torch.var_mean(x[:, :1], 1, correction=0), x.atanh(),
             functional.max_pool2d(image, 3, 2, 1, return_indices=True)[1],
             torch.ops.aten.avg_pool2d_backward(image, image, [1, 1], [1, 1], [0, 0], True, True, None),
@@ -68,6 +68,10 @@ def test_compositions_take_the_place_of_others() -> None:
     gm = make_fx(lambda x, y: (x % 3, x % -0.3, x % y), tracing_mode="fake")(torch.ones(2), torch.ones(2))
     as_eager.give_eagers_numbers(gm)
     assert "remainder" not in gm.code
+    assert changed(lambda x, y: (x // 0.3, 5 // y, torch.div(x, y, rounding_mode="floor")), *2 * [torch.ones(3)]) == (
+        [],
+        True,
+    )
     x, y = torch.tensor([-7.5, INF, 1e10, -0.0, 3.0]), torch.tensor([2.0, 2.0, 3.0, 5.0, -INF])
     for one, other in zip(gm(x, y), (x % 3, x % -0.3, x % y), strict=True):
         assert torch.equal(one.nan_to_num(99), other.nan_to_num(99))

@@ -195,6 +195,26 @@ def test_it_is_eagers_number_where_stock_has_another(row: str) -> None:
     assert (ran["generic_calls"], ran["eager_calls"]) == (1, 0)
 
 
+EDGES = (0.0, -0.0, 1.0, -0.3, 3.0, -7.5, INF, -INF, NAN, 1e10, -1e-30, 1e-45, 3e38, 16777217.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_floor_divisions_are_eagers_at_all_edges_with_their_signs(dtype: torch.dtype) -> None:
+    pairs = torch.cartesian_prod(torch.tensor(EDGES), torch.tensor(EDGES)).to(dtype)
+    x, y = (part.repeat(2) for part in pairs.unbind(1))
+    whole = torch.arange(-20, len(x) - 20)
+
+    def program(x: torch.Tensor, y: torch.Tensor, whole: torch.Tensor) -> list[torch.Tensor]:
+        mixed = [whole // y, x // whole, x // y.double(), whole // 0.3, 5 // y, -0.0 // y, x // x.shape[0]]
+        return [x // y, *mixed, *(x // each for each in EDGES)]
+
+    run = torch.compile(program, backend="multigraph", options={"on_failure": "raise"})
+    for found, expected in zip(run(x, y, whole), program(x, y, whole), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        signs = (each.signbit() & ~each.isnan() for each in (found, expected))
+        assert torch.equal(*signs)
+
+
 @pytest.mark.parametrize("row", PASSED_ON)
 def test_it_is_stocks_number_under_multigraph(row: str) -> None:
     program, inputs, generated = PASSED_ON[row]
