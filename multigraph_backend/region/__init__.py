@@ -1,7 +1,8 @@
 """One Dynamo graph and its variants: which code runs a call, and what happens where there is none.
 
-`region` owns the graph; `dispatch` generates the function that finds the variant of a call; `variant` is the life of
-one; `gains` times variants against generic while the user asks for it; `registry` knows which regions are alive;
-`ahead_of_time` makes a region one that torch saves and loads; `warm_start` notes what calls use, and loads it in a
-second process; `background` has variants compiled by worker processes.
+`region` owns the graph; `rules` says what was declared over a call's arguments, and `dispatch` generates the function
+that finds a call's variant by that; `variant` is the life of one; `gains` times variants against generic while the user
+asks for it; `registry` knows which regions are alive; `ahead_of_time` makes a region one that torch saves and loads;
+`warm_start` notes what calls use, and loads it in a second process; `background` has variants compiled by worker
+processes.
 """

@@ -24,11 +24,10 @@ import torch
 
 from multigraph_backend import _compat, events, sealing
 from multigraph_backend.allocator.sleeping import Asleep
-from multigraph_backend.capture import declared, size_names
+from multigraph_backend.capture import declared
 from multigraph_backend.capture.aliasing import Sharing, sharing
-from multigraph_backend.capture.graph import CapturedGraph, NamedSize
+from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.capture.user_code import UserCode
-from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import sequence
 from multigraph_backend.distributed.sequence import SameSizes
 from multigraph_backend.lower import guards, lowering
@@ -40,9 +39,9 @@ from multigraph_backend.lower.stand_ins import Likeness, stand_ins
 from multigraph_backend.options import Options
 from multigraph_backend.padding import padded
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.region import background, dispatch, gains, registry, warm_start
+from multigraph_backend.region import background, dispatch, gains, registry, rules, warm_start
 from multigraph_backend.region.background import Asked
-from multigraph_backend.region.dispatch import Ready, Rule
+from multigraph_backend.region.dispatch import Ready
 from multigraph_backend.region.variant import Floats, Form, Variant
 from multigraph_backend.saved_tensors.account import SavedTensors
 
@@ -78,17 +77,17 @@ class Region:
         self.name = options.name
         self.user_code: UserCode = graph.user_code
         self.sizes = {size: str(entry.expr) for size, entry in graph.sizes.items()}
-        self.argument_names = _argument_names(graph)
+        self.argument_names = rules.argument_names(graph)
         self._graph = graph
         self._state = state
         if options.on_failure == "raise" and not graph.user_code.partial:
-            _refuse_unknown_names(graph, options)
+            rules.refuse_unknown_names(graph, options)
         conditions, notes = declared.resolve(graph, options.specialize)
         self.padding, said, expected = padded.resolve(graph, options, conditions) if options.pad else (None, [], [])
         self.notes = list(dict.fromkeys([*graph.notes, *options.notes, *notes, *said]))
         self.variants = [Variant(number, condition) for number, condition in enumerate(conditions)]
         self.generic = Variant(len(conditions), None)
-        self.plan, self._checks = _plan(graph, self.variants, self.generic.number)
+        self.plan, self._checks = rules.plan(graph, self.variants, self.generic.number)
         self._ready: list[Ready] = [_NOT_READY] * (len(conditions) + 1)
         self._publish_lock = threading.RLock()  # a handler of a signal may call what it interrupts
         self._all_pending = options.compile == "eager"
@@ -206,7 +205,7 @@ class Region:
     def _compile(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """Compile a form of `variant` for `args`; the caller holds its lock."""
         pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
-        exact = _exact(variant, args)
+        exact = rules.exact(variant, args)
         if exact is not None and variant.exact not in (None, exact):
             return None
         log.info("%s: compiling %s", self.user_code, variant.text)
@@ -403,7 +402,7 @@ class Region:
         if not variant.lock.acquire(blocking=False):
             return True  # another call is here
         try:
-            exact = _exact(variant, args)
+            exact = rules.exact(variant, args)
             if variant.in_background or variant.fitting(args) is not None:
                 return True
             if exact is not None and variant.exact not in (None, exact):
@@ -465,9 +464,9 @@ class Region:
                 continue
             values = dict(first)
             for symbol, facts in variant.facts.items():
-                values[symbol] = _example(facts.intersect(declared.bounds(self._graph, symbol)), values[symbol])
+                values[symbol] = rules.example(facts.intersect(declared.bounds(self._graph, symbol)), values[symbol])
             made = likeness.with_values(self._graph, {str(symbol): value for symbol, value in values.items()})
-            if made is None or not _declared_for(variant, made) or variant.fitting(made) is not None:
+            if made is None or not rules.declared_for(variant, made) or variant.fitting(made) is not None:
                 continue
             if variant.may_compile(*self._case(made)) and not sealing.sealed():
                 self._begin_beside(variant, made, likeness)
@@ -484,7 +483,7 @@ class Region:
         if variant is None or (variant.condition is not None and variant.condition.check is not None):
             return False
         args = likeness.with_values(self._graph, values)
-        if args is None or not _declared_for(variant, args) or not variant.lock.acquire(blocking=False):
+        if args is None or not rules.declared_for(variant, args) or not variant.lock.acquire(blocking=False):
             return False  # whoever has it compiles, and will ask the same caches
         try:
             if variant.compiling or variant.fitting(args) is not None or not variant.may_compile(*self._case(args)):
@@ -571,7 +570,7 @@ class Region:
                 continue
             values = self._graph.values(args)
             for symbol, facts in variant.facts.items():
-                values[symbol] = _example(facts.intersect(declared.bounds(self._graph, symbol)), values[symbol])
+                values[symbol] = rules.example(facts.intersect(declared.bounds(self._graph, symbol)), values[symbol])
             try:
                 made = stand_ins(self._graph, args, values)
             except CannotLower as error:
@@ -645,18 +644,6 @@ def _as_first(graph: CapturedGraph, args: Sequence[Any]) -> tuple[Likeness, dict
     return None if likeness is None else (likeness, values)
 
 
-def _exact(variant: Variant, args: Sequence[Any]) -> int | None:
-    """The size that an opaque condition asks of, in a call with `args`."""
-    size = None if variant.condition is None else variant.condition.check_size
-    return None if size is None else int(size.location.read(args))
-
-
-def _declared_for(variant: Variant, args: Sequence[Any]) -> bool:
-    """Whether what was declared holds for `args`."""
-    terms = [] if variant.condition is None else variant.condition.terms
-    return all(facts.holds(size.location.read(args)) for size, facts in terms)
-
-
 def stance() -> str:
     """torch's stance, "default" where this torch does not tell."""
     return "default" if _compat.missing("stances") else _compat.stance()
@@ -675,89 +662,6 @@ def _draw_again(args: Sequence[Any]) -> Callable[[], None]:
             torch.cuda.set_rng_state(before, device)
 
     return restore
-
-
-def _argument_names(graph: CapturedGraph) -> dict[str, str]:
-    """Argument text in conditions -> the user's name of that size or integer."""
-    names = {size.location.text(): name for name, size in graph.sizes.items()}
-    for name, size in graph.sizes.items():
-        info = graph.symbols.get(size.expr) if isinstance(size.expr, sympy.Symbol) else None
-        if info is not None and info.location is not None:
-            names.setdefault(info.location.text(), name)
-    for index, entry in enumerate(graph.inputs):
-        if entry.layout is not None:
-            traced = size_names.input_name(_compat.source_name(entry.layout.source))
-            name = graph.user_code.known_as(traced)
-            names.setdefault(f"a[{index}].item()" if entry.number else f"a[{index}]", name)
-    return names
-
-
-def _refuse_unknown_names(graph: CapturedGraph, options: Options) -> None:
-    for predicate in options.specialize:
-        for name in predicate.names:
-            if graph.find(name) is None:
-                raise declared.UnknownName(declared.unknown_name(graph, name))
-    for name, _ in options.pad if options.pad != "declared" else ():
-        if graph.find(name) is None:
-            raise declared.UnknownName(declared.unknown_name(graph, name))
-
-
-def _plan(
-    graph: CapturedGraph, variants: Sequence[Variant], generic: int
-) -> tuple[dispatch.Plan, dict[str, Callable[[int], bool]]]:
-    """Rules of the variants that can match, over columns of argument text."""
-    columns: dict[str, int] = {}
-    rules = []
-    checks: dict[str, Callable[[int], bool]] = {}
-
-    def column(size: NamedSize) -> int:
-        info = graph.symbols.get(size.expr) if isinstance(size.expr, sympy.Symbol) else None
-        location = info.location if info is not None and info.location is not None else size.location
-        return columns.setdefault(location.text(), len(columns))
-
-    for variant in variants:
-        condition = variant.condition
-        if condition is None or condition.never is not None:
-            continue
-        terms: dict[int, Facts] = {}
-        for size, facts in condition.terms:
-            at = column(size)
-            terms[at] = terms[at].intersect(facts) if at in terms else facts
-        if condition.check is not None and condition.check_size is not None:
-            name = f"check{variant.number}"
-            checks[name] = _asking(variant, condition.check)
-            rules.append(Rule(variant.number, tuple(terms.items()), name, column(condition.check_size)))
-        else:
-            rules.append(Rule(variant.number, tuple(terms.items())))
-    return dispatch.plan(tuple(columns), rules, generic), checks
-
-
-def _asking(variant: Variant, check: Callable[[int], object]) -> Callable[[int], bool]:
-    """The opaque check as dispatch asks it: once code exists for one value, that value only; an error is a no."""
-    text = variant.text
-
-    def ask(value: int) -> bool:
-        if variant.exact is not None and value != variant.exact:
-            return False
-        try:
-            return bool(check(value))
-        except Exception as error:
-            if from_outside(error):
-                raise
-            events.warn_once(f"{text} raised", "%s raised, taken as no match: %s", text, describe(error))
-            return False
-
-    return ask
-
-
-def _example(facts: Facts, near: int) -> int:
-    """An integer that satisfies `facts`, close to `near` where that is possible."""
-    if facts.values is not None:
-        return facts.values[0]
-    value = near if facts.min is None else max(near, facts.min)
-    value = value if facts.max is None else min(value, facts.max)
-    down = value // facts.multiple_of * facts.multiple_of
-    return down if facts.holds(down) and down > 1 else down + facts.multiple_of
 
 
 def _not_all_recorded(error: BaseException) -> BaseException | None:
