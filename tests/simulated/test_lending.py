@@ -116,6 +116,24 @@ def test_loans_that_stay_get_the_pool_and_recordings_begin_anew(bench: Bench) ->
     assert bench.recorded() == 2
 
 
+def test_nothing_warms_up_in_a_pool_that_could_not_be_left_to_its_loans(bench: Bench) -> None:
+    (x,), piece = recorded(bench)
+    other = bench.piece(narrow, 1, 1)
+    loan, generation = lent(bench), bench.device.generation
+    bench.device.fail_at("new_pool")
+    for _ in range(lending.MOST_CALLS):
+        call_right(piece, wide, x)  # type: ignore[arg-type]
+    assert (bench.tree.size, bench.device.generation, bench.device.lends) == (0, generation, False)
+    call_right(other, narrow, x)  # its first
+    assert loan.intact()
+    assert bench.tree.counts["warm-ups in the pool"] == 1  # of the other piece, before
+    for _ in range(3):
+        call_right(other, narrow, x)
+        assert loan.intact()
+    assert bench.device.generation > generation
+    assert bench.recorded() == 2
+
+
 def test_what_lends_already_or_has_nothing_says_so(bench: Bench) -> None:
     assert not bench.tree.lend()  # nothing is recorded
     recorded(bench)

@@ -15,7 +15,8 @@ is made once and kept) get the pool: after `MOST_CALLS` calls that they were in 
 begin anew in another pool.
 
 Invariant: while the pool may lend (`on`), no recording is found, none is made, and no first call warms up there: none
-of its nodes is ready.
+of its nodes is ready.  Nor is anything made or warmed up in a pool that was left to its loans and is still in use, for
+the driver has failed when another one was to take its place.
 
 In:  a device that lacks memory, under the tree's lock, with no call under way; and each call that is answered by no
 node.  Out: whether the pool lends now; whether recordings may be used.  Only pools of the extension can lend.
@@ -48,6 +49,7 @@ class Lending:
         self._nodes, self._device = nodes, nodes.device
         self.on = False
         self._calls = 0  # in a row that loans were in the way of
+        self._left: int | None = None  # the generation of the pool that was left to its loans
         self._put_off: list[weakref.ref[Node]] = []  # those that were ready
 
     def begin(self) -> bool:
@@ -89,6 +91,10 @@ class Lending:
         self._end()
         return True
 
+    def in_the_way(self) -> bool:
+        """Whether the pool in use may lend, or has loans of before: it should have been left to them, and could not."""
+        return self.on or (self._left == self._device.generation and self._device.lent_bytes() > 0)
+
     @property
     def stays(self) -> bool:
         """Whether loans have been in the way for long."""
@@ -99,6 +105,7 @@ class Lending:
         behind what is on the path would go on answering calls."""
         if not self.on:
             return
+        self._left = self._device.generation
         for reference in self._put_off:
             if (node := reference()) is not None:
                 node.holds, node.slept = never, None

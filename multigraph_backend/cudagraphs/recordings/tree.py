@@ -253,7 +253,7 @@ class Tree(Nodes):
         """Where this call, which is the first of its kind or follows such a one, warms up; None: in ordinary memory."""
         wanted, keyed.warms_up = keyed.warms_up, False
         limits = keyed.piece.limits
-        if not wanted or self.shared or self.turns.aside or self.lending.on or limits.pool_bytes is not None:
+        if not wanted or self.shared or self.turns.aside or self.lending.in_the_way() or limits.pool_bytes is not None:
             return None
         last = self.path[-1] if self.path else None
         if last is not None and not (isinstance(last, WarmUp) and last.generation == self.device.generation):
