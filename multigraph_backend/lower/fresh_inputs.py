@@ -355,6 +355,8 @@ def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tenso
     offset = sympy.Integer(fresh.offsets[index]) if index in fresh.offsets else fresh.translate(layout.offset)
     if offset.is_Integer and arg.storage_offset() != int(offset):
         arg = twin(arg, tuple(arg.size()), tuple(arg.stride()), int(offset))
+    elif _would_be_a_number(arg) and not entry.number:
+        arg = twin(arg, (), (), arg.storage_offset())
     base = arg._base if arg._is_view() else None
     fake = fresh.fake_mode.from_tensor(
         arg,
@@ -386,7 +388,17 @@ def twin(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offse
     Dynamo does not guard on storage offsets, so a later call may come with another one than was traced.
     """
     made = without_memory(size, stride, offset, tensor.dtype, tensor.device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
+
+
+def _would_be_a_number(tensor: torch.Tensor) -> bool:
+    """Whether torch makes a symbol of its value, as it does of a Python float that Dynamo has wrapped in such a tensor.
+
+    Where nothing computes with that symbol, AOTAutograd gives up, for Dynamo to trace again with the value.
+    """
+    return tensor.dim() == 0 and tensor.dtype == torch.float64 and tensor.device.type == "cpu"
 
 
 def without_memory(

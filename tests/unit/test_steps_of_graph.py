@@ -233,9 +233,14 @@ def test_code_of_a_body_is_read_for_what_it_hands_out() -> None:
     assert one_body.wrong(GOOD, "repeated_0") is None
     assert one_body.wrong(GOOD, "repeated_1") == "has no code of its own"
     assert one_body.wrong("void call() {", "repeated_0") == "is in no Python code"
+    again = "return (buf1, reinterpret_tensor(buf2, (8, 3), (1, 8), 0), )"  # from its first number on
+    assert one_body.wrong(GOOD.replace("return (buf1, buf2, )", again), "repeated_0") is None
     for code, why in {
         "return (buf1, argument_1, )": "hands out argument_1, which it was given",
-        "return (buf1, reinterpret_tensor(buf2, (8, 3), (1, 8), 0), )": "a part of something",
+        "return (buf1, reinterpret_tensor(buf2, (8, 3), (1, 8), 8), )": "a part of something",
+        "return (buf1, buf2[:1], )": "a part of something",
+        "return (buf1, reinterpret_tensor(argument_1, (8, 3), (1, 8), 0), )": ", which it was given",
+        "return (buf1, reinterpret_tensor(buf1, (8, 3), (1, 8), 0), )": ", and the same memory once more",
         "return (buf1, buf0, )": "the same memory once more",
         "return buf1": "does not say what it hands out",
     }.items():

@@ -212,3 +212,41 @@ def test_sizes_of_what_a_view_looks_into_stay_symbols_at_0_and_1() -> None:
         torch.testing.assert_close(compiled(x), x.sin())
     fake = made[0].inputs[-1]
     assert all(isinstance(size, torch.SymInt) for size in fake._base.size())
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "changed", "attribute", "argument"])
+@pytest.mark.parametrize("train", [False, True])
+def test_a_double_without_dimensions_is_a_tensor_and_no_float(kind: str, train: bool) -> None:
+    """torch makes a symbol of its value, as of a Python float that Dynamo has wrapped: no compile came to an end."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            scale = torch.tensor(0.5, dtype=torch.float64)
+            if kind == "parameter":
+                self.scale: torch.Tensor = torch.nn.Parameter(scale)
+            elif kind in ("buffer", "changed"):
+                self.register_buffer("scale", scale)
+            else:
+                self.scale = scale
+
+        def forward(self, x: torch.Tensor, given: torch.Tensor | None = None) -> torch.Tensor:
+            if kind == "changed":
+                self.scale.mul_(1.5)
+            return torch.tanh(x) * self.scale * x.shape[0] + (x if given is None else given)
+
+    eager, model = Scaled(), Scaled()
+    run = torch.compile(model, backend="multigraph", options={"on_failure": "raise"})
+    for size in (5, 7, 1):
+        for value in (0.0, 2.5, math.nan):
+            given = [torch.tensor(value, dtype=torch.float64)] if kind == "argument" else []
+            x = torch.randn(size, 3, requires_grad=train)
+            with torch.set_grad_enabled(train):
+                found, expected = run(x, *given), eager(x, *given)
+                torch.testing.assert_close(found, expected, equal_nan=True)
+                if train:
+                    torch.testing.assert_close(*(torch.autograd.grad(y.nansum(), x)[0] for y in (found, expected)))
+            if kind == "attribute":
+                for each in (eager, model):
+                    each.scale.fill_(size / 3)
+    assert multigraph_backend.stats()["eager_calls"] == 0

@@ -97,6 +97,27 @@ def test_forward_and_backward_are_calls_of_bodies() -> None:
     assert_called()
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_layers_with_norms_are_calls_of_bodies(norm: type[nn.Module]) -> None:
+    """What a norm saves, Inductor hands out as a buffer under other strides."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = norm(8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.up(self.norm(x)))
+
+    model, other = (nn.Sequential(*(Normed() for _ in range(4))) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    compiled = repeating(other)
+    for rows in (8, 3):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(step(compiled, other, x), step(model, model, x))
+    assert_called()
+
+
 def test_each_call_draws_its_own_random_numbers_the_same_as_without_bodies() -> None:
     model, x = layers(4, rate=0.4), torch.randn(64, 8)
     drawn = []
