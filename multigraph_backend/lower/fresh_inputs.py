@@ -356,7 +356,7 @@ def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tenso
     if offset.is_Integer and arg.storage_offset() != int(offset):
         arg = twin(arg, tuple(arg.size()), tuple(arg.stride()), int(offset))
     elif _would_be_a_number(arg) and not entry.number:
-        arg = twin(arg, (), (), arg.storage_offset())
+        arg = twin(arg, (), (), int(arg.storage_offset()))
     base = arg._base if arg._is_view() else None
     fake = fresh.fake_mode.from_tensor(
         arg,

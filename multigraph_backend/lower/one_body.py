@@ -304,6 +304,8 @@ class _Putting:
         for node in block.arguments:
             if not isinstance(node.meta.get("val"), torch.Tensor) or not is_plain(node.meta["val"]):
                 return f"takes {node.name}, which is no plain tensor"
+            if node.op == "get_attr":  # Inductor's passes take its values, and not what is known of them, to the call
+                return f"takes {node.name}, a tensor that the graph holds"
         if len(block.devices()) > 1:
             return "is on several devices"
         for node in block.steps:

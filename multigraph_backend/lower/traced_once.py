@@ -45,6 +45,7 @@ from multigraph_backend.lower.block_operator import BLOCK, Bodies, Kind, Part, R
 from multigraph_backend.lower.body_graphs import kind_of
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.steps_of_graph import is_plain, steps_of_trace
+from multigraph_backend.process.interruptions import from_outside
 
 
 @dataclass
@@ -284,7 +285,12 @@ class _Tracing:
             _compat.functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
         ):
             beside: Any = self._settings(functools.partial(_keep, graphs))
-            _compat.compile_fx(block.module, arguments, ignore_shape_env=True, **beside)
+            try:
+                _compat.compile_fx(block.module, arguments, ignore_shape_env=True, **beside)
+            except Exception as error:  # a number that is read out of an argument, say
+                if from_outside(error):
+                    raise
+                raise Refused(f"a block cannot be traced by itself ({type(error).__name__})") from error
         return kind_of(graphs, layouts, len(block.results), context.fw_metadata)
 
 

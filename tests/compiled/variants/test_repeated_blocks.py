@@ -118,6 +118,29 @@ def test_layers_with_norms_are_calls_of_bodies(norm: type[nn.Module]) -> None:
     assert_called()
 
 
+def test_tensors_that_layers_hold_and_numbers_that_they_read_stay_outside_of_bodies() -> None:
+    """A tensor made in each layer, and a Python float of each: the graph is compiled once, and right."""
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4), 0.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])).sin() * self.scale
+
+    model = nn.Sequential(*(Holding() for _ in range(4)))
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="multigraph", dynamic=dynamic, options={"repeat": "always"})
+        with torch.no_grad():
+            for rows in (1, 5):
+                x = torch.randn(rows, 4)
+                torch.testing.assert_close(compiled(x), model(x))
+        stats = multigraph_backend.stats()
+        assert (stats["repeat_retries"], stats["eager_calls"]) == (0, 0)
+
+
 def test_each_call_draws_its_own_random_numbers_the_same_as_without_bodies() -> None:
     model, x = layers(4, rate=0.4), torch.randn(64, 8)
     drawn = []
