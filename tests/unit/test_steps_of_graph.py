@@ -5,7 +5,6 @@ Models are traced by AOTAutograd, and what would be compiled is run operator by 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -256,8 +255,10 @@ def test_a_step_at_which_the_graph_is_cut_is_in_no_body() -> None:
         return "it waits" if node.target is torch.ops.aten.silu.default else None
 
     model = Chain(*(Layer() for _ in range(6)))
-    gm = make_fx(model)(torch.randn(4, 8))
-    assert one_body.put_in(copy.deepcopy(gm))[0].calls
+    parameters = dict(model.named_parameters())  # inputs, as they are in a compile: a body takes nothing that is held
+    whole = make_fx(lambda held, x: torch.func.functional_call(model, held, (x,)))
+    assert one_body.put_in(whole(parameters, torch.randn(4, 8)))[0].calls
+    gm = whole(parameters, torch.randn(4, 8))
     assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default)) == 6
     found, _ = one_body.put_in(gm, cut_at=cut_at)
     assert found.calls
