@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import threading
@@ -114,7 +115,7 @@ class Pool:
 
     def __enter__(self) -> Pool:
         if not self._close.alive:
-            raise RuntimeError("this pool is closed")
+            raise RuntimeError(_CLOSED)
         opened = self._kind.opened()
         with self._lock:
             if self._asleep:
@@ -168,12 +169,12 @@ class Pool:
             raise RuntimeError(f"this pool cannot sleep, for its memory is not the extension's: {self.reason}")
         with self._lock:
             if not self._close.alive:
-                raise RuntimeError("this pool is closed")
+                raise RuntimeError(_CLOSED)
             if self._asleep:
                 raise Asleep("the pool sleeps already")
             if self._open:
                 raise Asleep("the pool is open: what is allocated now goes there")
-            sleeper = Sleeper(self._kind.index, self._kind.ranges())
+            sleeper = Sleeper(self._kind.index, self._kind.ranges(), keeps)
             given = sleeping.fall_asleep(self._kind, sleeper, lambda: self._kind.sleep(keeps))
             self._asleep = True
             return given
@@ -182,9 +183,11 @@ class Pool:
         """Map new pages at the addresses of a pool that sleeps, with the contents that were kept; bytes.
 
         Raises `Asleep` where it does not sleep, or where the device has not enough memory free: then it sleeps on, what
-        was kept is kept, and it can be tried again.
+        was kept is kept, and it can be tried again.  RuntimeError where it was closed: one that slept then never wakes.
         """
         with self._lock:
+            if not self._close.alive:
+                raise RuntimeError("this pool is closed: what is in it may only die" if self._asleep else _CLOSED)
             if not self._asleep:
                 raise Asleep("the pool does not sleep")
             brought = self._kind.wake()
@@ -195,9 +198,9 @@ class Pool:
     def empty_cache(self) -> int:
         """Give its cached segments back to the driver, also while it is held; bytes.
 
-        Nothing of a pool into which something was captured: a replay may use it again.  Where torch's allocator is
-        current it is `torch.cuda.empty_cache()`, which leaves pools that are held, and what that gave back of this one.
-        Pinned memory of the host that is kept for the next sleep goes too.
+        Nothing of a pool that is open (`with`), or into which something was captured: a replay may use it again.
+        Where torch's allocator is current it is `torch.cuda.empty_cache()`, which leaves pools that are held, and what
+        that gave back of this one.  Pinned memory of the host that is kept for the next sleep goes too.
         """
         return self._kind.empty_cache()
 
@@ -220,6 +223,7 @@ def _end(kind: _Kind) -> None:
 
 
 _WAKE_FIRST = "the pool sleeps: wake it first"
+_CLOSED = "this pool is closed"
 
 
 def pool(
@@ -252,6 +256,8 @@ def pool(
         events.warn_once("allocator pool", "a pool of the allocator extension does nothing: %s", reason)
         return Pool(_Nothing(), reason, sleeps)
     torch.cuda.init()
+    if sleeps:
+        sleeping.will_be_possible()
     index = _index(device)
     installed = installing.installed()
     if installed is not None:
@@ -329,7 +335,11 @@ _keeping = threading.Lock()
 
 
 class _OfTorch:
-    """torch's MemPool; with a slot, its segments come from the extension."""
+    """torch's MemPool; with a slot, its segments come from the extension.
+
+    torch lets one of its pools be open once at a time.  Who opens this one where it is open already, further out or in
+    another thread, gets a further MemPool over the same slot, which is kept for the next.
+    """
 
     mem_pool: torch.cuda.MemPool | None
 
@@ -337,9 +347,21 @@ class _OfTorch:
         self, index: int, use_on_oom: bool, allocator: Any = None, loaded: Library | None = None, slot: int = -1
     ) -> None:
         self.index, self._library, self._slot = index, loaded, slot
-        with torch.cuda.device(index):
-            self.mem_pool = torch.cuda.MemPool(allocator, use_on_oom=use_on_oom)
+        self._lock = threading.Lock()  # of the two that follow
+        self._pools: list[torch.cuda.MemPool] = []
+        self._open: set[PoolId] = set()
+        self._make = functools.partial(torch.cuda.MemPool, allocator, use_on_oom=use_on_oom)
+        self.mem_pool = self._shut_one()
         self.id: PoolId | None = self.mem_pool.id
+
+    def _shut_one(self) -> torch.cuda.MemPool:
+        """One that is open nowhere: the first, into which graphs are captured, if that is not."""
+        for pool in self._pools:
+            if pool.id not in self._open:
+                return pool
+        with torch.cuda.device(self.index):
+            self._pools.append(self._make())
+        return self._pools[-1]
 
     @classmethod
     def with_segments(
@@ -364,9 +386,15 @@ class _OfTorch:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        assert self.mem_pool is not None
-        with torch.cuda.use_mem_pool(self.mem_pool, self.index):
-            yield
+        with self._lock:
+            pool = self._shut_one()
+            self._open.add(pool.id)
+        try:
+            with torch.cuda.use_mem_pool(pool, self.index):
+                yield
+        finally:
+            with self._lock:
+                self._open.discard(pool.id)
 
     def reserved(self) -> tuple[int, int]:
         if self._library is None:
@@ -398,7 +426,7 @@ class _OfTorch:
         of_torch = sum(
             segment["total_size"]
             for segment in _compat.raw_snapshot(None)["segments"]
-            if tuple(segment["segment_pool_id"]) == self.id
+            if tuple(segment["segment_pool_id"]) in {pool.id for pool in self._pools}
         )
         ours = sum(nbytes for _, nbytes in self.ranges())
         if of_torch > ours:
@@ -422,6 +450,7 @@ class _OfTorch:
 
     def close(self) -> None:
         self.mem_pool = None
+        self._pools = []
         if self._library is not None:
             self._library.call("mg_segments_close", self._slot)
 

@@ -2,7 +2,9 @@
 
 In:  pools that fall asleep and wake (`pools.Pool.sleep`); `sleep()` and `wake()` for all of the installed extension.
 Out: what sleeps on each device.  `listeners` hear of it before pages go and after they are back; the recordings' trees
-are among them, so that a call whose recording would read memory that is not there raises `Asleep`.
+are among them, so that a call whose recording would read memory that is not there raises `Asleep`.  What the backend
+itself keeps on the device (`survives`: the tables by which recordings copy their inputs, constants of compiled code)
+has its contents after a wake even where contents were not kept, for nobody else could write them again.
 
 A kernel that is launched all the same, by eager code or a graph of the user's own, ends with the driver's "illegal
 memory access": nothing is mapped at those addresses, and nothing else ever is.
@@ -18,7 +20,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from multigraph_backend import _compat
 from multigraph_backend.allocator import installing
 from multigraph_backend.allocator.library import Refused
 from multigraph_backend.spelling import did_you_mean
@@ -39,6 +43,7 @@ class Sleeper:
 
     device: int
     ranges: tuple[Range, ...] | None
+    kept: bool = True  # whether the contents come back by themselves
 
     def has(self, address: int) -> bool:
         return self.ranges is None or any(start <= address < start + nbytes for start, nbytes in self.ranges)
@@ -52,6 +57,23 @@ listeners: list[Listener] = []
 
 _lock = threading.RLock()
 _asleep: dict[object, Sleeper] = {}
+#: tensors of the backend's own, and what is in them; of those that were made since something here could sleep
+_survivors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_possible = False
+
+
+def will_be_possible() -> None:
+    """From now on memory of this process may sleep."""
+    global _possible
+    _possible = True
+
+
+def survives(tensor: torch.Tensor, contents: torch.Tensor | None = None) -> None:
+    """`tensor`, which never changes, has its contents after every wake.  contents: a copy of them on the host; None:
+    it is taken now, which waits for the device."""
+    if _possible or installing.installed() is not None:
+        with _lock, _compat.disable_current_modes():
+            _survivors[tensor] = tensor.detach().to("cpu", copy=True) if contents is None else contents
 
 
 def asleep(device: int) -> tuple[Sleeper, ...]:
@@ -68,16 +90,37 @@ def fall_asleep(key: object, sleeper: Sleeper, give_up: Callable[[], int]) -> in
             _tell(sleeper.device)
             return give_up()
         except BaseException:
-            woken(key)
+            _tell_of_end(key)
             raise
 
 
 def woken(key: object) -> None:
     """What was told of under `key` is there again."""
     with _lock:
-        sleeper = _asleep.pop(key, None)
-        if sleeper is not None:
-            _tell(sleeper.device)
+        sleeper = _asleep.get(key)
+        if sleeper is not None and not sleeper.kept:
+            _write_survivors(key, sleeper)
+        _tell_of_end(key)
+
+
+def _tell_of_end(key: object) -> None:
+    sleeper = _asleep.pop(key, None)
+    if sleeper is not None:
+        _tell(sleeper.device)
+
+
+def _write_survivors(key: object, woken: Sleeper) -> None:
+    others = [sleeper for each, sleeper in list(_asleep.items()) if each != key and sleeper.device == woken.device]
+    written = False
+    for tensor, contents in list(_survivors.items()):
+        address = tensor.data_ptr()
+        if (tensor.device.index or 0) != woken.device or not woken.has(address):
+            continue
+        if not any(other.has(address) for other in others):
+            tensor.copy_(contents)
+            written = True
+    if written and torch.cuda.is_initialized():
+        torch.cuda.synchronize(woken.device)  # recordings read them on whichever stream
 
 
 def ended(key: object) -> None:
@@ -132,7 +175,7 @@ def sleep(keep: Keep = "host", device: torch.device | int | None = None) -> int:
 
         if any(sleeper.ranges is None for sleeper in asleep(index)):
             raise Asleep("the allocator sleeps already")
-        total += fall_asleep(("process", index), Sleeper(index, None), give_up)
+        total += fall_asleep(("process", index), Sleeper(index, None, keeps), give_up)
     return total
 
 

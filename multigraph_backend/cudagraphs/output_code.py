@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from multigraph_backend import _compat, events
+from multigraph_backend.allocator import sleeping
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.limits import Limits, by_field
 from multigraph_backend.cudagraphs.opened import Opened
@@ -171,6 +172,9 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
     def _attach(self) -> None:
         """Put recordings between the callers of the code and the code."""
         _living[id(self)] = self
+        for constant in self.constants():
+            if constant.is_cuda:
+                sleeping.survives(constant)
         if (attached := _attached.get()) is not None:
             attached[0].append(self)
         if self.spec.collectives:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
 import pickle
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +134,92 @@ def test_a_pool_that_sleeps_is_not_opened_and_one_that_is_open_does_not_sleep(mo
     pool.sleep(keep="nothing")
     pool.close()
     assert not sleeping.asleep(63)
+    with pytest.raises(RuntimeError, match="closed: what is in it may only die"):
+        pool.wake()
     assert calls == [True, "full", "room", False]
     monkeypatch.setenv("MULTIGRAPH_DEBUG", "poison")
     assert sleeping.fill() == 0xFF
     monkeypatch.delenv("MULTIGRAPH_DEBUG")
     assert sleeping.fill() == -1
+
+
+def test_what_the_backend_keeps_on_the_device_is_written_again_where_contents_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sleeping, "_possible", False)
+    table, elsewhere, unknown = torch.arange(5.0), torch.arange(3.0), torch.arange(2.0)
+    expected = [each.clone() for each in (table, elsewhere)]
+    sleeping.survives(unknown)  # nothing here could sleep yet
+    sleeping.will_be_possible()
+    sleeping.survives(table, table.clone())
+    sleeping.survives(elsewhere)
+
+    def sleeps(key: str, *tensors: torch.Tensor, kept: bool = False) -> None:
+        ranges = tuple((each.data_ptr(), each.nbytes) for each in tensors)
+
+        def give_up() -> int:
+            for each in tensors:
+                each.fill_(7)
+            return 1
+
+        assert sleeping.fall_asleep(key, sleeping.Sleeper(0, ranges, kept), give_up) == 1
+
+    sleeps("one", table, unknown)
+    sleeps("two", elsewhere)
+    sleeping.woken("one")
+    assert torch.equal(table, expected[0])
+    assert elsewhere.eq(7).all()  # its pages are not there yet
+    assert unknown.eq(7).all()
+    sleeping.woken("two")
+    assert torch.equal(elsewhere, expected[1])
+    sleeps("one", table, kept=True)
+    sleeping.woken("one")  # whoever keeps contents brings them
+    assert table.eq(7).all()
+    with pytest.raises(RuntimeError, match="not now"):
+        sleeping.fall_asleep("one", sleeping.Sleeper(0, None, False), _not_now)
+    assert table.eq(7).all()  # it may be a capture that was in the way: nothing is launched
+    assert not sleeping.asleep(0)
+
+
+def _not_now() -> int:
+    raise RuntimeError("not now")
+
+
+def test_a_pool_of_torch_s_that_is_open_is_opened_again_over_the_same_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    is_open: list[tuple[int, int]] = []
+
+    class MemPool:
+        def __init__(self, allocator: Any, use_on_oom: bool) -> None:
+            made.append((allocator, use_on_oom))
+            self.id = (0, len(made))
+
+    @contextlib.contextmanager
+    def use(pool: MemPool, index: int) -> Iterator[None]:
+        assert pool.id not in is_open, "beginAllocateToPool: already recording to mempool_id"
+        is_open.append(pool.id)
+        yield
+        is_open.remove(pool.id)
+
+    monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    kind = pools._OfTorch(0, True, allocator="of slot 3")
+    pool = pools.Pool(kind, None)
+    for _ in range(2):
+        with pool, pools.Pool(pools._Nothing(), None), pool:
+            assert is_open == [(0, 1), (0, 2)]
+        assert is_open == []
+    with pool:
+        thread = threading.Thread(target=lambda: pool.__enter__() and pool.__exit__(None, None, None))
+        thread.start()
+        thread.join()
+        assert is_open == [(0, 1)]
+    assert made == [("of slot 3", True)] * 2
+    assert pool.id == (0, 1)
+    with pool, pool:
+        pool.close()
+    assert is_open == []
 
 
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

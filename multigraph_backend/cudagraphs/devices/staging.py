@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, events
+from multigraph_backend.allocator import sleeping
 from multigraph_backend.cudagraphs.devices.device import Layout
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def stager(index: int, buffers: Sequence[torch.Tensor], stream: Callable[[], int
         "table": torch.tensor(table, dtype=torch.int64, device=buffers[0].device),
     }
     names["at"] = names["table"].data_ptr()
+    sleeping.survives(names["table"], torch.tensor(table, dtype=torch.int64))
     several = torch.cuda.device_count() > 1
     if several:  # a launch goes to the device that is current
         names.update(current=_compat.current_device, device=index)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -278,6 +279,52 @@ def _recordings_of_the_process() -> None:
     refused(allocator.wake, "does not sleep")
     with torch.no_grad():
         expect(torch.equal(run(x), expected))
+
+
+@check("recorded")
+def recordings_copy_their_inputs_after_a_sleep_of_the_process_without_contents() -> None:
+    model = layers(1, 512)
+    run = compiled(model, cudagraphs="require")
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        inputs = [cuda(64, 512) for _ in range(4)]  # at addresses of their own, so they are copied
+        for x in inputs:
+            run(x)
+        recorded = multigraph_backend.stats()["recordings"]
+        for _ in range(2):
+            del inputs
+            allocator.sleep(keep="nothing")
+            allocator.wake()
+            model.load_state_dict(state)
+            inputs = [cuda(64, 512) for _ in range(4)]
+            for x in inputs:
+                close(run(x), model(x))
+    expect(multigraph_backend.stats()["recordings"] == recorded, multigraph_backend.explain())
+    del model, run
+    fresh()
+
+
+@check("pools")
+def a_pool_is_open_several_times_at_once() -> None:
+    pool, inner = allocator.pool(), allocator.pool()
+    with pool:
+        one = torch.full((MIB,), 1.0, device="cuda")
+        with inner, pool:
+            before = pool.reserved_bytes
+            two = torch.full((8 * MIB,), 2.0, device="cuda")
+            expect(pool.reserved_bytes >= before + 32 * MIB, before, pool.reserved_bytes)
+        three = torch.full((8 * MIB,), 3.0, device="cuda")
+        expect(pool.reserved_bytes >= before + 64 * MIB, before, pool.reserved_bytes)
+        thread = threading.Thread(target=lambda: pool.__enter__() and pool.__exit__(None, None, None))
+        thread.start()
+        thread.join()
+    for number, each in enumerate((one, two, three), 1):
+        expect(bool((each == number).all()), number)
+    del one, two, three, each
+    pool.close()
+    inner.close()
+    clean()
+    expect(pool.reserved_bytes == 0, pool.reserved_bytes)
 
 
 @check("recorded")
