@@ -14,7 +14,8 @@ The model, the cache and the batching are those of `examples/server`, without HT
 process of its own, twice, with one cache folder: what is cold, and what is warm. What is sealed finds the code of the
 first form, and is called in the second process alone: until then they are the same.
 
-first s     from the first request to its first token, nothing compiled yet; "warm": in the second process
+first s     from the call of torch.compile (which imports Inductor where it is told "inductor"; elsewhere the first call
+            does) to the first token of the first request, nothing compiled yet; "warm": in the second process
 ready s     until every declared size has been called; "warm" likewise
 tokens/s    all requests at once; every answer is held against eager's ("wrong": how many differ)
 p50, p99    seconds of a request, Poisson arrivals at 0.7 of that throughput (of this form)
@@ -139,7 +140,8 @@ def compiled_as(form: str, phase: str, model: torch.nn.Module, device: str, quic
     return StaticLoop(made, device) if form == "static loop" else made
 
 
-def conversations(form: str, device: str, quick: bool, phase: str = "warm") -> Any:
+def conversations(form: str, device: str, quick: bool, phase: str = "warm") -> tuple[Any, float]:
+    """With the moment at which torch.compile was called."""
     import batching
     from slot_model import SlotModel, language_models
 
@@ -148,7 +150,8 @@ def conversations(form: str, device: str, quick: bool, phase: str = "warm") -> A
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.specialize_float = True
     model = SlotModel(language_models(device, quick)["draft" if quick else "chat"], batching.BATCHES[-1], 256)
-    return batching.Conversations(form, model, compiled_as(form, phase, model, device, quick), device)
+    began = time.perf_counter()
+    return batching.Conversations(form, model, compiled_as(form, phase, model, device, quick), device), began
 
 
 def requests(count: int, most_prompt: int) -> list[Any]:
@@ -236,7 +239,7 @@ def measured(
     "compiling" and "generic" have such arrivals when generic is ready, the latter `rounds` of them."""
     import batching
 
-    served = conversations(form, device, quick, phase)
+    served, began = conversations(form, device, quick, phase)
     count, most = (6, 16) if quick else (200, batching.PROMPTS[-1])
     with torch.inference_mode():
         if phase == "stall":
@@ -244,7 +247,6 @@ def measured(
         if phase == "compiling" or (phase == "generic" and rate is not None):
             assert rate is not None
             return arrivals(served, count, most, rate, rounds)
-        began = time.perf_counter()
         first = requests(1, most)[0]
         first.new_tokens = 1
         serve(served, [first], None)

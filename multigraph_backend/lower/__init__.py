@@ -1,7 +1,7 @@
 """One compile of one captured graph, from end to end: facts in, code and the guards under which it is right out.
 
 `lowering` is the way; `compile_thread` (with `circles`) is the thread that it runs in, `first_compile` the state of
-torch that it runs under, `fresh_inputs` the symbols and fake inputs that it compiles for, `stand_ins` arguments that no
+torch that it runs under, with the `cache_keys` that tell its compiles apart, `fresh_inputs` the symbols and fake inputs that it compiles for, `stand_ins` arguments that no
 call has had yet, `compilers` the compiler that is called, `guards` what the compile came to rely on.  `at_once` is the
 compile of a graph that has none of that.  `only_cached` ends a compile that torch's caches cannot serve.  `decomposed`
 puts right what torch decomposes wrongly before any compiler sees it.  `inductor` is what Inductor is given, with what
@@ -15,5 +15,5 @@ AOTAutograd, which then traces one block, where that is known to be right: `bloc
 and `body_graphs` are what it has made of the one.
 
 The same beside the calls: `workers` are processes, `worker` the program that each of them runs, `parcel` a compile as
-bytes for one of them; `tuned_kernels` are found by whoever takes the code.
+bytes for one of them.
 """

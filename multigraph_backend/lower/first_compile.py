@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.lower import cache_keys
 from multigraph_backend.process import sources
 from multigraph_backend.saved_tensors.hooks import SavedHook, stock_hooks
 
@@ -128,13 +129,12 @@ class CompileState:
             functorch["enable_autograd_cache"] = False
         if bundled:
             functorch["bundled_autograd_cache"] = True
-        tag = {"cache_key_tag": f"{_compat.compiler_config.cache_key_tag}|multigraph {sources.key()}:{cache_tag}"}
         with contextlib.ExitStack() as own:
             patches = own if _compat.config_is_per_context() else process_wide
             for name, values in self.configs:
                 patches.enter_context(patch_back(getattr(_compat, name), values))
             patches.enter_context(_compat.functorch_config.patch(**functorch))
-            patches.enter_context(_compat.compiler_config.patch(**tag))
+            patches.enter_context(cache_keys.told_apart(f"{sources.key()}:{cache_tag}"))
             if traces:
                 process_wide.enter_context(_compat.compile_session())
             # one that hangs inside of Inductor leaves it begun, and each later compile would fail on that

@@ -37,7 +37,7 @@ from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
-from multigraph_backend.lower import fresh_inputs, guards, one_body, traced_once, tuned_kernels
+from multigraph_backend.lower import fresh_inputs, guards, one_body, traced_once
 from multigraph_backend.lower.compile_thread import compile_within, describe
 from multigraph_backend.lower.compilers import (
     CHANGES_INPUTS,
@@ -318,8 +318,6 @@ class CompileJob:
             relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
             if not _compat.missing("moved parameters"):  # `Module.to` exchanges subclasses that nobody refers to weakly
                 _compat.clear_fake_mode_weakrefs(fresh.fake_mode)
-            if noting:
-                tuned_kernels.hand_over(_compat.artifact_keys(noted))
         if self.hooked and any(said.packed for said in saved):
             run = without_hooks(run)
         cached: tuple[tuple[str, str], ...] = ()

@@ -34,7 +34,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, events
-from multigraph_backend.lower import donation
+from multigraph_backend.lower import cache_keys, donation
 from multigraph_backend.lower.compile_thread import describe, reaching_the_caller
 from multigraph_backend.lower.first_compile import patch_back
 from multigraph_backend.process.interruptions import from_outside
@@ -48,7 +48,7 @@ BackwardCompile = Callable[[contextlib.ExitStack], Any]
 CompileWhenNeeded = Callable[[BackwardCompile], Any]
 
 #: rows of `_compat` that are found missing with variants; without them no code can be made that runs again
-NEEDED = ("TracingContext", "compiler_config", "functorch_config")
+NEEDED = ("TracingContext", "inductor_config", "functorch_config")
 
 _NO_COMPILE_STANCES = ("eager_on_recompile", "fail_on_recompile", "force_eager")
 
@@ -100,8 +100,7 @@ def _compile(
 
 def _in_cache_as(donated: Sequence[int]) -> Any:
     """Inductor's cache forgets what was donated: code that writes into a tensor would be found where it must not."""
-    tag = f"{_compat.compiler_config.cache_key_tag}|donated {sorted(donated)}"
-    return _compat.compiler_config.patch(cache_key_tag=tag)
+    return cache_keys.told_apart(f"donated {sorted(donated)}")
 
 
 class RetainedCode(_OutputCode):  # type: ignore[misc]

@@ -29,7 +29,7 @@ JOBS = os.cpu_count() or 1
 NOTHING = "nothing"
 AT_ONCE = ("compile_fx", "inductor_config", "functorch_config")
 #: and what that needs in the code of a backward; without a part of these it runs what stands in front of a compiler
-IN_BACKWARDS = ("TracingContext", "compiler_config.cache_key_tag", "OutputCode.post_compile")
+IN_BACKWARDS = ("TracingContext", "OutputCode.post_compile")
 
 
 @dataclass(frozen=True)
