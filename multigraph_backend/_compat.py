@@ -196,6 +196,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("preserve_rng_state", "torch._dynamo.utils", "preserve_rng_state"),
         _S("disable_current_modes", "torch.utils._python_dispatch", "_disable_current_modes"),
         _S("is_traceable_wrapper_subclass", "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+        _S("is_functorch_wrapped_tensor", "torch._C._functorch", "is_functorch_wrapped_tensor"),
+        _S("get_unwrapped", "torch._C._functorch", "get_unwrapped"),
         _S("PreserveDispatchKeyGuard", "torch._C", "_PreserveDispatchKeyGuard"),
         _S("revert_all_patches", "torch.fx._symbolic_trace", "_maybe_revert_all_patches"),
         _S("inductor_config", "torch._inductor", "config", shape=("patch", "get_config_copy", "aot_inductor")),

@@ -87,7 +87,27 @@ def _memory(node: torch.fx.Node) -> Any:
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return node
-    return int(value.untyped_storage()._cdata)
+    return int(_unwrapped(value).untyped_storage()._cdata)
+
+
+def _unwrapped(value: torch.Tensor) -> torch.Tensor:
+    """What a transform of `torch.func` has wrapped, as often as transforms are nested: that has the memory."""
+    if _compat.without("is_functorch_wrapped_tensor", "get_unwrapped") is None:
+        while _compat.is_functorch_wrapped_tensor(value):
+            value = _compat.get_unwrapped(value)
+    return value
+
+
+def reads_negated(gm: torch.fx.GraphModule, inputs: Iterable[Any]) -> str | None:
+    """Why code that reads memory as it lies has wrong numbers for this graph; None where it has not.
+
+    The imaginary part of a conjugate is a view whose values are the negatives of what lies in memory.  torch's own
+    operators look at the bit that says so; Inductor's code does not.
+    """
+    given = (tensor for tensor in (*inputs, *held_tensors(gm)) if isinstance(tensor, torch.Tensor))
+    if any(tensor.layout is torch.strided and tensor.is_neg() for tensor in given):
+        return "a tensor that it reads has the negatives of what lies in its memory (an imaginary part of a conjugate)"
+    return None
 
 
 def _parts(node: torch.fx.Node) -> Iterator[int]:

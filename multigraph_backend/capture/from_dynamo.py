@@ -17,7 +17,14 @@ import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.capture import assertions, dtensors, size_names, static_sizes
-from multigraph_backend.capture.effects import computes_floats, impure, output_kinds, viewed_inputs, written
+from multigraph_backend.capture.effects import (
+    computes_floats,
+    impure,
+    output_kinds,
+    reads_negated,
+    viewed_inputs,
+    written,
+)
 from multigraph_backend.capture.graph import (
     CapturedGraph,
     Input,
@@ -41,7 +48,7 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
     """Take what a late compile needs from a backend call in progress.
 
     Raises `CannotCapture` for inputs that cannot be described apart from Dynamo's trace: tensor subclasses, unless they
-    are parameters or buffers of fixed sizes that the graph does not write to.
+    are parameters or buffers of fixed sizes that the graph does not write to, and negated views.
     """
     context = _compat.TracingContext.try_get()
     if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
@@ -52,6 +59,8 @@ def capture(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], user_code: 
     inputs = tuple(
         _describe(node, example, context, fakes) for node, example in zip(placeholders, example_inputs, strict=True)
     )
+    if (negated := reads_negated(gm, example_inputs)) is not None:
+        raise CannotCapture(negated)
     changed = written(gm)
     for index, entry in enumerate(inputs):
         if entry.wrapper is not None and index in changed:

@@ -42,6 +42,8 @@ def compile_at_once(module: torch.fx.GraphModule, inputs: list[Any], options: Op
 
     Raises what the compiler raises, and `CannotLower` where this torch lacks what the compile needs.
     """
+    if options.compiler == "inductor" and (negated := effects.reads_negated(module, inputs)) is not None:
+        raise CannotLower(negated)
     apart = parts_apart(inputs, list(held_tensors(module)), effects.written(module))
     if apart is None:
         return _compiled(module, inputs, options, name)

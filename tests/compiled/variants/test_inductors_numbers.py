@@ -270,3 +270,52 @@ def test_bodies_of_repeated_blocks_have_eagers_numbers(repeat: str) -> None:
     expected = [y, *torch.autograd.grad(y.square().mean(), list(model.parameters()))]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert "calls of one body" in str(multigraph_backend.explain())
+
+
+# ---------------------------------------------------------------- what a graph is given
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, by: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("by", by)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by + 1
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    return x.add_(1)
+
+
+@pytest.mark.parametrize("function", [lambda x: x * 2 + x.shape[0], in_place])
+def test_negated_views_are_read_as_such(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    complexes = torch.randn(3, 4, dtype=torch.complex64)
+
+    def right(compiled: Any, negated: bool) -> bool:
+        mine, theirs = complexes.clone(), complexes.clone()
+        given, expected = ((z.conj() if negated else z).imag for z in (mine, theirs))
+        same = torch.equal(compiled(given), function(expected))
+        return same and torch.equal(mine, theirs)
+
+    assert not right(torch.compile(function), True)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="multigraph", dynamic=True)
+    before = multigraph_backend.stats()["generic_compiled"]
+    assert [right(compiled, negated) for negated in (False, True, False, True)] == [True] * 4
+    assert str(multigraph_backend.explain()).count("negatives of what lies in its memory") == 1
+    assert multigraph_backend.stats()["generic_compiled"] == before + 2  # and no third for what comes again
+
+
+def test_negated_buffers_are_read_as_such() -> None:
+    model, x = Scaled(torch.randn(3, 4, dtype=torch.complex64).conj().imag), torch.randn(3, 4)
+    assert not torch.equal(torch.compile(model)(x), model(x))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="multigraph")(x), model(x))
+
+
+def test_gradients_of_a_negated_view() -> None:
+    leaf = torch.randn(3, 4, dtype=torch.complex64, requires_grad=True)
+    found = torch.compile(lambda x: (x * x).sum(), backend="multigraph")(leaf.conj().imag)
+    expected = (leaf.conj().imag ** 2).sum()
+    torch.testing.assert_close(torch.autograd.grad(found, leaf), torch.autograd.grad(expected, leaf))
