@@ -249,7 +249,8 @@ class _Account:
             yield "  the backend was loaded, but Dynamo handed it no graph"
             yield from (f"  {line}" for line in str(explain()).splitlines()[1:])
         yield (
-            '  remedy: pass backend="multigraph" to torch.compile and call what it returns; TORCH_LOGS=graph_breaks '
+            '  remedy: pass backend="multigraph" to torch.compile and call what it returns, or, where another one is '
+            'named, set TORCH_COMPILE_OVERRIDE_BACKENDS=">=0:multigraph"; TORCH_LOGS=graph_breaks '
             "shows what Dynamo leaves to Python, and `python -m multigraph_backend doctor` checks the installation"
         )
 

@@ -217,6 +217,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            shape=("model_", "example_inputs_", "inner_compile", "config_patches", "ignore_shape_env")),
         # what Inductor gets wrong around changed inputs
         _S("compile_fx_inner", "torch._inductor.compile_fx", "compile_fx_inner", feature="changed inputs"),
+        _S("BypassAOTAutogradCache", "torch._functorch._aot_autograd.autograd_cache", "BypassAOTAutogradCache",
+           feature="changed inputs"),
         _S("CustomPartitionerFn", "torch._inductor.custom_graph_pass", "CustomPartitionerFn",
            feature="changed inputs", shape=("uuid",)),
         _S("get_hash_for_files", "torch._inductor.custom_graph_pass", "get_hash_for_files", feature="changed inputs"),

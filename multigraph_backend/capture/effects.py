@@ -26,7 +26,7 @@ def written(gm: torch.fx.GraphModule) -> frozenset[int]:
     written: set[Any] = set()
     nodes = [node for module in graph_modules(gm) for node in module.graph.nodes]
     placeholders, held = gm.graph.find_nodes(op="placeholder"), held_tensors(gm)
-    told = _written_among_shared(
+    told = _written_among_set(
         [
             *((getattr(node.meta.get("grapharg"), "example", None), node) for node in placeholders),
             *((tensor, node) for tensor, taken in held.items() for node in taken),
@@ -49,13 +49,14 @@ def written(gm: torch.fx.GraphModule) -> frozenset[int]:
     )
 
 
-def _written_among_shared(entries: Iterable[tuple[Any, torch.fx.Node]], written: set[Any]) -> dict[int, torch.Tensor]:
-    """Adds to `written` the memory that several of these real tensors share and that versions say is written to.
+def _written_among_set(entries: Iterable[tuple[Any, torch.fx.Node]], written: set[Any]) -> dict[int, torch.Tensor]:
+    """Adds to `written` what versions say is written to of the memory that several of these real tensors share, and of
+    that in which a tensor is no view and begins further on (compiled code returned a slice, or it is one of `data`).
 
-    torch makes fakes of such tensors by `set_`, which counts up their version to 1.  At most one of them, which begins
-    where the memory does, is made as if it were alone, with version 0.  So one of them was written to if any version is
-    above 1; and, if there is one that begins where the memory does, also if no version is 0.  Returned are the fakes
-    that this was asked of, or the tensors that they are views of, by their `id`.
+    torch makes fakes of such tensors by `set_`, which counts up their version to 1.  At most one of several, which
+    begins where the memory does, is made as if it were alone, with version 0.  So one of them was written to if any
+    version is above 1; and, if there is one that begins where the memory does, also if no version is 0.  Returned are
+    the fakes that this was asked of, or the tensors that they are views of, by their `id`.
     """
     groups: dict[Any, dict[int, tuple[torch.Tensor, int]]] = {}
     for real, node in entries:
@@ -68,9 +69,9 @@ def _written_among_shared(entries: Iterable[tuple[Any, torch.fx.Node]], written:
             groups.setdefault(memory, {})[id(viewed)] = viewed, int(_viewed(real).storage_offset())
     told: dict[int, torch.Tensor] = {}
     for (memory, _), fakes in groups.items():
-        if len(fakes) > 1:
+        one_alone = any(start == 0 for _, start in fakes.values())
+        if len(fakes) > 1 or not one_alone:
             versions = [fake._version for fake, _ in fakes.values()]
-            one_alone = any(start == 0 for _, start in fakes.values())
             if max(versions) > 1 or (one_alone and min(versions) > 0):
                 written.add(memory)
             told.update((key, fake) for key, (fake, _) in fakes.items())

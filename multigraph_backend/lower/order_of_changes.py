@@ -72,7 +72,7 @@ class ChangesLast(_OutputCode):  # type: ignore[misc]
         raise AssertionError("code that is in no cache was loaded from one")
 
     def prepare_for_serialization(self) -> None:
-        raise TypeError("changes of inputs that come last are not cached")
+        raise _compat.BypassAOTAutogradCache("changes of inputs that come last are not cached")  # torch warns of others
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         self.code.set_triton_bundle(triton_bundle)

@@ -52,7 +52,9 @@ def _depends(size: Sequence[Any], stride: Sequence[Any], offset: Any) -> bool:
 class Likeness:
     """What the arguments of a call were like: it keeps none of their memory alive, and no parameter.
 
-    `kept`: for an input its stand-in, for a parameter a weak reference, for anything else the value itself.
+    `kept`: for an input or a parameter its stand-in, for buffers, and for parameters where the graph changes
+    something, a weak reference, for anything else the value itself.  Who refers to a parameter weakly keeps torch from
+    exchanging it (`torch.utils.swap_tensors`, and with it `Module.to` and `load_state_dict` where that is asked for).
     """
 
     kept: tuple[Any, ...]
@@ -73,8 +75,8 @@ class Likeness:
                 kept.append(arg)  # made for the call, of one element
             elif entry.wrapper is not None:  # `Module.to` exchanges it, and cannot while somebody refers to it weakly
                 return None
-            elif entry.static:
-                kept.append(weakref.ref(arg))
+            elif entry.static and (graph.mutates_inputs or type(arg) is not torch.nn.Parameter or _is_odd(arg)):
+                kept.append(weakref.ref(arg))  # what it shares memory with tells, or it is no ordinary parameter
             elif type(arg) not in (torch.Tensor, torch.nn.Parameter) or _is_odd(arg):
                 return None
             else:

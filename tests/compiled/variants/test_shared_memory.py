@@ -545,3 +545,51 @@ def test_a_view_comes_before_what_it_is_a_view_of(start: int, changes: bool) -> 
             torch.testing.assert_close(z, twin)
     assert_nothing_fell_back()
     assert multigraph_backend.stats()["variant_calls"] == 6
+
+
+def slice_of_compiled(x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = torch.compile(lambda x: (x + 1)[:, 4:8], backend="aot_eager", dynamic=True)(x)
+    return made
+
+
+def part_of_data(x: torch.Tensor) -> torch.Tensor:
+    held = torch.nn.Parameter(torch.empty(4))
+    held.data = (x + 1).view(-1)[4:8]
+    return held
+
+
+def set_anywhere(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0).set_((x + 1).untyped_storage(), 5, (len(x), 3), (6, 2))
+
+
+@pytest.mark.parametrize("given", [slice_of_compiled, part_of_data, set_anywhere])
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_begins_anywhere_and_is_no_view_counts_as_changed_where_it_is(
+    given: Callable[[torch.Tensor], torch.Tensor], changes: bool
+) -> None:
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if changes:
+            x.mul_(2)
+        return x.sin() * x.shape[0], x[:2]
+
+    found: list[set[int]] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        tensors = [
+            isinstance(node.meta["example_value"], torch.Tensor) for node in gm.graph.find_nodes(op="placeholder")
+        ]
+        found.append({sum(tensors[:at]) for at in effects.written(gm)})
+        return gm.forward
+
+    with torch.no_grad():
+        first = given(torch.randn(5, 12))
+        torch.compile(f, backend=backend, dynamic=True)(first)
+        assert found == [{0} if changes else set()]
+        run = compiled(f)  # type: ignore[arg-type]
+        for rows in (5, 7):
+            x = torch.randn(rows, 12)
+            mine, twin = given(x), given(x)
+            torch.testing.assert_close(run(mine), f(twin))
+            torch.testing.assert_close(mine, twin)
+    if not changes:
+        assert_nothing_fell_back()

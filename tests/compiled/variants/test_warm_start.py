@@ -262,3 +262,23 @@ def test_instances_with_names_of_their_own_have_manifests_of_their_own() -> None
     call(compiled(f, name="target"), f, 5)
     assert warm_start.wait_until_warm()
     assert states() == {"x[0] == 8": "declared", "x[0] % 16 == 0": "ready", "generic": "ready"}
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": "background"}], ids=["", "background"])
+def test_a_parameter_can_be_exchanged_after_a_call(options: dict[str, Any]) -> None:
+    """torch does that only where nobody refers to it weakly; what is loaded ahead is compiled for its like."""
+    linear = torch.nn.Linear(24, 3)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = linear(x)
+        return made
+
+    call(compiled(f), f, 5, 8)
+    begin_anew()
+    again = compiled(f, **options)
+    call(again, f, 5)
+    torch.utils.swap_tensors(linear.weight, torch.nn.Parameter(torch.randn(3, 24)))
+    call(again, f, 5)
+    assert warm_start.wait_until_warm()
+    call(again, f, 5, 8)
+    assert multigraph_backend.stats()["failures"] == 0
