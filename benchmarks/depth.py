@@ -80,11 +80,13 @@ SECONDS = 3000.0  # until a process counts as hanging
 fresh_cache: Callable[[], Any] = getattr(inductor_utils, "fresh_cache", None) or inductor_utils.fresh_inductor_cache
 
 
-def measured(device: str, layers: int, training: bool, rounds: int) -> dict[str, dict[str, Any]]:
+def measured(device: str, layers: int, training: bool, rounds: int, dynamic: bool) -> dict[str, dict[str, Any]]:
     """The values of each form's row."""
     torch.manual_seed(0)
     model = workloads.LanguageModel(256, layers, 64, 4, 128, 2, True).to(device, workloads.dtype_on(device))
     ids = torch.randint(0, 256, (2, 65), device=device)
+    for dim in range(ids.dim()) if dynamic else ():
+        torch._dynamo.maybe_mark_dynamic(ids, dim)
 
     def program(x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(x)
@@ -155,6 +157,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", help="depths (4 16 32)")
     parser.add_argument("--passes", choices=PASSES, help="one of the two (both)")
+    parser.add_argument("--dynamic", action="store_true", help="both sizes of the input are dynamic")
     parser.add_argument("--rounds", type=int, default=40, help="of turns in which calls are timed")
     parser.add_argument("--answer", type=Path, help="one depth, for the process that asks")
     args = parser.parse_args()
@@ -163,13 +166,16 @@ def main() -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.answer is not None:
         torch.set_num_threads(args.threads)
-        return answer(args.answer, partial(measured, device, depths[0], args.passes == "training", rounds))
+        return answer(
+            args.answer, partial(measured, device, depths[0], args.passes == "training", rounds, args.dynamic)
+        )
     results = Results("depth", "Depth: what a further equal layer costs to compile", COLUMNS, args)
     for passes in [args.passes] if args.passes else PASSES[: 1 if args.quick else 2]:
         smallest: dict[str, tuple[int, float]] = {}
         for layers in sorted(depths):
             words = ["--device", device, "--threads", str(args.threads), "--passes", passes, "--layers", str(layers)]
             words += ["--rounds", str(rounds), *(["--quick"] if args.quick else [])]
+            words += ["--dynamic"] if args.dynamic else []
             rows, error = in_own_process(os.fspath(Path(__file__).resolve()), words, SECONDS)
             for form in FORMS:
                 row = (rows or {}).get(form, {})

@@ -524,9 +524,10 @@ def plain_size(value: Any) -> Any:
 
     if isinstance(value, int):
         return sympy.Integer(value)
+    # torch has a `Max` of its own, which is none of sympy's
     return sympy_expr(value).replace(
-        lambda part: isinstance(part, sympy.Max) and sympy.S.One in part.args,
-        lambda part: sympy.Max(*(entry for entry in part.args if entry != 1)),
+        lambda part: type(part).__name__ == "Max" and sympy.S.One in part.args,
+        lambda part: functools.reduce(type(part), (entry for entry in part.args if entry != 1)),
     )
 
 

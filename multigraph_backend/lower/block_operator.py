@@ -1,10 +1,13 @@
 """The operator that stands for a call of a body while AOTAutograd traces, and what is known of bodies.
 
-    multigraph::block(given, body, graph, kind) -> results
+    multigraph::block(given, numbers, symbols, body, graph, kind) -> results
 
 `graph` is "whole" in a captured graph; traced under autograd it becomes a call of "forward" whose gradient is a call of
 "backward", elsewhere one of "inference".  The operator is never run: what it would return is said of fake tensors, and
 before Inductor is given the graph, the body's own graph takes its place (`traced_once.put_in`).
+
+A whole call is given the symbolic numbers that its block takes, and all symbols that inputs of the graph are.  What a
+body computes with sizes it computes from symbols, so a call of one of its graphs is given those that the graph needs.
 
 In:  the bodies of the compile that is running (`known`), of each its kinds by what a call is given.
 Out: nodes of the operator, each checked against the kind of arguments that its body was traced for; `CannotLower` where
@@ -16,20 +19,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.steps_of_graph import is_plain, is_step
 
 _library = torch.library.Library("multigraph", "FRAGMENT")
-_library.define("block(Tensor[] given, str body, str graph, int kind) -> Tensor[]")
+_library.define("block(Tensor[] given, SymInt[] numbers, SymInt[] symbols, str body, str graph, int kind) -> Tensor[]")
 
 
 class Refused(Exception):
@@ -38,19 +42,20 @@ class Refused(Exception):
 
 # ---------------------------------------------------------------- what is known of a body
 
-#: type, device, sizes, strides and offset of a tensor
+#: type, device, sizes, strides and offset of a tensor; what is symbolic as an expression
 Layout = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
     """One graph of a body.  `made`: the graph, which hands out memory that it has made; `views`: for each result, what
-    of the block's own graph makes it out of that."""
+    of the block's own graph makes it out of that; `symbols`: which of the graph's symbols it takes behind tensors."""
 
     made: GraphModule
     given: tuple[Layout, ...]
     results: tuple[Layout, ...]
     views: tuple[tuple[Node, ...], ...]
+    symbols: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -79,24 +84,68 @@ class Kind:
 class Bodies:
     """The bodies of one graph by their names: of each its kinds, in order, by what a call is given.
 
+    `shape_env`: where symbols that sizes are expressions over come from; None where there are none.
     `wrong`: why what AOTAutograd has traced with them is of no use.
     """
 
     kinds: dict[str, dict[tuple[Any, ...], Kind]] = field(default_factory=dict)
+    shape_env: Any = None
     wrong: str | None = None
 
-    def find(self, name: str, given: Sequence[torch.Tensor]) -> tuple[int, Kind]:
+    def find(
+        self, name: str, given: Sequence[torch.Tensor], numbers: Sequence[int | torch.SymInt] = ()
+    ) -> tuple[int, Kind]:
+        if (found := self.known(name, given, numbers)) is None:
+            raise CannotLower(_ANOTHER)
+        return found
+
+    def known(
+        self, name: str, given: Sequence[torch.Tensor], numbers: Sequence[int | torch.SymInt] = ()
+    ) -> tuple[int, Kind] | None:
+        key = key_of(given, numbers)
         kinds = self.kinds.get(name, {})
-        key = key_of(given)
-        if key not in kinds:
-            raise CannotLower("a call of a repeated block is not what its block was traced for")
-        return list(kinds).index(key), kinds[key]
+        return next(((index, kinds[of]) for index, of in enumerate(kinds) if self.same(of, key)), None)
 
     def part(self, name: str, graph: str, kind: int) -> Part:
         found = list(self.kinds[name].values())[kind]
         part = found.backward if graph == "backward" else found.forward
         assert part is not None
         return part
+
+    def now(self, value: Any) -> Any:
+        """The same with symbols replaced that were since found equal to something."""
+        if isinstance(value, tuple):
+            return tuple(map(self.now, value))
+        return _plain(self.shape_env.replace(value)) if isinstance(value, sympy.Expr) else value
+
+    def takes(self, part: Part, given: Sequence[torch.Tensor]) -> bool:
+        return self.same(part.given, tuple(map(layout_of, given)))
+
+    def same(self, known: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
+        """Whether two layouts, or values made of layouts, are equal.
+
+        torch writes a stride as `Max(1, size)`, or as the size: that they are equal becomes a guard of the graph.
+        """
+        if known == found or (known := self.now(known)) == found:
+            return True
+        asked: list[sympy.Basic] = []
+        if not _same_but_for_empty(known, found, asked):
+            return False
+        return all(bool(self.shape_env.evaluate_expr(equal)) for equal in asked)
+
+
+def _same_but_for_empty(known: Any, found: Any, asked: list[sympy.Basic]) -> bool:
+    """Whether two values are equal where no size is 0; what has to hold for that is added to `asked`."""
+    if isinstance(known, tuple) and isinstance(found, tuple):
+        alike = (_same_but_for_empty(one, other, asked) for one, other in zip(known, found, strict=False))
+        return len(known) == len(found) and all(alike)
+    if isinstance(known, sympy.Expr) and isinstance(found, sympy.Expr) and known != found:
+        asked.append(sympy.Eq(known, found))
+        return bool((_compat.plain_size(known) - _compat.plain_size(found)).expand() == 0)
+    return bool(known == found)
+
+
+_ANOTHER = "a call of a repeated block is not what its block was traced for"
 
 
 _bodies: ContextVar[Bodies | None] = ContextVar("multigraph_bodies", default=None)
@@ -112,23 +161,77 @@ def known(bodies: Bodies) -> Iterator[None]:
         _bodies.reset(token)
 
 
-def key_of(given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def key_of(given: Sequence[torch.Tensor], numbers: Sequence[int | torch.SymInt] = ()) -> tuple[Any, ...]:
     grad = torch.is_grad_enabled()
-    return tuple((*layout_of(value), grad and value.requires_grad) for value in given)
+    return *((*layout_of(value), grad and value.requires_grad) for value in given), *map(expression, numbers)
 
 
 def layout_of(value: torch.Tensor) -> Layout:
-    sizes = (*value.size(), *value.stride(), value.storage_offset())
-    if not is_plain(value) or not all(type(size) is int for size in sizes):
-        raise Refused("sizes are symbolic" if is_plain(value) else "it takes what is no plain tensor")
-    return value.dtype, value.device, tuple(value.size()), tuple(value.stride()), value.storage_offset()
+    if not is_plain(value):
+        raise Refused("it takes what is no plain tensor")
+    size, stride = (tuple(map(expression, entries)) for entries in (value.size(), value.stride()))
+    return value.dtype, value.device, size, stride, expression(value.storage_offset())
 
 
-def empty(layout: Layout) -> torch.Tensor:
+def expression(number: Any) -> int | sympy.Expr:
+    """A size as a number, or as an expression over symbols that inputs of the graph tell."""
+    if type(number) is int:
+        return number
+    if not isinstance(number, torch.SymInt):
+        raise Refused("a number that is no integer goes into or out of it")
+    found = _plain(number.node.expr)
+    if isinstance(found, sympy.Expr) and (unknown := sorted(map(str, filter(_is_unbacked, found.free_symbols)))):
+        raise Refused(f"nothing is known of the size {unknown[0]} before a run")
+    return found
+
+
+def _is_unbacked(symbol: sympy.Symbol) -> bool:
+    return bool(_compat.symbol_is_type(symbol, (_compat.SymT.UNBACKED_INT, _compat.SymT.UNBACKED_FLOAT)))
+
+
+def _plain(expr: Any) -> Any:
+    return int(expr) if isinstance(expr, sympy.Integer) else expr
+
+
+def empty(layout: Layout, shape_env: Any) -> torch.Tensor:
     dtype, device, size, stride, offset = layout
-    if offset:
+    if offset != 0:
         raise Refused("it takes a window into other memory")
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    sizes, strides = ([symbolic(entry, shape_env) for entry in entries] for entries in (size, stride))
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+
+def symbolic(expr: int | sympy.Expr, shape_env: Any) -> int | torch.SymInt:
+    if isinstance(expr, int):
+        return expr
+    made: int | torch.SymInt = shape_env.create_symintnode(expr, hint=None)
+    return made
+
+
+def number_node(graph: Graph, number: Any, symbols: Mapping[sympy.Symbol, Node]) -> Any:
+    """A number, computed where a graph inserts now.  `symbols`: the nodes that each symbol is there."""
+    expr = number if isinstance(number, sympy.Expr) else expression(number)
+    if isinstance(expr, int):
+        return expr
+    if lacking := sorted(map(str, expr.free_symbols - set(symbols))):
+        raise Refused(f"it depends on {lacking[0]}, which no input is")
+    if isinstance(expr, sympy.Symbol):
+        return symbols[expr]
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    proxies = {symbol: torch.fx.Proxy(symbols[symbol], tracer) for symbol in expr.free_symbols}
+    made: Node = _compat.sympy_interp(_compat.ReferenceAnalysis, proxies, expr).node
+    if all("val" in symbols[symbol].meta for symbol in expr.free_symbols):
+        _give_values(made)
+    return made
+
+
+def _give_values(node: Node) -> None:
+    if "val" in node.meta:
+        return
+    for operand in node.all_input_nodes:
+        _give_values(operand)
+    target: Any = node.target
+    node.meta["val"] = target(*torch.fx.node.map_arg(node.args, lambda operand: operand.meta["val"]))
 
 
 # ---------------------------------------------------------------- the operator
@@ -141,39 +244,69 @@ def _known() -> Bodies:
     return bodies
 
 
-def _fake(given: Sequence[torch.Tensor], body: str, graph: str, kind: int) -> list[torch.Tensor]:
+def _fake(
+    given: Sequence[torch.Tensor],
+    numbers: Sequence[int | torch.SymInt],
+    symbols: Sequence[int | torch.SymInt],
+    body: str,
+    graph: str,
+    kind: int,
+) -> list[torch.Tensor]:
     bodies = _known()
     if graph == "whole":
-        kind, _ = bodies.find(body, given)
+        kind, _ = bodies.find(body, given, numbers)
     part = bodies.part(body, graph, kind)
-    if tuple(map(layout_of, given)) != part.given:
-        raise CannotLower("a call of a repeated block is not what its block was traced for")
-    return [empty(layout) for layout in part.results]
+    if not bodies.takes(part, given) or (graph != "whole" and len(symbols) != len(part.symbols)):
+        raise CannotLower(_ANOTHER)
+    return [empty(bodies.now(layout), bodies.shape_env) for layout in part.results]
 
 
-def _differentiated(given: Sequence[torch.Tensor], body: str, graph: str, kind: int) -> list[torch.Tensor]:
+def _differentiated(
+    given: Sequence[torch.Tensor],
+    numbers: Sequence[int | torch.SymInt],
+    symbols: Sequence[int | torch.SymInt],
+    body: str,
+    graph: str,
+    kind: int,
+) -> list[torch.Tensor]:
     if graph != "whole":
-        return _below_autograd(given, body, graph, kind)
-    kind, known = _known().find(body, given)
+        with _compat.below_autograd():
+            made: list[torch.Tensor] = BLOCK(list(given), list(numbers), list(symbols), body, graph, kind)
+        return made
+    kind, known = _known().find(body, given, numbers)
     if known.backward is None:
-        return _below_autograd(given, body, "inference", kind)
-    results: tuple[torch.Tensor, ...] = _Differentiated.apply(known, body, kind, *given)  # type: ignore[no-untyped-call]
+        return _below_autograd(given, symbols, known.forward, body, "inference", kind)
+    results: tuple[torch.Tensor, ...] = _Differentiated.apply(known, body, kind, tuple(symbols), *given)  # type: ignore[no-untyped-call]
     return list(results)
 
 
-def _below_autograd(given: Sequence[torch.Tensor], body: str, graph: str, kind: int) -> list[torch.Tensor]:
+def _below_autograd(
+    given: Sequence[torch.Tensor],
+    symbols: Sequence[int | torch.SymInt],
+    part: Part,
+    body: str,
+    graph: str,
+    kind: int,
+) -> list[torch.Tensor]:
+    """`symbols`: all of the graph."""
     with _compat.below_autograd():
-        made: list[torch.Tensor] = BLOCK(list(given), body, graph, kind)
+        taken = [symbols[index] for index in part.symbols]
+        made: list[torch.Tensor] = BLOCK(list(given), [], taken, body, graph, kind)
     return made
 
 
 class _Differentiated(torch.autograd.Function):
-    """A call and its gradient, while AOTAutograd traces."""
+    """A call and its gradient, while AOTAutograd traces.
+
+    An error in the gradient would come with a warning of autograd's: what is wrong there, `put_in` raises.
+    """
 
     @staticmethod
-    def forward(ctx: Any, known: Kind, body: str, kind: int, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = _below_autograd(given, body, "forward", kind)
-        ctx.known, ctx.body, ctx.kind = known, body, kind
+    def forward(
+        ctx: Any, known: Kind, body: str, kind: int, symbols: tuple[int | torch.SymInt, ...], *given: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        made = _below_autograd(given, symbols, known.forward, body, "forward", kind)
+        ctx.known, ctx.body, ctx.kind, ctx.symbols = known, body, kind, symbols
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(given[index] if where == "given" else made[index] for where, index in known.saved))
         plain = itertools.compress(made, map(operator.not_, known.differentiable))
@@ -183,25 +316,29 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         known: Kind = ctx.known
+        bodies = _known()
         assert known.backward is not None
-        expected = known.backward.given[len(known.saved) :]
+        expected = bodies.now(known.backward.given[len(known.saved) :])
         tangents: list[torch.Tensor] = []
         wanted = list(itertools.compress(gradients, known.differentiable))
         for gradient, layout in zip(wanted, expected, strict=True):
-            if gradient is None:  # an error here would come with autograd's warning; `put_in` raises it
-                _known().wrong = "a result of a repeated block has no gradient"
-                tangents.append(empty(layout).zero_())
+            if gradient is None:
+                bodies.wrong = "a result of a repeated block has no gradient"
+                tangents.append(empty(layout, bodies.shape_env).zero_())
                 continue
-            dtype, _, size, stride, _ = layout
-            if gradient.dtype != dtype or gradient.size() != size:
-                raise CannotLower("a gradient of a repeated block is of another kind than its result")
-            if gradient.stride() != stride or gradient.storage_offset():
+            found = layout_of(gradient)
+            _, _, size, stride, _ = layout
+            if not bodies.same((stride, 0), found[3:]):
                 gradient = gradient.contiguous() if _is_contiguous(size, stride) else gradient
-                gradient = gradient.clone() if gradient.storage_offset() else gradient
+                gradient = gradient.clone() if found[4] != 0 else gradient
+            if not bodies.same(layout, layout_of(gradient)):
+                bodies.wrong = "a gradient of a repeated block is of another kind than its result"
+                gradient = empty(layout, bodies.shape_env)
             tangents.append(gradient)
-        made = _below_autograd([*ctx.saved_tensors, *tangents], ctx.body, "backward", ctx.kind)
+        given = [*ctx.saved_tensors, *tangents]
+        made = _below_autograd(given, ctx.symbols, known.backward, ctx.body, "backward", ctx.kind)
         return (
-            *(None, None, None),
+            *(None, None, None, None),
             *(
                 None if place is None else made[place] if place >= 0 else tangents[-1 - place]
                 for place in known.gradients
@@ -209,12 +346,12 @@ class _Differentiated(torch.autograd.Function):
         )
 
 
-def _is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
-    expected = 1
+def _is_contiguous(size: Sequence[Any], stride: Sequence[Any]) -> bool:
+    expected = sympy.Integer(1)
     for count, step in zip(reversed(size), reversed(stride), strict=True):
-        if step != expected:
+        if _compat.plain_size(step) != expected:
             return False
-        expected *= max(count, 1)
+        expected *= 1 if count == 0 else _compat.plain_size(count)
     return True
 
 

@@ -9,6 +9,9 @@ out at all, and the backward graph makes the view again.
 
     forward    x, w -> y, w, y.t()          x, w -> y
     backward   w, y.t(), dy -> dx, dw       w, y, dy -> dx, dw
+
+Symbols that sizes depend on are taken behind tensors, those that a graph needs.  Numbers that are made of them are not
+saved for backward: its graph computes them again.
 """
 
 from __future__ import annotations
@@ -16,16 +19,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from multigraph_backend.lower.block_operator import Kind, Layout, Part, Refused, layout_of
-from multigraph_backend.lower.steps_of_graph import may_be_done_in_place, why_it_stays
+from multigraph_backend import _compat
+from multigraph_backend.lower.block_operator import (
+    Kind,
+    Layout,
+    Part,
+    Refused,
+    expression,
+    layout_of,
+    number_node,
+)
+from multigraph_backend.lower.steps_of_graph import is_number, may_be_done_in_place, values_of, why_it_stays
 from multigraph_backend.saved_tensors.graphs import viewed
 
 
 def kind_of(graphs: Mapping[str, GraphModule], given: tuple[Layout, ...], results: int, metadata: Any) -> Kind:
-    """`graphs`: by "inference", or "forward" and "backward"; `results`: how many the block has."""
+    """`graphs`: by "inference", or "forward" and "backward", which take the symbols of the graph around behind tensors;
+    `results`: how many the block has."""
     if (why := _not_pure(metadata)) is not None:
         raise Refused(f"a block that comes again {why}")
     if "inference" in graphs:
@@ -59,11 +73,24 @@ def _chain(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """Where the memory of `node` comes from, and the views that lead from there to it."""
     views: list[Node] = []
     while (above := viewed(node)) is not None:
-        if node.all_input_nodes != [above]:
+        if [operand for operand in node.all_input_nodes if not is_number(operand)] != [above]:
             raise Refused(f"{node.name} is a view by more than one value")
         views.append(node)
         node = above
     return node, tuple(reversed(views))
+
+
+def view_again(graph: Graph, view: Node, value: Node, symbols: Mapping[sympy.Symbol, Node]) -> Node:
+    """The view of `value` that `view` is of its operand, where a graph inserts now."""
+    numbers = {
+        operand: number_node(graph, operand.meta["val"], symbols)
+        for operand in view.all_input_nodes
+        if is_number(operand)
+    }
+    args, kwargs = torch.fx.node.map_arg((view.args, view.kwargs), lambda operand: numbers.get(operand, value))
+    made = graph.call_function(view.target, args, kwargs)  # type: ignore[arg-type]
+    made.meta.update(view.meta)
+    return made
 
 
 def _part(gm: GraphModule, given: tuple[Layout, ...], outputs: Sequence[Any]) -> Part:
@@ -71,20 +98,24 @@ def _part(gm: GraphModule, given: tuple[Layout, ...], outputs: Sequence[Any]) ->
     graph = Graph()
     inside: dict[Node, Node] = {}
     devices = {layout[1] for layout in given}
+    depends: set[Any] = set()
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
-        if node.op != "placeholder" and (why := _why_no_part(node)) is not None:
+        if node.op != "placeholder" and not is_number(node) and (why := _why_no_part(node)) is not None:
             raise Refused(f"a block that comes again holds {node.target}: {why}")
-        values = node.meta.get("val")
-        for value in values if isinstance(values, tuple | list) else [values]:
+        for value in values_of(node):
             if isinstance(value, torch.Tensor):
-                layout_of(value)
+                layout = layout_of(value)
                 devices.add(value.device)
+                depends.update(*layout[2:4], (layout[4],))
+            elif isinstance(value, torch.SymInt) and node.op != "placeholder":
+                depends.add(expression(value))
         inside[node] = graph.node_copy(node, lambda operand: inside[operand])
     if len(devices) != 1:
         raise Refused("a block that comes again is on several devices")
-    if len(gm.graph.find_nodes(op="placeholder")) != len(given):
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if [is_number(node) for node in placeholders[: len(given)]] != [False] * len(given):
         raise Refused("a block that comes again takes other arguments than its graph")
     makers, views, seen = [], [], set()
     for node in outputs:
@@ -99,13 +130,22 @@ def _part(gm: GraphModule, given: tuple[Layout, ...], outputs: Sequence[Any]) ->
     output = graph.output(tuple(makers))
     output.meta["user_visible_output_idxs"] = list(range(len(makers)))  # with the strides that they have here
     graph.eliminate_dead_code()
+    told = {symbol for expr in depends if isinstance(expr, sympy.Expr) for symbol in expr.free_symbols}
+    needed = []
+    for index, node in enumerate(placeholders[len(given) :]):
+        if not isinstance(node.meta.get("val"), torch.SymInt):
+            raise Refused("a block that comes again takes other arguments than its graph")
+        if inside[node].users or _compat.sympy_expr(node.meta["val"]) in told:
+            needed.append(index)
+        else:
+            graph.erase_node(inside[node])
     results = tuple(_layout_of_result(node) for node in outputs)
-    return Part(GraphModule(torch.nn.Module(), graph, "repeated"), given, results, tuple(views))
+    return Part(GraphModule(torch.nn.Module(), graph, "repeated"), given, results, tuple(views), tuple(needed))
 
 
 def _layout_of_result(node: Node) -> Layout:
     layout = layout_of(node.meta["val"])
-    if layout[4]:
+    if layout[4] != 0:
         raise Refused(f"a block that comes again hands out {node.name}, a window into other memory")
     return layout
 
@@ -127,11 +167,17 @@ def _parted(
     taken = backward.graph.find_nodes(op="placeholder")
     differentiable = tuple(bool(info.requires_grad) for info in metadata.output_info)
     tangents = sum(differentiable)
-    saved = made[results:]
-    names = [getattr(node, "name", None) for node in saved]
-    if len(differentiable) != results or names != [node.name for node in taken[: len(taken) - tangents]]:
+    behind = [node for node in made[results:] if isinstance(node, Node)]
+    by_name = {node.name: node for node in taken[: len(taken) - tangents]}
+    if (
+        len(differentiable) != results
+        or len(behind) != len(made) - results
+        or {node.name for node in behind} != set(by_name)
+    ):
         raise Refused("a block that comes again is saved for backward in another way")
-    numbers = {node: place for place, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    saved = [node for node in behind if not is_number(node)]
+    placeholders_of_forward = forward.graph.find_nodes(op="placeholder")
+    numbers = {node: place for place, node in enumerate(placeholders_of_forward[: len(given)])}
     outputs: list[Any] = made[:results]
     graph = Graph()
     inside: dict[Node, Node] = {}
@@ -146,18 +192,27 @@ def _parted(
         return placeholders[where, index]
 
     views: list[tuple[Node, Node, tuple[Node, ...]]] = []
-    for node, placeholder in zip(saved, taken, strict=False):
+    for node in saved:
         maker, chain = _chain(node)  # what is saved is the memory, and the backward graph makes the view again
         if maker not in numbers and maker not in outputs:
             outputs.append(maker)
         source = ("given", numbers[maker]) if maker in numbers else ("made", outputs.index(maker))
-        views.append((placeholder, take(*source, maker), chain))
+        views.append((by_name[node.name], take(*source, maker), chain))
     sources = tuple(placeholders)
-    for index, placeholder in enumerate(taken[len(saved) :]):
+    for index, placeholder in enumerate(taken[len(by_name) :]):
         inside[placeholder] = take("tangent", index, placeholder)
+    of_symbols: dict[sympy.Symbol, Node] = {}
+    for node in placeholders_of_forward[len(given) :]:
+        made_for = graph.placeholder(f"symbol_{node.name}")
+        made_for.meta["val"] = node.meta["val"]
+        if isinstance(expr := _compat.sympy_expr(node.meta["val"]), sympy.Symbol):
+            of_symbols.setdefault(expr, made_for)
+    for node in behind:
+        if is_number(node):
+            inside[by_name[node.name]] = number_node(graph, node.meta["val"], of_symbols)
     for placeholder, value, chain in views:
         for view in chain:
-            value = graph.node_copy(view, lambda operand, value=value: value)  # type: ignore[misc]
+            value = view_again(graph, view, value, of_symbols)
         inside[placeholder] = value
     for node in backward.graph.nodes:
         if node.op == "output":
@@ -165,12 +220,12 @@ def _parted(
             graph.output(tuple(results_of_backward))
         elif node.op != "placeholder":
             inside[node] = graph.node_copy(node, lambda operand: inside[operand])
-    if len(results_of_backward) != len(given):
+    if len(results_of_backward) != len(placeholders_of_forward):
         raise Refused("a block that comes again has other gradients than arguments")
     handed_out: list[Node] = []
     gradients: list[int | None] = []
     of_tangents = [placeholders["tangent", index] for index in range(tangents)]
-    for entry in results_of_backward:
+    for entry in results_of_backward[: len(given)]:
         if entry is None:
             gradients.append(None)
         elif entry in of_tangents:

@@ -68,8 +68,14 @@ def steps_of_trace(graph: Graph) -> tuple[list[Step], list[Node]]:
     """The same of a captured graph of Dynamo's, before AOTAutograd: functions and methods as the program calls them.
 
     It has no values on its nodes: descriptions say nothing of types and sizes, which `traced_once` asks of each call.
+    Numbers that are computed from numbers are no steps: Dynamo computes each once, for whatever needs it.
     """
-    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    told: set[Node] = set()
+    for node in graph.nodes:
+        if not is_tensor_of_trace(node) and (node.op == "placeholder" or _computes_number(node, told)):
+            told.add(node)
+    called = ("call_function", "call_method", "call_module")
+    nodes = [node for node in graph.nodes if node.op in called and node not in told]
     numbers = {node: index for index, node in enumerate(nodes)}
     steps = []
     for node in nodes:
@@ -83,11 +89,26 @@ def steps_of_trace(graph: Graph) -> tuple[list[Step], list[Node]]:
                 stays or name in _ALONE or name in _ALONE_IN_A_TRACE or "attention" in name,
                 _path(node),
                 stays,
-                node.target is operator.getitem and "example_value" not in operands[0].meta,
+                node.target is operator.getitem and not is_tensor_of_trace(operands[0]),
                 name in _VIEWS,
             )
         )
     return steps, nodes
+
+
+def is_tensor_of_trace(node: Node) -> bool:
+    """In a captured graph: the key alone is there (`capture.structure`)."""
+    return "example_value" in node.meta
+
+
+def _computes_number(node: Node, numbers: set[Node]) -> bool:
+    target: Any = node.target
+    plain = getattr(target, "__module__", None) in ("_operator", "math") or target in _OF_NUMBERS
+    operands = node.all_input_nodes
+    return node.op == "call_function" and plain and bool(operands) and numbers.issuperset(operands)
+
+
+_OF_NUMBERS = (torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sum)
 
 
 def _said_in_a_trace(node: Node) -> Hashable:

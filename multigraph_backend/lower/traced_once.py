@@ -1,7 +1,7 @@
 """Repeated blocks of Dynamo's graph, which AOTAutograd traces and parts into forward and backward once.
 
-    y = linear(rms_norm(x, n1), w1); ...          y = block([x, n1, w1, ...], "9f3c", "whole", 0)[0]
-    z = linear(rms_norm(y, n2), w2); ...    ->    z = block([y, n2, w2, ...], "9f3c", "whole", 0)[0]
+    y = linear(rms_norm(x, n1), w1); ...          y = block([x, n1, w1, ...], [], [s0], "9f3c", "whole", 0)[0]
+    z = linear(rms_norm(y, n2), w2); ...    ->    z = block([y, n2, w2, ...], [], [s0], "9f3c", "whole", 0)[0]
 
 AOTAutograd, its joint graph's passes and the partitioner then see one operator for each call, and one for its gradient.
 In what Inductor is given, calls of a body's forward or backward graph take the place of the operators.
@@ -17,10 +17,13 @@ What makes a call of a body right, each checked and none assumed:
 - Blocks are the same operators with the same constants over the same operands (`repetition`).  What cannot be read off
   Dynamo's graph, types, sizes and strides of what a call is given and whether it is differentiated, is asked of each
   call when it is traced; a body is traced for each such kind of arguments.
+- Symbolic sizes are compared as expressions over the symbols of the trace.  A body is traced in the ShapeEnv of the
+  graph around, so what its trace asks of sizes is a guard of the graph.  It takes the symbols that it depends on, each
+  an input of the graph; nothing is known of unbacked ones, and no body depends on those.
 - AOTAutograd says of each body that it changes and hands out nothing that it was given.
-- Graphs of a body have fixed sizes, draw no random numbers, write to nothing, are on one device.  What they hand out
-  they have made, each its own memory: a saved tensor that is an argument, or a view of one, is taken from the
-  arguments again.  So memory that is handed out is never memory that was given.
+- Graphs of a body draw no random numbers, write to nothing, are on one device.  What they hand out they have made,
+  each its own memory: a saved tensor that is an argument, or a view of one, is taken from the arguments again.  So
+  memory that is handed out is never memory that was given.
 - Where a result gets no gradient, the graph is compiled otherwise: eager tells no gradient from zeros.
 """
 
@@ -36,15 +39,27 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.lower import repetition
-from multigraph_backend.lower.block_operator import BLOCK, Bodies, Kind, Part, Refused, empty, key_of, layout_of
-from multigraph_backend.lower.body_graphs import kind_of
+from multigraph_backend.lower.block_operator import (
+    BLOCK,
+    Bodies,
+    Kind,
+    Part,
+    Refused,
+    empty,
+    expression,
+    key_of,
+    layout_of,
+    number_node,
+)
+from multigraph_backend.lower.body_graphs import kind_of, view_again
 from multigraph_backend.lower.fresh_inputs import CannotLower
-from multigraph_backend.lower.steps_of_graph import is_plain, steps_of_trace
+from multigraph_backend.lower.steps_of_graph import is_plain, is_tensor_of_trace, steps_of_trace
 from multigraph_backend.process.interruptions import from_outside
 
 
@@ -77,10 +92,14 @@ def attempt(why_not: str | None = None, passed: int = 0) -> Iterator[Attempt]:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A body of Dynamo's graph, and its calls: of each its steps and what they take from elsewhere."""
+    """A body of Dynamo's graph, and its calls: of each its steps, and what they take from elsewhere.
+
+    `module` takes `tensors` tensors, and numbers behind them.
+    """
 
     name: str
     module: GraphModule
+    tensors: int
     results: tuple[int, ...]
     calls: tuple[tuple[list[Node], list[Node]], ...]
 
@@ -104,13 +123,14 @@ def lift(
     ways = _worth_trying(steps)[here.passed :]
     if not ways:
         return None
+    symbols = _symbols(module.graph, inputs)
     while True:
         here.more = len(ways) > 1
         try:
             blocks = [_block(body, nodes, named) for body in ways.pop(0).bodies]
             bodies = Bodies({block.name: {} for block in blocks})
             if traces:
-                _Tracing(module, inputs, settings, bodies).trace(blocks)
+                _Tracing(module, inputs, symbols, settings, bodies).trace(blocks)
             break
         except Refused:
             if not ways:
@@ -118,7 +138,8 @@ def lift(
     now: dict[Node, Node] = {}
     for block in blocks:
         for mine, arguments in block.calls:
-            _put_call(module.graph, block, mine, [now.get(argument, argument) for argument in arguments], now)
+            given = [now.get(argument, argument) for argument in arguments]
+            _put_call(module.graph, block, mine, given, list(symbols.values()), now)
     module.graph.lint()
     module.recompile()
     here.lifted = True
@@ -153,9 +174,16 @@ def _changes_state(node: Node) -> bool:
     return getattr(target, "__module__", None) not in _STATELESS or private
 
 
-def _is_tensor(node: Node) -> bool:
-    """In a captured graph: the key alone is there (`capture.structure`)."""
-    return "example_value" in node.meta
+def _symbols(graph: Graph, inputs: Sequence[Any]) -> dict[sympy.Symbol, Node]:
+    """The inputs that are symbols, in order."""
+    found: dict[sympy.Symbol, Node] = {}
+    for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        expr = _compat.sympy_expr(value) if isinstance(value, torch.SymInt) else None
+        if isinstance(expr, sympy.Symbol):
+            found.setdefault(expr, node)
+    if found and (lacking := _compat.missing("size assertions")):
+        raise Refused(f"sizes are symbolic, and this torch differs: {lacking[0]}")
+    return found
 
 
 def _block(body: repetition.Body, nodes: Sequence[Node], named: Mapping[str, Node]) -> _Block:
@@ -168,28 +196,37 @@ def _block(body: repetition.Body, nodes: Sequence[Node], named: Mapping[str, Nod
         arguments = [nodes[entry] if isinstance(entry, int) else named[entry] for entry in call.arguments]
         calls.append((mine, arguments))
     results = tuple(sorted(used))
-    for mine, taken in calls:
-        across = (*taken, *(mine[place] for place in results))
-        if (other := next((node for node in across if not _is_tensor(node)), None)) is not None:
+    for mine, _ in calls:
+        if (other := next((mine[place] for place in results if not is_tensor_of_trace(mine[place])), None)) is not None:
             raise Refused(f"{other.name} is no tensor, and blocks that come again are cut there")
+    tensors = [is_tensor_of_trace(argument) for argument in calls[0][1]]
+    for _, arguments in calls:
+        if [is_tensor_of_trace(argument) for argument in arguments] != tensors:
+            raise Refused("blocks that come again are given a number where another is given a tensor")
+    order = sorted(range(len(tensors)), key=lambda place: not tensors[place])
+    calls = [(mine, [arguments[place] for place in order]) for mine, arguments in calls]
     mine, arguments = calls[0]
     graph = Graph()
     inside: dict[Node, Node] = {}
     for place, argument in enumerate(arguments):
         inside[argument] = graph.placeholder(f"argument_{place}")
-        inside[argument].meta["example_value"] = None
+        if is_tensor_of_trace(argument):
+            inside[argument].meta["example_value"] = None
     for place, node in enumerate(mine):
         inside[node] = graph.node_copy(node, lambda operand: inside[operand])
         inside[node].name = f"step_{place}"
     graph.output(tuple(inside[mine[place]] for place in results))
     module = GraphModule(torch.nn.Module(), graph, "repeated")
     name = hashlib.sha256(module.code.encode()).hexdigest()[:16]
-    return _Block(name, module, results, tuple(calls))
+    return _Block(name, module, sum(tensors), results, tuple(calls))
 
 
-def _put_call(graph: Graph, block: _Block, mine: list[Node], given: list[Node], now: dict[Node, Node]) -> None:
+def _put_call(
+    graph: Graph, block: _Block, mine: list[Node], given: list[Node], symbols: list[Node], now: dict[Node, Node]
+) -> None:
     with graph.inserting_after(mine[-1]):
-        made = graph.call_function(BLOCK, (given, block.name, "whole", 0))
+        tensors, numbers = given[: block.tensors], given[block.tensors :]
+        made = graph.call_function(BLOCK, (tensors, numbers, symbols, block.name, "whole", 0))
     made.meta.update({key: value for key, value in mine[-1].meta.items() if key != "example_value"})
     at, inside = made, set(mine)
     for index, place in enumerate(block.results):
@@ -212,6 +249,7 @@ class _Tracing:
         self,
         module: GraphModule,
         inputs: Sequence[Any],
+        symbols: Mapping[sympy.Symbol, Node],
         settings: Callable[[Any], Mapping[str, object]],
         bodies: Bodies,
     ) -> None:
@@ -220,8 +258,25 @@ class _Tracing:
         self._fake_mode: Any = getattr(context, "fake_mode", None)
         if self._fake_mode is None:
             raise Refused("no trace is going on")
+        self._env = bodies.shape_env = self._fake_mode.shape_env
+        self._placeholders = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        self._symbols = [self._placeholders[node] for node in symbols.values()]
 
     def trace(self, blocks: Sequence[_Block]) -> None:
+        while (
+            True
+        ):  # a trace may find that sizes are equal, or are numbers: then all that was traced before is of others
+            known = {} if self._env is None else dict(self._env.replacements)
+            self._trace(blocks)
+            if self._env is None or known == self._env.replacements:
+                break
+            for kinds in self._bodies.kinds.values():
+                kinds.clear()
+        for block in blocks:
+            if len(self._bodies.kinds[block.name]) == len(block.calls):
+                raise Refused("blocks that come again are given tensors of other kinds at each call")
+
+    def _trace(self, blocks: Sequence[_Block]) -> None:
         calls = {mine[-1]: (block, mine, given) for block in blocks for mine, given in block.calls}
         inside = {node for _, mine, _ in calls.values() for node in mine}
         needed = {node for _, _, given in calls.values() for node in given}
@@ -229,27 +284,24 @@ class _Tracing:
             if node in needed and node not in inside:
                 needed.update(node.all_input_nodes)
         values: dict[Node, Any] = {}
-        placeholders = dict(zip(self._module.graph.find_nodes(op="placeholder"), self._inputs, strict=True))
-        env = self._fake_mode.shape_env
-        quiet = env.ignore_fresh_unbacked_symbols() if env is not None else contextlib.nullcontext()
+        quiet = self._env.ignore_fresh_unbacked_symbols() if self._env is not None else contextlib.nullcontext()
         with self._fake_mode, quiet:
             for node in self._module.graph.nodes:
                 if node in calls:
                     block, mine, given = calls[node]
-                    made = self._call(block, [values[argument] for argument in given])
+                    taken = [values[argument] for argument in given]
+                    made = self._call(block, taken[: block.tensors], taken[block.tensors :])
                     values.update(zip((mine[place] for place in block.results), made, strict=True))
                 elif node in needed and node not in inside:
-                    values[node] = self._value(node, placeholders, values)
-        for block in blocks:
-            if len(self._bodies.kinds[block.name]) == len(block.calls):
-                raise Refused("blocks that come again are given tensors of other kinds at each call")
+                    values[node] = self._value(node, values)
 
-    def _value(self, node: Node, inputs: Mapping[Node, Any], values: Mapping[Node, Any]) -> Any:
+    def _value(self, node: Node, values: Mapping[Node, Any]) -> Any:
         if node.op in ("placeholder", "get_attr"):
-            value = inputs[node] if node.op == "placeholder" else operator.attrgetter(str(node.target))(self._module)
-            if not isinstance(value, torch.Tensor):
+            held = node.op == "get_attr"
+            value = operator.attrgetter(str(node.target))(self._module) if held else self._placeholders[node]
+            if not isinstance(value, torch.Tensor) or not is_plain(value):
                 return value
-            return empty((*layout_of(value)[:4], 0)).requires_grad_(value.requires_grad) if is_plain(value) else value
+            return self._made((*layout_of(value)[:4], 0), value.requires_grad)
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         target: Any = node.target
         try:
@@ -259,24 +311,27 @@ class _Tracing:
         except Exception as error:
             raise Refused(f"{node.name} cannot be traced by itself ({type(error).__name__})") from error
 
-    def _call(self, block: _Block, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        kinds = self._bodies.kinds[block.name]
-        key = key_of(given)
-        if key not in kinds:
+    def _made(self, layout: tuple[Any, ...], requires_grad: bool) -> torch.Tensor:
+        return empty(layout, self._env).requires_grad_(requires_grad)
+
+    def _call(self, block: _Block, given: list[torch.Tensor], numbers: list[Any]) -> list[torch.Tensor]:
+        if (found := self._bodies.known(block.name, given, numbers)) is not None:
+            kind = found[1]
+        else:
             with contextlib.ExitStack() as outside:
                 outside.enter_context(_compat.disable_current_modes())
-                kinds[key] = self._traced(block, given)
-        kind = kinds[key]
-        made = [empty(layout) for layout in kind.forward.results[: kind.results]]
+                kind = self._traced(block, given, numbers)
+            self._bodies.kinds[block.name][key_of(given, numbers)] = kind
+        made = [empty(layout, self._env) for layout in kind.forward.results[: kind.results]]
         for value, differentiable in zip(made, kind.differentiable, strict=False):
             value.requires_grad_(differentiable)
         return made
 
-    def _traced(self, block: _Block, given: Sequence[torch.Tensor]) -> Kind:
+    def _traced(self, block: _Block, given: Sequence[torch.Tensor], numbers: Sequence[Any]) -> Kind:
         layouts = tuple(map(layout_of, given))
         with self._fake_mode:
-            arguments = [
-                empty(layout).requires_grad_(value.requires_grad) for layout, value in zip(layouts, given, strict=True)
+            arguments: list[Any] = [
+                self._made(layout, value.requires_grad) for layout, value in zip(layouts, given, strict=True)
             ]
         graphs: dict[str, GraphModule] = {}
         context = _compat.TracingContext(self._fake_mode)
@@ -285,13 +340,39 @@ class _Tracing:
             _compat.functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
         ):
             beside: Any = self._settings(functools.partial(_keep, graphs))
+            module = self._over_symbols(block, numbers)
             try:
-                _compat.compile_fx(block.module, arguments, ignore_shape_env=True, **beside)
+                _compat.compile_fx(module, [*arguments, *self._symbols], ignore_shape_env=True, **beside)
             except Exception as error:  # a number that is read out of an argument, say
                 if from_outside(error):
                     raise
                 raise Refused(f"a block cannot be traced by itself ({type(error).__name__})") from error
+        if context.guards_context.aotautograd_guards:
+            raise Refused("a block that comes again is right only where its arguments share no memory")
         return kind_of(graphs, layouts, len(block.results), context.fw_metadata)
+
+    def _over_symbols(self, block: _Block, numbers: Sequence[Any]) -> GraphModule:
+        """The block's module, which takes all symbols in place of numbers."""
+        graph = Graph()
+        inside: dict[Node, Any] = {}
+        placeholders = block.module.graph.find_nodes(op="placeholder")
+        for node in placeholders[: block.tensors]:
+            inside[node] = graph.node_copy(node)
+        symbols: dict[sympy.Symbol, Node] = {}
+        for place, symbol in enumerate(self._symbols):
+            node, expr = graph.placeholder(f"symbol_{place}"), expression(symbol)
+            if isinstance(expr, sympy.Symbol):
+                symbols.setdefault(expr, node)
+        for node, number in zip(placeholders[block.tensors :], numbers, strict=True):
+            inside[node] = number_node(graph, number, symbols)
+        for node in block.module.graph.nodes:
+            if node.op == "output":
+                graph.output(tuple(inside[entry] for entry in node.args[0]))
+            elif node.op != "placeholder":
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), inside.__getitem__)
+                inside[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+                inside[node].meta = dict(node.meta)
+        return GraphModule(torch.nn.Module(), graph, "repeated")
 
 
 def _keep(graphs: dict[str, GraphModule], gm: GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:
@@ -330,11 +411,14 @@ def put_in(gm: GraphModule, bodies: Bodies | None, cut_at: Callable[[Node], str 
     calls: dict[str, int] = {}
     steps: dict[str, int] = {}
     for node in operators:
-        given, body, graph, kind = node.args
+        given, numbers, symbols, body, graph, kind = node.args
+        values = [entry.meta["val"] for entry in given]
         if graph == "whole":
-            kind, graph = bodies.find(body, [entry.meta["val"] for entry in given])[0], "inference"
+            told = [entry.meta["val"] if isinstance(entry, Node) else entry for entry in numbers]
+            kind, graph = bodies.find(body, values, told)[0], "inference"
+            symbols = [symbols[index] for index in bodies.part(body, graph, kind).symbols]
         part = bodies.part(body, graph, kind)
-        if tuple(layout_of(entry.meta["val"]) for entry in given) != part.given:
+        if not bodies.takes(part, values) or len(symbols) != len(part.symbols):
             raise CannotLower("a call of a repeated block is not what its block was traced for")
         if (body, graph, kind) not in names:
             if cut_at is not None and (why := next(filter(None, map(cut_at, part.made.graph.nodes)), None)) is not None:
@@ -344,16 +428,27 @@ def put_in(gm: GraphModule, bodies: Bodies | None, cut_at: Callable[[Node], str 
             names[body, graph, kind], steps[name] = name, part.steps
         name = names[body, graph, kind]
         calls[name] = calls.get(name, 0) + 1
-        _call_part(gm.graph, node, name, part)
+        _call_part(gm.graph, node, name, part, [*given, *symbols], _by_symbol(symbols))
     gm.graph.lint()
     gm.recompile()
     return PutIn(tuple(names.values()), tuple((steps[name], count) for name, count in calls.items()))
 
 
-def _call_part(graph: Graph, node: Node, name: str, part: Part) -> None:
+def _by_symbol(nodes: Sequence[Any]) -> dict[sympy.Symbol, Node]:
+    known: dict[sympy.Symbol, Node] = {}
+    for node in nodes:
+        expr = _compat.sympy_expr(node.meta["val"]) if isinstance(node, Node) else None
+        if isinstance(expr, sympy.Symbol):
+            known.setdefault(expr, node)
+    return known
+
+
+def _call_part(
+    graph: Graph, node: Node, name: str, part: Part, given: list[Any], symbols: Mapping[sympy.Symbol, Node]
+) -> None:
     with graph.inserting_before(node):
         attribute = graph.get_attr(name)
-        made = graph.call_function(_compat.invoke_subgraph, (attribute, name, *node.args[0]))  # type: ignore[misc]
+        made = graph.call_function(_compat.invoke_subgraph, (attribute, name, *given))
         handed_out = part.made.graph.output_node().args[0]
         made.meta["val"] = tuple(entry.meta["val"] for entry in handed_out)  # type: ignore[union-attr]
         for user in list(node.users):
@@ -363,7 +458,7 @@ def _call_part(graph: Graph, node: Node, name: str, part: Part) -> None:
             value = graph.call_function(operator.getitem, (made, place))
             value.meta["val"] = made.meta["val"][place]
             for view in part.views[place]:
-                value = graph.node_copy(view, lambda operand, value=value: value)  # type: ignore[misc]
+                value = view_again(graph, view, value, symbols)
             user.replace_all_uses_with(value)
             graph.erase_node(user)
     graph.erase_node(node)

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
 import multigraph_backend
 from multigraph_backend import _compat
@@ -98,3 +99,13 @@ def test_every_private_attribute_of_torch_that_is_used_has_a_row() -> None:
 def test_one_that_stands_in_no_row_is_found(name: str) -> None:
     """These once did not, and renaming one of them reached the user."""
     assert name in unlisted(known_names() - {name})
+
+
+def test_a_stride_that_torch_writes_with_a_maximum_is_the_size_where_nothing_is_empty() -> None:
+    env = _compat.ShapeEnv(specialize_zero_one=False)
+    source = _compat.ConstantSource("rows")
+    rows = env.create_symintnode(env.create_symbol(5, source, _compat.DimDynamic.DYNAMIC), hint=5)
+    with _compat.FakeTensorMode(shape_env=env):
+        stride = torch.empty(2, rows // 2, 3).stride(0)
+    assert "Max" in str(stride)
+    assert _compat.plain_size(stride) == _compat.plain_size(rows // 2 * 3)

@@ -166,13 +166,139 @@ def test_a_call_of_another_kind_is_refused() -> None:
         bodies.find("body", [torch.randn(2)])
 
 
-def test_symbolic_sizes_are_traced_one_by_one() -> None:
+class ComputesWithSize(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x) / x.shape[1] * (x.shape[0] + 1)
+
+
+class AsksForSize(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.inner(x) * 2 if x.shape[1] > 6 else self.inner(x).sin())
+
+
+class Attends(Layer):
+    """Views by sizes, one of them computed, which Dynamo computes once for all layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, rows, width = x.shape
+        y = self.inner(x).view(batch * rows, width).tanh().view(batch, rows, 2, width // 2).transpose(1, 2)
+        y = functional.scaled_dot_product_attention(y, y.sin(), y)
+        return x + y.transpose(1, 2).reshape(batch, rows, width)
+
+
+class WithToken(nn.Module):
+    """All layers but the first two see one row more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = layers(Attends, 2), layers(Attends, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        y: torch.Tensor = self.behind(torch.cat((x, x[:, :1]), 1))
+        return y
+
+
+SIZES: dict[str, Any] = {
+    "plain": lambda: layers(Layer),
+    "computes with a size": lambda: layers(ComputesWithSize),
+    "asks for a size": lambda: layers(AsksForSize),
+    "attends": lambda: layers(Attends),
+    "a row more from the third layer on": WithToken,
+    "hands out a view": lambda: layers(HandsOutView),
+}
+
+
+def assert_eagers(run: Any, other: nn.Module, model: nn.Module, size: tuple[int, ...], training: bool) -> None:
+    def with_dynamic_sizes(x: torch.Tensor) -> Any:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        torch._dynamo.maybe_mark_dynamic(x, 1)
+        return run(x)
+
+    x = torch.randn(size)
+    mine, theirs = step(with_dynamic_sizes, other, x, training), step(model, model, x, training)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("training", [False, True])
+def test_dynamic_sizes_are_symbols_of_a_body(case: str, training: bool) -> None:
+    """One compile serves sizes that differ, and sizes of 0 and 1, where Dynamo traces anew, are right as well."""
+    torch.manual_seed(0)
+    model = SIZES[case]()
+    other, verdict = copy.deepcopy(model), Verdict()
+    run = compiled_of(other, verdict)
+    for size in ((2, 9, 8), (3, 7, 8), (7, 7, 8), (2, 8, 8)):
+        assert_eagers(run, other, model, size, training)
+    (region,) = multigraph_backend.explain().regions
+    assert region.generic.calls == 4
+    assert ("traced once" in verdict.said[-1]) == (case != "hands out a view" or not training)
+    for size in ((2, 1, 8), (1, 3, 8), (3, 0, 8), (4, 4, 8)):
+        assert_eagers(run, other, model, size, training)
+    stats = multigraph_backend.stats()
+    assert (stats["repeat_retries"], stats["eager_calls"]) == (0, 0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_variants_have_bodies_of_their_own(training: bool) -> None:
+    """One size is a number in a variant and the other a symbol, or a multiple of a symbol."""
+    torch.manual_seed(0)
+    model = layers(Attends)
+    other, verdict = copy.deepcopy(model), Verdict()
+    run = compiled_of(other, verdict, [{"input[0]": 3}, {"input[1]": {"multiple_of": 4}}])
+    for size in ((2, 9, 8), (3, 9, 8), (3, 7, 8), (2, 8, 8), (5, 12, 8)):
+        assert_eagers(run, other, model, size, training)
+    (region,) = multigraph_backend.explain().regions
+    assert [variant.calls for variant in (*region.variants, region.generic)] == [2, 2, 1]
+    said = [variant.repeated or "" for variant in (*region.variants, region.generic)]
+    assert ["traced once" in one for one in said] == [True] * 3
+
+
+def test_what_the_trace_of_a_body_asks_of_sizes_is_asked_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it asks whether there are more than six rows: code for nine is no code for five."""
+    asked: list[bool] = []
+    kind_of = traced_once.kind_of
+
+    def asking(graphs: Any, *others: Any) -> Any:
+        for gm in graphs.values():
+            for node in gm.graph.find_nodes(op="placeholder"):
+                if isinstance(node.meta["val"], torch.SymInt) and str(node.meta["val"]) == rows[0]:
+                    asked.append(bool(node.meta["val"] > 6))
+        return kind_of(graphs, *others)
+
+    model, verdict = layers(Layer), Verdict()
+    run = compiled_of(model, verdict)
+    monkeypatch.setattr(traced_once, "kind_of", asking)
+    rows: list[str] = []
+    symbols = traced_once._symbols
+    monkeypatch.setattr(
+        traced_once, "_symbols", lambda graph, inputs: (rows.append(_rows(inputs)), symbols(graph, inputs))[1]
+    )
+    with torch.no_grad():
+        for count in (9, 8, 5):
+            x = torch.randn(2, count, 8)
+            torch._dynamo.mark_dynamic(x, 1)
+            torch.testing.assert_close(run(x), model(x))
+    (region,) = multigraph_backend.explain().regions
+    assert len(region.generic.forms) == 2
+    assert ">= 7" in region.generic.forms[0] or "> 6" in region.generic.forms[0] or "7 <=" in region.generic.forms[0]
+    assert True in asked
+    assert False in asked
+    assert "traced once" in verdict.said[-1]
+
+
+def _rows(inputs: Any) -> str:
+    """The symbol of the rows of a graph's tensor with three dimensions."""
+    return next(str(value.size(1)) for value in inputs if isinstance(value, torch.Tensor) and value.dim() == 3)
+
+
+def test_sizes_that_nothing_is_known_of_are_traced_one_by_one() -> None:
     model, verdict = layers(Layer), Verdict()
     run, x = compiled_of(model, verdict), torch.randn(3, 8, 8)
-    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
     with torch.no_grad():
         torch.testing.assert_close(run(x), model(x))
-    assert "sizes are symbolic" in verdict.said[-1]
+    assert "before a run" in verdict.said[-1]
 
 
 def test_where_one_way_to_cut_cannot_be_traced_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,22 +9,28 @@ of both signs, infinities and NaN among their values.  Forward and backward grap
 operator by operator with the calls that `one_body` has put in: no code is generated, so a case takes a fraction of a
 second, and numbers are compared in double precision.  With `--traced-once` Dynamo traces the program, blocks are lifted
 out before AOTAutograd (`traced_once`), and everything is as a user has it, but that graphs run operator by operator.
+
+With `--sizes` sizes are dynamic in that, and each program is called with several: with 0, 1 and 2 rows, with as many
+rows as sequences.  Blocks, some or all, compute with a size, ask for it, add a row or leave half of them out, or take a
+tensor with a size of its own; some programs have variants, of one size or of multiples.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import functools
 import itertools
 import json
 import logging
 import multiprocessing
 import random
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +58,14 @@ DIFFERENCES = (
 )  # fmt: skip
 
 
+OF_SIZES = ("divides by a size", "asks for a size", "adds a row", "leaves out rows", "flattens", "another size")
+
+
 @dataclass(frozen=True)
 class Block:
     kind: str
     different: str = ""
+    of_sizes: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,8 @@ class Program:
     sizes: tuple[int, int] = (2, 3)
     edges: bool = False
     lossless: bool = False
+    calls: tuple[tuple[int, int], ...] = ()
+    specialize: tuple[dict[str, Any], ...] = ()
 
 
 EDGES = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"))
@@ -84,6 +96,28 @@ def generate(seed: int) -> Program:
     training, dynamic = rng.random() < 0.7, rng.random() < 0.1
     sizes = (2, 3) if dynamic or rng.random() < 0.5 else (rng.randint(0, 3), rng.randint(0, 3))
     return Program(seed, tuple(blocks), training, dynamic, sizes, rng.random() < 0.3, rng.random() < 0.3)
+
+
+SPECIALIZE: tuple[tuple[dict[str, Any], ...], ...] = (
+    ({"x[0]": 3},), ({"x[1]": 4},), ({"x[1]": {"multiple_of": 2}},), ({"x[0]": 2, "x[1]": {"min": 3}},),
+)  # fmt: skip
+
+
+def generate_with_sizes(seed: int) -> Program:
+    program = generate(seed)
+    rng = random.Random(f"sizes of {seed}")
+    odd = rng.choice((0.0, 0.0, 0.2))
+    same = rng.choice(OF_SIZES) if rng.random() < 0.6 else ""
+    blocks = tuple(
+        dataclasses.replace(block, of_sizes=rng.choice(OF_SIZES) if rng.random() < odd else same)
+        for block in program.blocks[:5]
+    )
+    calls = [(rng.randint(2, 4), rng.randint(2, 5))]
+    if rng.random() < 0.2:
+        calls = [(calls[0][0],) * 2]  # as many rows as sequences
+    calls += [(rng.randint(2, 5), rng.randint(2, 9)), (rng.randint(0, 5), rng.randint(0, 4))]
+    specialize = rng.choice(SPECIALIZE) if rng.random() < 0.3 else ()
+    return dataclasses.replace(program, blocks=blocks, dynamic=True, calls=tuple(calls), specialize=specialize)
 
 
 class BlockModule(nn.Module):
@@ -108,9 +142,13 @@ class BlockModule(nn.Module):
         if block.different == "frozen":
             self.down.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, results: list[torch.Tensor]) -> torch.Tensor:
-        different = self.block.different
+    def forward(self, x: torch.Tensor, beside: torch.Tensor, results: list[torch.Tensor]) -> torch.Tensor:
+        different, of_sizes = self.block.different, self.block.of_sizes
         constant = 1.75 if different == "constant" else 1.5
+        if of_sizes == "adds a row":
+            x = torch.cat((x, x[:, :1]), 1)
+        elif of_sizes == "leaves out rows" and x.shape[1] > 1:
+            x = x[:, : (x.shape[1] + 1) // 2]
         if different == "write":
             self.seen.add_(x.detach().mean((0, 1)))
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * self.norm
@@ -128,6 +166,14 @@ class BlockModule(nn.Module):
             y = functional.silu(gate) * up * constant
         y = gate - y if different == "order" else y - gate
         y = y.cos() if different == "operator" else y.sin()
+        if of_sizes == "divides by a size":
+            y = y / (x.shape[1] + 1) * x.shape[0]
+        elif of_sizes == "asks for a size":
+            y = y * 1.25 if x.shape[1] > 3 else y - 0.25
+        elif of_sizes == "flattens":
+            y = y.reshape(x.shape[0] * x.shape[1], y.shape[-1]).cos().view(x.shape[0], x.shape[1], y.shape[-1])
+        elif of_sizes == "another size":
+            y = y + beside.sin().sum() * beside.shape[0]
         if different == "dropout":
             y = functional.dropout(y, 0.3, training=True)
         if different == "view":
@@ -146,11 +192,12 @@ class Model(nn.Module):
             before = BlockModule(block, before)
             self.blocks.append(before)
 
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, x: torch.Tensor, beside: torch.Tensor | None = None) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []
+        beside = x if beside is None else beside
         x = x.sin()
         for block in self.blocks:
-            x = block(x, results)
+            x = block(x, beside, results)
         return [*results, x.cos()]
 
 
@@ -174,10 +221,14 @@ def run_case(program: Program, compiled: Callable[[Model, Verdict], Any] | None 
     model = build(program)
     other = copy.deepcopy(model)
     run = (compiled or operator_by_operator(program))(other, verdict)
-    for turn in range(2):
+    for turn in range(len(program.calls) or 2):
         x = _input(program, turn)
-        expected = _step(model, model, x, program.training, turn)
-        got = _step(run, other, x, program.training, turn)
+        expected = _step(program, model, model, x, turn)
+        try:
+            got = _step(program, run, other, x, turn)
+        except Exception as error:
+            verdict.wrong = f"{program}: {type(error).__name__}: {error}"
+            return verdict
         for name, mine in expected.items():
             try:
                 torch.testing.assert_close(got[name], mine, rtol=1e-7, atol=1e-9, equal_nan=True)
@@ -188,8 +239,8 @@ def run_case(program: Program, compiled: Callable[[Model, Verdict], Any] | None 
 
 
 def _input(program: Program, turn: int) -> torch.Tensor:
-    batch, rows = program.sizes
-    size = batch, rows + turn if program.dynamic else rows, WIDTH
+    batch, rows = program.calls[turn] if program.calls else program.sizes
+    size = batch, rows + turn if program.dynamic and not program.calls else rows, WIDTH
     x = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(turn))
     if program.edges:
         rng = random.Random(f"{program.seed}, {turn}")
@@ -199,11 +250,24 @@ def _input(program: Program, turn: int) -> torch.Tensor:
     return x
 
 
-def _step(run: Any, model: Model, x: torch.Tensor, training: bool, seed: int) -> dict[str, Any]:
+def _beside(program: Program, x: torch.Tensor, turn: int) -> list[torch.Tensor]:
+    """What blocks take beside the first input, where sizes are dynamic."""
+    if not program.calls:
+        return []
+    size = 2 + (program.seed + turn) % 3, WIDTH
+    beside = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(turn))
+    for tensor in (x, beside):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    return [beside]
+
+
+def _step(program: Program, run: Any, model: Model, x: torch.Tensor, turn: int) -> dict[str, Any]:
+    training = program.training
     x = x.clone().requires_grad_(training)
-    torch.manual_seed(seed)
+    torch.manual_seed(turn)
     with torch.set_grad_enabled(training):
-        results = run(x)
+        results = run(x, *_beside(program, x, turn))
     found: dict[str, Any] = {f"result {place}": value.detach().clone() for place, value in enumerate(results)}
     if training:
         model.zero_grad()
@@ -240,24 +304,24 @@ def operator_by_operator(program: Program) -> Callable[[Model, Verdict], Any]:
             partition_fn=min_cut_rematerialization_partition,
             dynamic=program.dynamic,
         )
-        return lambda x: run(x, *held.values())
+        return lambda x, *beside: run(x, *held.values())
 
     return compiled
 
 
-def traced_once(model: Model, verdict: Verdict) -> Any:
+def traced_once(model: Model, verdict: Verdict, specialize: Sequence[dict[str, Any]] = ()) -> Any:
     """As a user compiles it, but that graphs are run operator by operator; `verdict.calls`: those that were lifted."""
     torch._dynamo.reset()
-    compiled = through_inductor(model, verdict)
+    compiled = through_inductor(model, verdict, specialize)
 
-    def run(x: torch.Tensor) -> Any:
+    def run(*args: torch.Tensor) -> Any:
         with (
             mock.patch.object(_compat, "compile_fx_inner", _not_compiled, create=True),
             mock.patch.object(one_body, "wrong", return_value=None),
             mock.patch.object(lifted, "put_in", functools.partial(_counting, lifted.put_in, verdict)),
             torch._functorch.config.patch(enable_autograd_cache=False),
         ):
-            results = compiled(x)
+            results = compiled(*args)
         verdict.said = [str(region.generic.repeated) for region in multigraph_backend.explain().regions]
         return results
 
@@ -279,9 +343,9 @@ def _counting(put_in: Any, verdict: Verdict, *given: Any) -> Any:
     return found
 
 
-def through_inductor(model: Model, verdict: Verdict) -> Any:
+def through_inductor(model: Model, verdict: Verdict, specialize: Sequence[dict[str, Any]] = ()) -> Any:
     """As a user compiles it, with code generated."""
-    options = {"repeat": "always", "on_failure": "raise"}
+    options = {"repeat": "always", "on_failure": "raise", "specialize": list(specialize)}
     return torch.compile(model, backend="multigraph", fullgraph=True, options=options)
 
 
@@ -294,6 +358,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--traced-once", action="store_true")
+    parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     of, began = commit("multigraph_backend"), time.monotonic()
@@ -302,7 +367,9 @@ def main() -> int:
     end = args.first + args.cases
     chunks = [range(seed, min(seed + CHUNK, end)) for seed in range(args.first, end, CHUNK)]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), _begin) as pool:
-        for counted, found in pool.map(_chunk, chunks, itertools.repeat(args.traced_once)):
+        for counted, found in pool.map(
+            _chunk, chunks, itertools.repeat(args.traced_once), itertools.repeat(args.sizes)
+        ):
             counts += counted
             wrong += found
             for said in found:
@@ -311,6 +378,7 @@ def main() -> int:
         "commit": of,
         "torch": torch.__version__,
         "traced_once": args.traced_once,
+        "sizes": args.sizes,
         "seeds": [args.first, end],
         **dict(sorted(counts.items())),
         "number_wrong": len(wrong),
@@ -329,21 +397,26 @@ def _begin() -> None:
     logging.getLogger("multigraph_backend").setLevel(logging.CRITICAL)
 
 
-def _chunk(seeds: range, once: bool) -> tuple[Counter[str], list[str]]:
+def _chunk(seeds: range, once: bool, sizes: bool) -> tuple[Counter[str], list[str]]:
     """What the programs exercised, and what is wrong."""
     counts: Counter[str] = Counter()
     wrong: list[str] = []
-    for program in map(generate, seeds):
-        if once and any(block.different == "dropout" for block in program.blocks):
+    for program in map(generate_with_sizes if sizes else generate, seeds):
+        if (once or sizes) and any(block.different == "dropout" for block in program.blocks):
             counts["left out: Inductor's graphs draw other numbers than eager"] += 1
             continue
-        verdict = run_case(program, traced_once if once else None)
+        once_traced = functools.partial(traced_once, specialize=program.specialize)
+        verdict = run_case(program, once_traced if once or sizes else None)
         counts["programs"] += 1
         counts["calls of bodies"] += verdict.calls
         counts["programs with calls of bodies"] += verdict.calls > 0
         counts["programs with backwards"] += program.training
         counts["programs with zeros, infinities and NaN"] += program.edges
-        counts["programs with sizes of 0, 1 or 2"] += min(program.sizes) < 2
+        counts["programs with sizes of 0, 1 or 2"] += min(map(min, (*program.calls, program.sizes))) < 2
+        counts["programs with variants"] += bool(program.specialize)
+        for said in verdict.said:
+            for reason in re.findall(r"traced one by one: ([^;|]*)|compile with calls of one body failed: (.*)", said):
+                counts["refused: " + "".join(reason).strip()] += 1
         if verdict.wrong is not None:
             wrong.append(verdict.wrong)
     return counts, wrong
