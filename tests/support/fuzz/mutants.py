@@ -205,7 +205,7 @@ def refused_again() -> Iterator[None]:
 @contextlib.contextmanager
 def fakes_count_as_written() -> Iterator[None]:
     """What torch itself counts up on fakes that share memory is taken for a change by the graph."""
-    with mock.patch.object(effects, "_written_among_shared", return_value={}):
+    with mock.patch.object(effects, "_written_among_set", return_value={}):
         yield
 
 
