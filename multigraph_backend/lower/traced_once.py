@@ -263,9 +263,7 @@ class _Tracing:
         self._symbols = [self._placeholders[node] for node in symbols.values()]
 
     def trace(self, blocks: Sequence[_Block]) -> None:
-        while (
-            True
-        ):  # a trace may find that sizes are equal, or are numbers: then all that was traced before is of others
+        while True:  # until no trace finds sizes to be equal, or numbers: what was traced before is of others then
             known = {} if self._env is None else dict(self._env.replacements)
             self._trace(blocks)
             if self._env is None or known == self._env.replacements:
