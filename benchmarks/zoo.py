@@ -141,6 +141,7 @@ _TEXT = (
     "DistilBertForMaskedLM", "RobertaForMaskedLM", "ElectraForMaskedLM", "AlbertForMaskedLM", "MPNetForMaskedLM",
     "DebertaV2ForMaskedLM", "FNetForMaskedLM", "ConvBertForMaskedLM", "MobileBertForMaskedLM", "MambaForCausalLM",
     "XGLMForCausalLM", "ViTForImageClassification", "DeiTForImageClassification", "BeitForImageClassification",
+    "CLIPVisionModelWithProjection",
 )  # fmt: skip
 _SIDES = {"lraspp_mobilenet_v3_large": 128, "fcn_resnet50": 64}  # of images, 224 otherwise
 

@@ -877,6 +877,52 @@ def test_architectures_are_compared_with_eager_in_both_loops(
     assert (told["wrong"], told["inductor"]) == (0, told["worst"])
 
 
+@pytest.mark.usefixtures("settings")
+def test_a_form_that_is_wrong_or_raises_is_not_timed(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo, times = load("zoo"), load("zoo_times")
+
+    def toy(device: str) -> Any:
+        return zoo.Model(torch.nn.Linear(8, 4).to(device), lambda rows: {"input": torch.randn(rows, 8, device=device)})
+
+    def compiled(form: str, module: torch.nn.Module) -> Any:
+        def raises(input: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("overwritten")
+
+        return {"stock": raises, "multigraph": module, "inductor": lambda input: module(input) * 1.0}[form]
+
+    monkeypatch.setitem(times.zoo.MODELS, "toy", toy)
+    monkeypatch.setattr(times, "compiled", compiled)
+    monkeypatch.setattr(times, "PASS_US", 500.0)
+    for kind, ways in zip(times.LOOPS, (2, 1, 1), strict=True):
+        rows = times.made("toy", kind, "cpu").measure(2)
+        assert [row["error"] for row in rows] == [None] * ways
+        for row in rows:
+            assert (row["best"], row["stock_said"]) == ("inductor", "RuntimeError: overwritten")
+            assert row["ratio"] == row["over_inductor"]
+            assert "stock_us" not in row
+    wrong = {"stock": 1.0, "multigraph": 1.01, "inductor": 1.0}
+    monkeypatch.setattr(times, "compiled", lambda form, module: lambda input: module(input) * wrong[form])
+    for kind in times.LOOPS:
+        row = times.made("toy", kind, "cpu").measure(2)[0]
+        assert row["error"].startswith("WrongNumbers: off by ")
+        assert "us" not in row
+        assert row["stock_us"] > 0
+
+
+def test_ratios_are_averaged_over_all_and_over_what_stock_records(load: Callable[[str], Any]) -> None:
+    rows = [{"loop": "step", "ratio": 0.5, "stock_us": 1.0}, {"loop": "step", "ratio": 2.0}, {"loop": "step"}]
+    assert [
+        (about["model"], about["loop"], values["ratio"]) for about, values in load("zoo_times").summaries(rows)
+    ] == [
+        ("2 models", "step", 1.0),
+        ("1 models that stock records", "step", 0.5),
+        ("2 models", "all", 1.0),
+        ("1 models that stock records", "all", 0.5),
+    ]
+
+
 def test_every_float_of_an_output_is_compared(load: Callable[[str], Any]) -> None:
     zoo = load("zoo")
     one, two, whole = torch.ones(1), torch.ones(2), torch.ones(3, dtype=torch.int64)
