@@ -90,6 +90,7 @@ from typing import Any
 
 import loss_curve
 import torch
+import torch._functorch.config
 import workloads
 from measure import (
     Call,
