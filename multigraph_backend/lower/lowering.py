@@ -51,7 +51,7 @@ from multigraph_backend.lower.fresh_inputs import FreshInputs
 from multigraph_backend.lower.guards import Guards
 from multigraph_backend.lower.only_cached import NotCached
 from multigraph_backend.options import Options
-from multigraph_backend.process import rank
+from multigraph_backend.process import garbage, rank
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
@@ -301,7 +301,9 @@ class CompileJob:
         patience = compiling.patience(self.options.compile_timeout)
         if self.only_cached and not autograd_cache:
             raise NotCached("AOTAutograd's cache cannot keep it")
-        if not self.only_cached:
+        if self.only_cached:  # calls go on, and a collection of all that is alive would stop them
+            process_wide.enter_context(garbage.paused())
+        else:
             process_wide.enter_context(compiling.once_a_host(self.once_a_host, patience))
         noting = self.options.compiler == "inductor" and not _compat.missing("warm start")
         noted = _compat.noted_artifacts() if noting else 0

@@ -1,8 +1,10 @@
 """One switch for Python's garbage collector, for all who need it off for a while.
 
 A capture of CUDA's must not free what was made outside of it, and whoever asks for other threads' frames must not
-collect there.  Each of these on its own would switch the collector back to what it found: of two whose times overlap,
-one would switch it on inside of the other, or leave it off for ever.  So they are counted here.
+collect there.  A thread that loads code makes enough objects for a collection of all that is alive, which holds the
+interpreter, and with it every call, for some tenths of a second.  Each of these on its own would switch the collector
+back to what it found: of two whose times overlap, one would switch it on inside of the other, or leave it off for ever.
+So they are counted here.
 
 Invariant: nothing is collected on its own while anybody is inside of `paused`; when the last one has left, the
 collector is as the first one found it, unless the program has itself switched it on meanwhile.

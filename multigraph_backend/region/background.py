@@ -41,6 +41,7 @@ from multigraph_backend.lower.parcel import CannotSend, PackedGraph
 from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.lower.worker import Job, Outcome
 from multigraph_backend.options import Options
+from multigraph_backend.process import garbage
 from multigraph_backend.process.short_turns import ShortTurns
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.variant import Variant
@@ -242,7 +243,7 @@ class _Task:
             except Exception as error:
                 log.debug("%s is not in torch's caches: %s", variant.text, describe(error))
         del region  # it may end while a worker compiles
-        with _beside_calls():
+        with _beside_calls(), garbage.paused():
             return self._job(variant)
 
     def _job(self, variant: Variant) -> Job | Outcome:

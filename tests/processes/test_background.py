@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -113,10 +114,12 @@ def test_generic_serves_until_the_variant_is_there_as_a_whole(train: bool) -> No
 
 
 def test_a_graph_is_packed_once_for_the_compiles_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a worker that runs is asked for the second without a look into torch's caches from this process."""
-    packed: list[object] = []
+    """And a worker that runs is asked for the second without a look into torch's caches from this process.
+
+    No collection of all that is alive stops calls meanwhile."""
+    packed: list[bool] = []
     pack = parcel._packed_graph
-    monkeypatch.setattr(parcel, "_packed_graph", lambda graph: [packed.append(graph), pack(graph)][1])
+    monkeypatch.setattr(parcel, "_packed_graph", lambda graph: [packed.append(gc.isenabled()), pack(graph)][1])
     model = Model()
 
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +134,8 @@ def test_a_graph_is_packed_once_for_the_compiles_that_wait(monkeypatch: pytest.M
         call(run, twice, 8, 32)
     assert [told()[text]["by_worker"] for text in ("x[0] == 8", "x[0] % 16 == 0")] == [True, True]
     assert multigraph_backend.stats()["variant_calls"] == 2
-    assert len(packed) == 1
+    assert packed == [False]
+    assert gc.isenabled()
 
 
 def test_a_variant_that_falls_into_forms_and_what_caches_have_already() -> None:

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 import multigraph_backend
 from multigraph_backend.cache import manifest, manifests
+from multigraph_backend.lower import lowering
 from multigraph_backend.region import warm_start
 
 SIZES = {"specialize": [{"x[0]": 8}, {"x[0]": {"multiple_of": 16}}]}
@@ -57,6 +58,40 @@ def call(function: Callable[..., Any], reference: Callable[..., Any], *sizes: in
 def states() -> dict[str, str]:
     (region,) = multigraph_backend.explain().to_dict()["regions"]
     return {entry["condition"]: entry["state"] for entry in (*region["variants"], region["generic"])}
+
+
+def test_while_code_is_loaded_no_collection_of_all_that_is_alive_stops_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor while it is looked for in vain; behind both the collector is on, and a compile in a call leaves it alone."""
+    collects: list[bool] = []
+    build = lowering.fresh_inputs.build
+
+    def noted(*args: Any) -> Any:
+        collects.append(gc.isenabled())
+        return build(*args)
+
+    monkeypatch.setattr(lowering.fresh_inputs, "build", noted)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 29
+
+    call(compiled(f), f, 5, 8)
+    assert collects == [True, True]
+    begin_anew()
+    collects.clear()
+    again = compiled(f)
+    call(again, f, 5)
+    assert warm_start.wait_until_warm()
+    assert multigraph_backend.stats()["loaded_ahead"] == 1
+    assert collects == [True, False]
+    assert gc.isenabled()
+    multigraph_backend.seal("refuse")
+    try:
+        call(again, f, 48)
+    finally:
+        multigraph_backend.unseal()
+    assert collects == [True, False, False]
+    assert multigraph_backend.stats()["loaded_ahead"] == 1
+    assert gc.isenabled()
 
 
 def test_most_used_first_and_right_at_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
