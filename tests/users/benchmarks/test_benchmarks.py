@@ -204,6 +204,13 @@ def test_models(tmp_path: Path) -> None:
         assert row["counts"]["generic_calls"] > 0
 
 
+@pytest.mark.slow
+def test_beside_loads(tmp_path: Path) -> None:
+    (row,) = run("beside_loads", tmp_path)
+    assert row["loaded"] == 3
+    assert positive([row], "alone_p50_ms", "p99_ms", "worst_ms", "ratio", "hold_ms", "loads_s")
+
+
 def test_serving(tmp_path: Path) -> None:
     rows = run("serving", tmp_path)
     assert [row["form"] for row in rows] == ["multigraph", "static loop"]
