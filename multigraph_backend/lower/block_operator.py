@@ -1,10 +1,12 @@
 """The operator that stands for a call of a body while AOTAutograd traces, and what is known of bodies.
 
-    multigraph::block(given, numbers, symbols, body, graph, kind) -> results
+    multigraph::block(given, numbers, symbols, body, graph, kind, draw) -> results
 
 `graph` is "whole" in a captured graph; traced under autograd it becomes a call of "forward" whose gradient is a call of
 "backward", elsewhere one of "inference".  The operator is never run: what it would return is said of fake tensors, and
 before Inductor is given the graph, the body's own graph takes its place (`traced_once.put_in`).
+
+`draw` is 0, or tells calls apart of a body that draws random numbers: two calls for the same arguments are not one.
 
 A whole call is given the symbolic numbers that its block takes, and all symbols that inputs of the graph are.  What a
 body computes with sizes it computes from symbols, so a call of one of its graphs is given those that the graph needs.
@@ -33,7 +35,9 @@ from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.steps_of_graph import is_plain, is_step
 
 _library = torch.library.Library("multigraph", "FRAGMENT")
-_library.define("block(Tensor[] given, SymInt[] numbers, SymInt[] symbols, str body, str graph, int kind) -> Tensor[]")
+_library.define(
+    "block(Tensor[] given, SymInt[] numbers, SymInt[] symbols, str body, str graph, int kind, int draw) -> Tensor[]"
+)
 
 
 class Refused(Exception):
@@ -251,6 +255,7 @@ def _fake(
     body: str,
     graph: str,
     kind: int,
+    draw: int,
 ) -> list[torch.Tensor]:
     bodies = _known()
     if graph == "whole":
@@ -268,15 +273,16 @@ def _differentiated(
     body: str,
     graph: str,
     kind: int,
+    draw: int,
 ) -> list[torch.Tensor]:
     if graph != "whole":
         with _compat.below_autograd():
-            made: list[torch.Tensor] = BLOCK(list(given), list(numbers), list(symbols), body, graph, kind)
+            made: list[torch.Tensor] = BLOCK(list(given), list(numbers), list(symbols), body, graph, kind, draw)
         return made
     kind, known = _known().find(body, given, numbers)
     if known.backward is None:
-        return _below_autograd(given, symbols, known.forward, body, "inference", kind)
-    results: tuple[torch.Tensor, ...] = _Differentiated.apply(known, body, kind, tuple(symbols), *given)  # type: ignore[no-untyped-call]
+        return _below_autograd(given, symbols, known.forward, body, "inference", kind, draw)
+    results: tuple[torch.Tensor, ...] = _Differentiated.apply(known, body, kind, draw, tuple(symbols), *given)  # type: ignore[no-untyped-call]
     return list(results)
 
 
@@ -287,11 +293,12 @@ def _below_autograd(
     body: str,
     graph: str,
     kind: int,
+    draw: int,
 ) -> list[torch.Tensor]:
     """`symbols`: all of the graph."""
     with _compat.below_autograd():
         taken = [symbols[index] for index in part.symbols]
-        made: list[torch.Tensor] = BLOCK(list(given), [], taken, body, graph, kind)
+        made: list[torch.Tensor] = BLOCK(list(given), [], taken, body, graph, kind, draw)
     return made
 
 
@@ -303,9 +310,15 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, known: Kind, body: str, kind: int, symbols: tuple[int | torch.SymInt, ...], *given: torch.Tensor
+        ctx: Any,
+        known: Kind,
+        body: str,
+        kind: int,
+        draw: int,
+        symbols: tuple[int | torch.SymInt, ...],
+        *given: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        made = _below_autograd(given, symbols, known.forward, body, "forward", kind)
+        made = _below_autograd(given, symbols, known.forward, body, "forward", kind, draw)
         ctx.known, ctx.body, ctx.kind, ctx.symbols = known, body, kind, symbols
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(given[index] if where == "given" else made[index] for where, index in known.saved))
@@ -336,9 +349,9 @@ class _Differentiated(torch.autograd.Function):
                 gradient = empty(layout, bodies.shape_env)
             tangents.append(gradient)
         given = [*ctx.saved_tensors, *tangents]
-        made = _below_autograd(given, ctx.symbols, known.backward, ctx.body, "backward", ctx.kind)
+        made = _below_autograd(given, ctx.symbols, known.backward, ctx.body, "backward", ctx.kind, 0)
         return (
-            *(None, None, None, None),
+            *(None, None, None, None, None),
             *(
                 None if place is None else made[place] if place >= 0 else tangents[-1 - place]
                 for place in known.gradients

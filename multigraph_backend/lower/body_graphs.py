@@ -33,23 +33,25 @@ from multigraph_backend.lower.block_operator import (
     layout_of,
     number_node,
 )
-from multigraph_backend.lower.steps_of_graph import is_number, may_be_done_in_place, values_of, why_it_stays
+from multigraph_backend.lower.steps_of_graph import draws, is_number, may_be_done_in_place, values_of, why_it_stays
 from multigraph_backend.saved_tensors.graphs import viewed
 
 
-def kind_of(graphs: Mapping[str, GraphModule], given: tuple[Layout, ...], results: int, metadata: Any) -> Kind:
+def kind_of(
+    graphs: Mapping[str, GraphModule], given: tuple[Layout, ...], results: int, metadata: Any, may_draw: bool = False
+) -> Kind:
     """`graphs`: by "inference", or "forward" and "backward", which take the symbols of the graph around behind tensors;
-    `results`: how many the block has."""
+    `results`: how many the block has; `may_draw`: whether each call of it draws random numbers of its own."""
     if (why := _not_pure(metadata)) is not None:
         raise Refused(f"a block that comes again {why}")
     if "inference" in graphs:
         made = _outputs(graphs["inference"])
         if len(made) != results:
             raise Refused("a block that comes again has other results than its graph")
-        return Kind(_part(graphs["inference"], given, made), results)
+        return Kind(_part(graphs["inference"], given, made, may_draw), results)
     if {"forward", "backward"} - set(graphs):
         raise Refused("a block that comes again is in no graph")
-    return _parted(graphs["forward"], graphs["backward"], given, results, metadata)
+    return _parted(graphs["forward"], graphs["backward"], given, results, metadata, may_draw)
 
 
 def _not_pure(metadata: Any) -> str | None:
@@ -93,7 +95,7 @@ def view_again(graph: Graph, view: Node, value: Node, symbols: Mapping[sympy.Sym
     return made
 
 
-def _part(gm: GraphModule, given: tuple[Layout, ...], outputs: Sequence[Any]) -> Part:
+def _part(gm: GraphModule, given: tuple[Layout, ...], outputs: Sequence[Any], may_draw: bool = False) -> Part:
     """A graph of a body that hands out the memory of `outputs`."""
     graph = Graph()
     inside: dict[Node, Node] = {}
@@ -102,7 +104,9 @@ def _part(gm: GraphModule, given: tuple[Layout, ...], outputs: Sequence[Any]) ->
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
-        if node.op != "placeholder" and not is_number(node) and (why := _why_no_part(node)) is not None:
+        if node.op == "placeholder" or is_number(node) or (may_draw and draws(node)):
+            pass
+        elif (why := _why_no_part(node)) is not None:
             raise Refused(f"a block that comes again holds {node.target}: {why}")
         for value in values_of(node):
             if isinstance(value, torch.Tensor):
@@ -161,7 +165,12 @@ def _why_no_part(node: Node) -> str | None:
 
 
 def _parted(
-    forward: GraphModule, backward: GraphModule, given: tuple[Layout, ...], results: int, metadata: Any
+    forward: GraphModule,
+    backward: GraphModule,
+    given: tuple[Layout, ...],
+    results: int,
+    metadata: Any,
+    may_draw: bool,
 ) -> Kind:
     made = _outputs(forward)
     taken = backward.graph.find_nodes(op="placeholder")
@@ -236,7 +245,7 @@ def _parted(
             gradients.append(handed_out.index(entry))
     module = GraphModule(torch.nn.Module(), graph, "repeated")
     return Kind(
-        _part(forward, given, outputs),
+        _part(forward, given, outputs, may_draw),
         results,
         differentiable,
         _part(module, tuple(layouts), handed_out),

@@ -95,9 +95,18 @@ def _traced_once(
         return None, "constants are frozen, or wrappers are in C++"
     beside = functools.partial(compile_fx_settings, dict(options.inductor))
     try:
-        return traced_once.lift(module, inputs, beside, traces=not only_cached), None
+        return traced_once.lift(module, inputs, beside, not only_cached, _keeps_what_was_drawn(options)), None
     except block_operator.Refused as refused:
         return None, str(refused)
+
+
+def _keeps_what_was_drawn(options: Options) -> bool:
+    """Whether what a body has drawn is saved for backward, as torch's partitioner does by itself: another one, or one
+    that is told to compute again what it can, may call the body once more, and the call would draw other numbers."""
+    chosen = dict(options.inductor).get("custom_partitioner_fn", _compat.partitioner_config.custom_partitioner_fn)
+    config = _compat.functorch_config
+    kept = config.ban_recompute_not_in_allowlist and not config.aggressive_recomputation
+    return chosen is None and kept and config.activation_memory_budget == 1
 
 
 def compile_fx_settings(

@@ -23,6 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from multigraph_backend import _compat
+from multigraph_backend.lower import modes_of_trace
 from multigraph_backend.lower.repetition import Step
 from multigraph_backend.saved_tensors.graphs import viewed
 
@@ -38,6 +39,7 @@ _UPDATES = frozenset((
 ))  # fmt: skip
 _NAMESPACES = ("aten", "prims")
 _IN_PLACE = "it may be done in place"
+_DRAWS = "it draws random numbers"
 _CALL = "it is a call of a body"
 _SEEDED = ("inductor_random", "inductor_randint")  # draw what their seed says
 _SEED = "inductor_lookup_seed"
@@ -64,27 +66,30 @@ def steps_of(graph: Graph, cut_at: Callable[[Node], str | None] | None = None) -
     return steps, nodes
 
 
-def steps_of_trace(graph: Graph) -> tuple[list[Step], list[Node]]:
+def steps_of_trace(graph: Graph, may_draw: bool = True) -> tuple[list[Step], list[Node]]:
     """The same of a captured graph of Dynamo's, before AOTAutograd: functions and methods as the program calls them.
 
     It has no values on its nodes: descriptions say nothing of types and sizes, which `traced_once` asks of each call.
-    Numbers that are computed from numbers are no steps: Dynamo computes each once, for whatever needs it.
+    Numbers that are computed from numbers are no steps: Dynamo computes each once, for whatever needs it.  Steps under
+    other modes, autocast for one, are others.  `may_draw`: whether a call may stand for steps that draw random numbers.
     """
     told: set[Node] = set()
     for node in graph.nodes:
         if not is_tensor_of_trace(node) and (node.op == "placeholder" or _computes_number(node, told)):
             told.add(node)
     called = ("call_function", "call_method", "call_module")
+    told.update(filter(modes_of_trace.does_nothing, graph.nodes))
     nodes = [node for node in graph.nodes if node.op in called and node not in told]
     numbers = {node: index for index, node in enumerate(nodes)}
+    modes = modes_of_trace.at_each_node(graph)
     steps = []
     for node in nodes:
         operands = _operands(node)
         name = _name(node)
-        stays = _why_it_stays_in_a_trace(node, name) is not None
+        stays = _why_it_stays_in_a_trace(node, name, may_draw) is not None
         steps.append(
             Step(
-                _said_in_a_trace(node),
+                (_said_in_a_trace(node), modes[node]),
                 tuple(numbers.get(operand, operand.name) for operand in operands),
                 stays or name in _ALONE or name in _ALONE_IN_A_TRACE or "attention" in name,
                 _path(node),
@@ -127,12 +132,15 @@ _OPERATORS = frozenset((
     "lt", "le", "gt", "ge", "and_", "or_", "xor", "invert", "lshift", "rshift",
 ))  # fmt: skip
 _DRAW = ("dropout", "rand", "bernoulli", "multinomial", "normal", "rrelu", "gumbel", "poisson", "exponential", "seed")
+_DRAW_FOR_A_CALL = ("dropout", "attention", "rand_like", "randn_like")  # of these it is known that each call may
 _STATISTICS = frozenset(("batch_norm", "instance_norm", "native_batch_norm"))
 
 
-def _why_it_stays_in_a_trace(node: Node, name: str) -> str | None:
+def _why_it_stays_in_a_trace(node: Node, name: str, may_draw: bool) -> str | None:
     """Why a call may not stand for this step; None where AOTAutograd is asked whether it may."""
     target: Any = node.target
+    if modes_of_trace.sets_mode(node):
+        return "it sets a mode"
     if node.op == "call_module":
         return "it calls a module"
     if node.op == "call_method":
@@ -149,8 +157,22 @@ def _why_it_stays_in_a_trace(node: Node, name: str) -> str | None:
         return "it writes to what it takes"
     if "out" in node.kwargs or (name in _STATISTICS and _given_as(node, "training", 5) is not False):
         return "it writes to what it takes"
+    if not draws_in_a_trace(node):
+        return None
+    if not may_draw or not any(word in name for word in _DRAW_FOR_A_CALL) or node.kwargs.get("generator") is not None:
+        return _DRAWS
+    return None
+
+
+def draws_in_a_trace(node: Node) -> bool:
+    """Whether a step draws random numbers, by its name."""
+    name = _name(node)
     draws = any(word in name for word in _DRAW) and name != "normalize" and not _drops_nothing(node, name)
-    return "it draws random numbers" if draws or node.kwargs.get("dropout_p") else None
+    return draws or bool(_drop_rate_of_attention(node, name))
+
+
+def _drop_rate_of_attention(node: Node, name: str) -> Any:
+    return _given_as(node, "dropout_p", 4) if name == "scaled_dot_product_attention" else node.kwargs.get("dropout_p")
 
 
 def _given_as(node: Node, name: str, place: int) -> Any:
@@ -184,6 +206,11 @@ def is_number(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
 
 
+def draws(node: Node) -> bool:
+    """Whether a call may not stand for a step because it draws random numbers, and for nothing else."""
+    return why_it_stays(node) == _DRAWS
+
+
 def why_it_stays(node: Node, cut_at: Callable[[Node], str | None] | None = None) -> str | None:
     """Why a call may not stand for this step; None where it may."""
     if (why := _why_it_stays_anyway(node)) is not None or cut_at is None:
@@ -208,7 +235,7 @@ def _why_it_stays_anyway(node: Node) -> str | None:
     if name in _UPDATES:
         return _IN_PLACE
     if _draws(node):
-        return "it draws random numbers"
+        return _DRAWS
     if node.meta.get("unbacked_bindings") or torch.Tag.data_dependent_output in target.tags:
         return "its sizes are known when it has run"
     if not all(map(is_plain, values_of(node))):

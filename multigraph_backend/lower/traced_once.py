@@ -1,7 +1,7 @@
 """Repeated blocks of Dynamo's graph, which AOTAutograd traces and parts into forward and backward once.
 
-    y = linear(rms_norm(x, n1), w1); ...          y = block([x, n1, w1, ...], [], [s0], "9f3c", "whole", 0)[0]
-    z = linear(rms_norm(y, n2), w2); ...    ->    z = block([y, n2, w2, ...], [], [s0], "9f3c", "whole", 0)[0]
+    y = linear(rms_norm(x, n1), w1); ...          y = block([x, n1, w1, ...], [], [s0], "9f3c", "whole", 0, 0)[0]
+    z = linear(rms_norm(y, n2), w2); ...    ->    z = block([y, n2, w2, ...], [], [s0], "9f3c", "whole", 0, 0)[0]
 
 AOTAutograd, its joint graph's passes and the partitioner then see one operator for each call, and one for its gradient.
 In what Inductor is given, calls of a body's forward or backward graph take the place of the operators.
@@ -21,7 +21,8 @@ What makes a call of a body right, each checked and none assumed:
   graph around, so what its trace asks of sizes is a guard of the graph.  It takes the symbols that it depends on, each
   an input of the graph; nothing is known of unbacked ones, and no body depends on those.
 - AOTAutograd says of each body that it changes and hands out nothing that it was given.
-- Graphs of a body draw no random numbers, write to nothing, are on one device.  What they hand out they have made,
+- Graphs of a body write to nothing and are on one device; a forward graph may draw random numbers, each call its own,
+  and what it drew is saved, for the partitioner never does a call again.  What they hand out they have made,
   each its own memory: a saved tensor that is an argument, or a view of one, is taken from the arguments again.  So
   memory that is handed out is never memory that was given.
 - Where a result gets no gradient, the graph is compiled otherwise: eager tells no gradient from zeros.
@@ -34,7 +35,7 @@ import functools
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import repetition
+from multigraph_backend.lower import modes_of_trace, repetition
 from multigraph_backend.lower.block_operator import (
     BLOCK,
     Bodies,
@@ -59,7 +60,7 @@ from multigraph_backend.lower.block_operator import (
 )
 from multigraph_backend.lower.body_graphs import kind_of, view_again
 from multigraph_backend.lower.fresh_inputs import CannotLower
-from multigraph_backend.lower.steps_of_graph import is_plain, is_tensor_of_trace, steps_of_trace
+from multigraph_backend.lower.steps_of_graph import draws_in_a_trace, is_plain, is_tensor_of_trace, steps_of_trace
 from multigraph_backend.process.interruptions import from_outside
 
 
@@ -94,7 +95,7 @@ def attempt(why_not: str | None = None, passed: int = 0) -> Iterator[Attempt]:
 class _Block:
     """A body of Dynamo's graph, and its calls: of each its steps, and what they take from elsewhere.
 
-    `module` takes `tensors` tensors, and numbers behind them.
+    `module` takes `tensors` tensors, and numbers behind them.  `draws`: each call draws random numbers.
     """
 
     name: str
@@ -102,24 +103,31 @@ class _Block:
     tensors: int
     results: tuple[int, ...]
     calls: tuple[tuple[list[Node], list[Node]], ...]
+    draws: bool
 
 
 def lift(
-    module: GraphModule, inputs: Sequence[Any], settings: Callable[[Any], Mapping[str, object]], traces: bool = True
+    module: GraphModule,
+    inputs: Sequence[Any],
+    settings: Callable[[Any], Mapping[str, object]],
+    traces: bool = True,
+    may_draw: bool = True,
 ) -> Bodies | None:
     """Put calls in place of blocks that come again, and trace one of each; None where there are none.
 
     `settings`: what `compile_fx` is given beside a graph, for a function that compiles one graph.  `traces`: False
-    where the code is to come from caches alone, and the rewritten graph is what finds it.
+    where the code is to come from caches alone, and the rewritten graph is what finds it.  `may_draw`: whether a body
+    may draw random numbers, because its calls are never done again in the backward.
     Raises `Refused`, and the graph is as it was.
     """
     here = _attempt.get() or Attempt()
     if here.why_not is not None:
         raise Refused(here.why_not)
-    steps, nodes = steps_of_trace(module.graph)
+    steps, nodes = steps_of_trace(module.graph, may_draw)
     if (unknown := next((node for node in nodes if _changes_state(node)), None)) is not None:
         raise Refused(f"the graph calls {unknown.name}, which may change what a trace depends on")
     named = {node.name: node for node in module.graph.nodes}
+    modes = modes_of_trace.at_each_node(module.graph)
     ways = _worth_trying(steps)[here.passed :]
     if not ways:
         return None
@@ -127,7 +135,7 @@ def lift(
     while True:
         here.more = len(ways) > 1
         try:
-            blocks = [_block(body, nodes, named) for body in ways.pop(0).bodies]
+            blocks = [_block(body, nodes, named, modes) for body in ways.pop(0).bodies]
             bodies = Bodies({block.name: {} for block in blocks})
             if traces:
                 _Tracing(module, inputs, symbols, settings, bodies).trace(blocks)
@@ -136,10 +144,12 @@ def lift(
             if not ways:
                 raise
     now: dict[Node, Node] = {}
+    drawing = itertools.count(1)
     for block in blocks:
         for mine, arguments in block.calls:
             given = [now.get(argument, argument) for argument in arguments]
-            _put_call(module.graph, block, mine, given, list(symbols.values()), now)
+            draw = next(drawing) if block.draws else 0
+            _put_call(module.graph, block, mine, given, list(symbols.values()), draw, now)
     module.graph.lint()
     module.recompile()
     here.lifted = True
@@ -167,6 +177,8 @@ def _changes_state(node: Node) -> bool:
     target: Any = node.target
     if node.op != "call_function" or isinstance(target, _compat.OpOverload | _compat.OpOverloadPacket):
         return node.op == "call_module"
+    if modes_of_trace.sets_mode(node) or modes_of_trace.does_nothing(node):
+        return False
     if isinstance(target, _compat.HigherOrderOperator):
         return False
     name = str(getattr(target, "__name__", ""))
@@ -186,7 +198,9 @@ def _symbols(graph: Graph, inputs: Sequence[Any]) -> dict[sympy.Symbol, Node]:
     return found
 
 
-def _block(body: repetition.Body, nodes: Sequence[Node], named: Mapping[str, Node]) -> _Block:
+def _block(
+    body: repetition.Body, nodes: Sequence[Node], named: Mapping[str, Node], modes: Mapping[Node, Hashable]
+) -> _Block:
     calls = []
     used: set[int] = set()
     for call in body.calls:
@@ -217,16 +231,22 @@ def _block(body: repetition.Body, nodes: Sequence[Node], named: Mapping[str, Nod
         inside[node].name = f"step_{place}"
     graph.output(tuple(inside[mine[place]] for place in results))
     module = GraphModule(torch.nn.Module(), graph, "repeated")
-    name = hashlib.sha256(module.code.encode()).hexdigest()[:16]
-    return _Block(name, module, sum(tensors), results, tuple(calls))
+    name = hashlib.sha256(f"{module.code}{modes[mine[0]]}".encode()).hexdigest()[:16]
+    return _Block(name, module, sum(tensors), results, tuple(calls), any(map(draws_in_a_trace, mine)))
 
 
 def _put_call(
-    graph: Graph, block: _Block, mine: list[Node], given: list[Node], symbols: list[Node], now: dict[Node, Node]
+    graph: Graph,
+    block: _Block,
+    mine: list[Node],
+    given: list[Node],
+    symbols: list[Node],
+    draw: int,
+    now: dict[Node, Node],
 ) -> None:
     with graph.inserting_after(mine[-1]):
         tensors, numbers = given[: block.tensors], given[block.tensors :]
-        made = graph.call_function(BLOCK, (tensors, numbers, symbols, block.name, "whole", 0))
+        made = graph.call_function(BLOCK, (tensors, numbers, symbols, block.name, "whole", 0, draw))
     made.meta.update({key: value for key, value in mine[-1].meta.items() if key != "example_value"})
     at, inside = made, set(mine)
     for index, place in enumerate(block.results):
@@ -283,9 +303,11 @@ class _Tracing:
                 needed.update(node.all_input_nodes)
         values: dict[Node, Any] = {}
         quiet = self._env.ignore_fresh_unbacked_symbols() if self._env is not None else contextlib.nullcontext()
-        with self._fake_mode, quiet:
+        with self._fake_mode, quiet, modes_of_trace.Walk() as walk:
             for node in self._module.graph.nodes:
-                if node in calls:
+                if modes_of_trace.sets_mode(node):
+                    values[node] = walk.set(node, values)
+                elif node in calls:
                     block, mine, given = calls[node]
                     taken = [values[argument] for argument in given]
                     made = self._call(block, taken[: block.tensors], taken[block.tensors :])
@@ -347,7 +369,7 @@ class _Tracing:
                 raise Refused(f"a block cannot be traced by itself ({type(error).__name__})") from error
         if context.guards_context.aotautograd_guards:
             raise Refused("a block that comes again is right only where its arguments share no memory")
-        return kind_of(graphs, layouts, len(block.results), context.fw_metadata)
+        return kind_of(graphs, layouts, len(block.results), context.fw_metadata, block.draws)
 
     def _over_symbols(self, block: _Block, numbers: Sequence[Any]) -> GraphModule:
         """The block's module, which takes all symbols in place of numbers."""
@@ -409,7 +431,7 @@ def put_in(gm: GraphModule, bodies: Bodies | None, cut_at: Callable[[Node], str 
     calls: dict[str, int] = {}
     steps: dict[str, int] = {}
     for node in operators:
-        given, numbers, symbols, body, graph, kind = node.args
+        given, numbers, symbols, body, graph, kind, _ = node.args
         values = [entry.meta["val"] for entry in given]
         if graph == "whole":
             told = [entry.meta["val"] if isinstance(entry, Node) else entry for entry in numbers]

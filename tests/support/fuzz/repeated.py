@@ -3,12 +3,13 @@
     python tests/support/fuzz/repeated.py --cases 10000 --first 0 --jobs 2 --json out.json
 
 A block differs from the others, if it does, by one thing: a constant, the stride of a parameter, a parameter that is
-shared, a write in place, the order of two operands, an operator, dropout.  Some blocks hand out a view of what they are
-given or have made, some keep a parameter without gradient.  Inputs have no, one, two or three rows, and some have zeros
-of both signs, infinities and NaN among their values.  Forward and backward graphs are AOTAutograd's, and are run
-operator by operator with the calls that `one_body` has put in: no code is generated, so a case takes a fraction of a
-second, and numbers are compared in double precision.  With `--traced-once` Dynamo traces the program, blocks are lifted
-out before AOTAutograd (`traced_once`), and everything is as a user has it, but that graphs run operator by operator.
+shared, a write in place, the order of two operands, an operator, dropout, a part without gradient or under autocast.
+Some blocks hand out a view of what they are given or have made, some keep a parameter without gradient.  Inputs have
+no, one, two or three rows, and some have zeros of both signs, infinities and NaN among their values.  Forward and
+backward graphs are AOTAutograd's, and are run operator by operator with the calls that `one_body` has put in: no code
+is generated, so a case takes a fraction of a second, and numbers are compared in double precision.  With
+`--traced-once` Dynamo traces the program, blocks are lifted out before AOTAutograd (`traced_once`), and everything is
+as a user has it, but that graphs run operator by operator.
 
 With `--sizes` sizes are dynamic in that, and each program is called with several: with 0, 1 and 2 rows, with as many
 rows as sequences.  Blocks, some or all, compute with a size, ask for it, add a row or leave half of them out, or take a
@@ -38,6 +39,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -54,7 +56,7 @@ from tests.support.commit import commit
 WIDTH = 4
 DIFFERENCES = (
     "constant", "stride", "shared", "shared inside", "write", "order", "operator", "dropout", "view", "view of input",
-    "frozen", "reads buffer",
+    "frozen", "reads buffer", "without gradient", "autocast", "drops half of attention",
 )  # fmt: skip
 
 
@@ -158,8 +160,10 @@ class BlockModule(nn.Module):
         if self.block.kind == "attention":
             q, k = up.chunk(2, -1)
             v = gate[..., :WIDTH]
-            weights = (q @ k.transpose(-1, -2) * constant).softmax(-1)
-            y = torch.cat((weights @ v, v), -1)
+            if different == "drops half of attention":
+                y = torch.cat((functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5), v), -1)
+            else:
+                y = torch.cat(((q @ k.transpose(-1, -2) * constant).softmax(-1) @ v, v), -1)
         elif self.block.kind == "gate":
             y = torch.sigmoid(gate - constant) * up
         else:
@@ -174,6 +178,12 @@ class BlockModule(nn.Module):
             y = y.reshape(x.shape[0] * x.shape[1], y.shape[-1]).cos().view(x.shape[0], x.shape[1], y.shape[-1])
         elif of_sizes == "another size":
             y = y + beside.sin().sum() * beside.shape[0]
+        if different == "without gradient":
+            with torch.no_grad():
+                y = y + (x.cos() * 0.5 + x.sin()).square().mean(-1, keepdim=True).exp().tanh().sin() * constant
+        if different == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = y + (x.float() @ self.norm.float()).double().unsqueeze(-1)
         if different == "dropout":
             y = functional.dropout(y, 0.3, training=True)
         if different == "view":
@@ -320,6 +330,7 @@ def traced_once(model: Model, verdict: Verdict, specialize: Sequence[dict[str, A
             mock.patch.object(one_body, "wrong", return_value=None),
             mock.patch.object(lifted, "put_in", functools.partial(_counting, lifted.put_in, verdict)),
             torch._functorch.config.patch(enable_autograd_cache=False),
+            inductor_config.patch(fallback_random=True),  # else Inductor draws other numbers than eager
         ):
             results = compiled(*args)
         verdict.said = [str(region.generic.repeated) for region in multigraph_backend.explain().regions]
@@ -402,9 +413,6 @@ def _chunk(seeds: range, once: bool, sizes: bool) -> tuple[Counter[str], list[st
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     for program in map(generate_with_sizes if sizes else generate, seeds):
-        if (once or sizes) and any(block.different == "dropout" for block in program.blocks):
-            counts["left out: Inductor's graphs draw other numbers than eager"] += 1
-            continue
         once_traced = functools.partial(traced_once, specialize=program.specialize)
         verdict = run_case(program, once_traced if once or sizes else None)
         counts["programs"] += 1
