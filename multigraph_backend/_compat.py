@@ -179,6 +179,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("HigherOrderOperator", "torch._ops", "HigherOrderOperator", shape=("name",)),
         _S("invoke_subgraph", "torch._higher_order_ops.invoke_subgraph", "invoke_subgraph", "repeated blocks"),
         _S("below_autograd", "torch._C", "_AutoDispatchBelowAutograd", "repeated blocks"),
+        _S("force_stride_order", "torch._inductor.inductor_prims", "force_stride_order", "repeated blocks"),
         _S("OpOverload", "torch._ops", "OpOverload", shape=("overloadpacket",), carried=("_schema", "_overloadname"),
            made=lambda cls: torch.ops.aten.add.Tensor),
         _S("OpOverloadPacket", "torch._ops", "OpOverloadPacket", shape=("overloads",)),

@@ -33,7 +33,14 @@ from multigraph_backend.lower.block_operator import (
     layout_of,
     number_node,
 )
-from multigraph_backend.lower.steps_of_graph import draws, is_number, may_be_done_in_place, values_of, why_it_stays
+from multigraph_backend.lower.steps_of_graph import (
+    draws,
+    is_convolution,
+    is_number,
+    may_be_done_in_place,
+    values_of,
+    why_it_stays,
+)
 from multigraph_backend.saved_tensors.graphs import viewed
 
 
@@ -60,7 +67,8 @@ def _not_pure(metadata: Any) -> str | None:
         return "was not described by AOTAutograd"
     if any(info.mutates_data or info.mutates_metadata or info.mutates_storage_metadata for info in metadata.input_info):
         return "writes to what it is given"
-    if any(info.output_type.name != "non_alias" for info in metadata.output_info):
+    # of the second kind is a view of what nothing else sees: whose memory it is, is asked of the graph (`_part`)
+    if any(info.output_type.name not in ("non_alias", "unsafe_view_alias") for info in metadata.output_info):
         return "hands out a view, or what it was given"
     if metadata.num_intermediate_bases or metadata.tokens or metadata.num_graphsafe_rng_states:
         return "is no function of its arguments alone"
@@ -93,6 +101,38 @@ def view_again(graph: Graph, view: Node, value: Node, symbols: Mapping[sympy.Sym
     made = graph.call_function(view.target, args, kwargs)  # type: ignore[arg-type]
     made.meta.update(view.meta)
     return made
+
+
+def call_body(graph: Graph, module: GraphModule, attribute: Node, name: str, given: Sequence[Any]) -> Node:
+    """A call of the body `module`, which `graph` holds as `name`, where the graph inserts now.
+
+    Before Inductor lowers a graph it asks once more which strides its values have, and around convolutions not all are
+    what AOTAutograd said, what the forward has saved among them.  A body is code for the strides that it was made for,
+    so the call says which these are, and in a graph with convolutions what is given to it is brought to them.
+    """
+    values = [entry.meta["val"] if isinstance(entry, Node) else entry for entry in given]
+    convolves = any(is_convolution(node) for node in graph.nodes)
+    taken = [_with_its_strides(graph, entry) if convolves else entry for entry in given]
+    made = graph.call_function(_compat.invoke_subgraph, (attribute, name, *taken))
+    made.meta["val"] = tuple(entry.meta["val"] for entry in _outputs(module))
+    made.meta["eager_input_vals"] = (None, name, *values), {}
+    return made
+
+
+def _with_its_strides(graph: Graph, given: Any) -> Any:
+    """`given`, copied where it has other strides than it has now."""
+    value = given.meta["val"] if isinstance(given, Node) else None
+    if not isinstance(value, torch.Tensor) or not all(type(stride) is int for stride in value.stride()):
+        return given
+    made = graph.call_function(_compat.force_stride_order, (given, list(value.stride())))
+    made.meta["val"] = value
+    return made
+
+
+def whatever_strides(graph: Graph) -> None:
+    """Make views in a body copy where they have to: while Inductor asks, arguments may have other strides."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
 
 
 def _part(gm: GraphModule, given: tuple[Layout, ...], outputs: Sequence[Any], may_draw: bool = False) -> Part:
@@ -143,6 +183,7 @@ def _part(gm: GraphModule, given: tuple[Layout, ...], outputs: Sequence[Any], ma
             needed.append(index)
         else:
             graph.erase_node(inside[node])
+    whatever_strides(graph)
     results = tuple(_layout_of_result(node) for node in outputs)
     return Part(GraphModule(torch.nn.Module(), graph, "repeated"), given, results, tuple(views), tuple(needed))
 

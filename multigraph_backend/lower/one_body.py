@@ -42,6 +42,7 @@ from torch.fx import Graph, GraphModule, Node
 from multigraph_backend import _compat
 from multigraph_backend.lower import donation, repetition, traced_once
 from multigraph_backend.lower.block_operator import Bodies
+from multigraph_backend.lower.body_graphs import call_body, whatever_strides
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.steps_of_graph import (
     is_number,
@@ -53,8 +54,6 @@ from multigraph_backend.lower.steps_of_graph import (
     why_it_stays,
 )
 from multigraph_backend.saved_tensors.graphs import viewed
-
-_CONVOLUTIONS = ("aten.convolution", "aten.convolution_backward")
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def put_in(
             )
             for call in body.calls
         ]
-        if (why := next(filter(None, (putting.refused(block, lossless) for block in blocks)), None)) is not None:
+        if (why := next(filter(None, (putting.refused(block) for block in blocks)), None)) is not None:
             refused.append(f"a block of {body.length} steps that comes {len(blocks)} times {why}")
             continue
         putting.put(blocks)
@@ -299,7 +298,7 @@ class _Putting:
         self._sizes = {symbol: node for node in reversed(sizes) if (symbol := _symbol(node)) is not None}
         self._now: dict[Node, Node] = {}  # what stands for a step that is gone
 
-    def refused(self, block: _Block, lossless: bool) -> str | None:
+    def refused(self, block: _Block) -> str | None:
         """Why these steps may not be a call; None where they may."""
         for node in block.arguments:
             if not isinstance(node.meta.get("val"), torch.Tensor) or not is_plain(node.meta["val"]):
@@ -311,8 +310,6 @@ class _Putting:
         for node in block.steps:
             if any(is_number(user) for user in node.users):
                 return f"holds {node.name}, whose size is read"
-            if lossless and str(getattr(node.target, "overloadpacket", "")) in _CONVOLUTIONS:
-                return f"holds {node.name}, whose layout is chosen for the graph as a whole"
         for node in block.numbers():
             if not isinstance(node.meta["val"], torch.SymInt):
                 return f"takes {node.name}, which is no integer"
@@ -346,6 +343,7 @@ class _Putting:
             inside[node] = graph.node_copy(node, lambda operand: inside[operand])
         output = graph.output(tuple(inside[block.steps[place]] for place in results))
         output.meta["user_visible_output_idxs"] = list(range(len(results)))  # with the strides that they have here
+        whatever_strides(graph)
         return GraphModule(torch.nn.Module(), graph, "repeated")
 
     def _call(self, name: str, block: _Block, sizes: Sequence[Node], results: Sequence[int]) -> None:
@@ -354,8 +352,8 @@ class _Putting:
         given = [self._today(argument) for argument in block.arguments]
         with graph.inserting_after(block.steps[-1]):
             attribute = graph.get_attr(name)
-        with graph.inserting_after(attribute):
-            made = graph.call_function(_compat.invoke_subgraph, (attribute, name, *given, *sizes))
+        with graph.inserting_before(attribute.next):
+            made = call_body(graph, getattr(self._gm, name), attribute, name, [*given, *sizes])
         made.meta["val"] = tuple(block.steps[place].meta["val"] for place in results)
         places = {block.steps[place]: index for index, place in enumerate(results)}
         outside: dict[Node, Node] = {}

@@ -11,6 +11,7 @@ and offset of each operand and of what is made.  What cannot be compared is equa
 
 A step stays where it is, and is a part of no body, unless it is known that a call may stand for it (`why_it_stays`): it
 is an operator of torch's own that writes to nothing and draws no random numbers but by a seed that it is given.
+Convolutions stay: Inductor chooses in which layout they compute for a graph as a whole, and counts those that it sees.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ _UPDATES = frozenset((
     "slice_scatter", "select_scatter", "as_strided_scatter", "diagonal_scatter", "masked_scatter", "copy",
 ))  # fmt: skip
 _NAMESPACES = ("aten", "prims")
+_CONVOLUTIONS = frozenset(("convolution", "convolution_backward"))
+_LAYOUT = "its layout is chosen for the graph as a whole"
 _IN_PLACE = "it may be done in place"
 _DRAWS = "it draws random numbers"
 _CALL = "it is a call of a body"
+_STRIDES = "inductor_force_stride_order"  # of what a call is given
 _SEEDED = ("inductor_random", "inductor_randint")  # draw what their seed says
 _SEED = "inductor_lookup_seed"
 
@@ -106,6 +110,18 @@ def is_tensor_of_trace(node: Node) -> bool:
     return "example_value" in node.meta
 
 
+def is_view_of_trace(node: Node) -> bool:
+    """Whether a step makes a view of its first operand, or takes one out of several: nothing is lost where it is done
+    again elsewhere."""
+    if node.target is not operator.getitem:
+        return _name(node) in _VIEWS
+    taken, index = node.args
+    if not isinstance(taken, Node) or not is_tensor_of_trace(taken):
+        return isinstance(taken, Node) and is_view_of_trace(taken)
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, int | slice | type(Ellipsis) | None) for part in parts)
+
+
 def _computes_number(node: Node, numbers: set[Node]) -> bool:
     target: Any = node.target
     plain = getattr(target, "__module__", None) in ("_operator", "math") or target in _OF_NUMBERS
@@ -122,10 +138,13 @@ def _said_in_a_trace(node: Node) -> Hashable:
     return node.op, target, _given(node.args), _given(node.kwargs), custom
 
 
-_ALONE_IN_A_TRACE = frozenset(("linear", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d", "einsum", "embedding"))
+_ALONE_IN_A_TRACE = frozenset(("linear", "matmul", "baddbmm", "einsum", "embedding"))
+_CONVOLUTIONS_IN_A_TRACE = frozenset((
+    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+))  # fmt: skip
 _VIEWS = frozenset((
-    "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten", "unflatten", "t", "select", "narrow",
-    "chunk", "split", "unbind", "movedim",
+    "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten", "unflatten", "select", "narrow",
+    "chunk", "split", "unbind", "movedim", "reshape", "swapaxes", "swapdims", "view_as", "expand_as", "t",
 ))  # fmt: skip
 _OPERATORS = frozenset((
     "getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "matmul", "eq", "ne",
@@ -155,6 +174,8 @@ def _why_it_stays_in_a_trace(node: Node, name: str, may_draw: bool) -> str | Non
         return "it is no function"
     elif name not in _OPERATORS and (getattr(target, "__module__", None) == "_operator" or name.endswith("_")):
         return "it writes to what it takes"
+    if name in _CONVOLUTIONS_IN_A_TRACE:
+        return _LAYOUT
     if "out" in node.kwargs or (name in _STATISTICS and _given_as(node, "training", 5) is not False):
         return "it writes to what it takes"
     if not draws_in_a_trace(node):
@@ -193,8 +214,12 @@ def may_be_done_in_place(node: Node) -> bool:
 
 
 def is_of_call(node: Node) -> bool:
-    """Whether it calls a body, or takes a result of such a call."""
+    """Whether it calls a body, takes a result of such a call, or brings an argument of one to its strides."""
     return why_it_stays(node) == _CALL
+
+
+def is_convolution(node: Node) -> bool:
+    return node.op == "call_function" and _name(node) in _CONVOLUTIONS
 
 
 def is_step(node: Node) -> bool:
@@ -212,7 +237,9 @@ def draws(node: Node) -> bool:
 
 
 def why_it_stays(node: Node, cut_at: Callable[[Node], str | None] | None = None) -> str | None:
-    """Why a call may not stand for this step; None where it may."""
+    """Why a call may not stand for this step; None where it may.  What takes one of several results stays with them."""
+    while node.target is operator.getitem:
+        node = node.all_input_nodes[0]
     if (why := _why_it_stays_anyway(node)) is not None or cut_at is None:
         return why
     why = cut_at(node)
@@ -221,9 +248,7 @@ def why_it_stays(node: Node, cut_at: Callable[[Node], str | None] | None = None)
 
 def _why_it_stays_anyway(node: Node) -> str | None:
     target: Any = node.target
-    if target is operator.getitem:
-        return _CALL if node.all_input_nodes[0].target is _compat.invoke_subgraph else None
-    if target is _compat.invoke_subgraph:
+    if target is _compat.invoke_subgraph or _name(node) == _STRIDES:
         return _CALL
     if not isinstance(target, _compat.OpOverload):
         return "it is no operator"
@@ -234,6 +259,8 @@ def _why_it_stays_anyway(node: Node) -> str | None:
         return "it writes to what it takes"
     if name in _UPDATES:
         return _IN_PLACE
+    if name in _CONVOLUTIONS:
+        return _LAYOUT
     if _draws(node):
         return _DRAWS
     if node.meta.get("unbacked_bindings") or torch.Tag.data_dependent_output in target.tags:

@@ -20,7 +20,8 @@ What makes a call of a body right, each checked and none assumed:
 - Symbolic sizes are compared as expressions over the symbols of the trace.  A body is traced in the ShapeEnv of the
   graph around, so what its trace asks of sizes is a guard of the graph.  It takes the symbols that it depends on, each
   an input of the graph; nothing is known of unbacked ones, and no body depends on those.
-- AOTAutograd says of each body that it changes and hands out nothing that it was given.
+- AOTAutograd says of each body that it changes and hands out nothing that it was given.  A view at a block's end is
+  left to the graph around, which makes it of what the call hands out.
 - Graphs of a body write to nothing and are on one device; a forward graph may draw random numbers, each call its own,
   and what it drew is saved, for the partitioner never does a call again.  What they hand out they have made,
   each its own memory: a saved tensor that is an argument, or a view of one, is taken from the arguments again.  So
@@ -58,9 +59,15 @@ from multigraph_backend.lower.block_operator import (
     layout_of,
     number_node,
 )
-from multigraph_backend.lower.body_graphs import kind_of, view_again
+from multigraph_backend.lower.body_graphs import call_body, kind_of, view_again
 from multigraph_backend.lower.fresh_inputs import CannotLower
-from multigraph_backend.lower.steps_of_graph import draws_in_a_trace, is_plain, is_tensor_of_trace, steps_of_trace
+from multigraph_backend.lower.steps_of_graph import (
+    draws_in_a_trace,
+    is_plain,
+    is_tensor_of_trace,
+    is_view_of_trace,
+    steps_of_trace,
+)
 from multigraph_backend.process.interruptions import from_outside
 
 
@@ -95,13 +102,16 @@ def attempt(why_not: str | None = None, passed: int = 0) -> Iterator[Attempt]:
 class _Block:
     """A body of Dynamo's graph, and its calls: of each its steps, and what they take from elsewhere.
 
-    `module` takes `tensors` tensors, and numbers behind them.  `draws`: each call draws random numbers.
+    `module` takes `tensors` tensors, and numbers behind them.  `results`: steps whose values it hands out; `outside`:
+    steps that are done once more behind each call, views of results or of what the call was given.  `draws`: each call
+    draws random numbers.
     """
 
     name: str
     module: GraphModule
     tensors: int
     results: tuple[int, ...]
+    outside: tuple[int, ...]
     calls: tuple[tuple[list[Node], list[Node]], ...]
     draws: bool
 
@@ -209,7 +219,7 @@ def _block(
         used.update(place for place, node in enumerate(mine) if any(user not in own for user in node.users))
         arguments = [nodes[entry] if isinstance(entry, int) else named[entry] for entry in call.arguments]
         calls.append((mine, arguments))
-    results = tuple(sorted(used))
+    results, outside = _handed_out(calls[0][0], used)
     for mine, _ in calls:
         if (other := next((mine[place] for place in results if not is_tensor_of_trace(mine[place])), None)) is not None:
             raise Refused(f"{other.name} is no tensor, and blocks that come again are cut there")
@@ -232,7 +242,29 @@ def _block(
     graph.output(tuple(inside[mine[place]] for place in results))
     module = GraphModule(torch.nn.Module(), graph, "repeated")
     name = hashlib.sha256(f"{module.code}{modes[mine[0]]}".encode()).hexdigest()[:16]
-    return _Block(name, module, sum(tensors), results, tuple(calls), any(map(draws_in_a_trace, mine)))
+    return _Block(name, module, sum(tensors), results, outside, tuple(calls), any(map(draws_in_a_trace, mine)))
+
+
+def _handed_out(mine: Sequence[Node], used: set[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a block whose steps at `used` are used behind it: the steps that it hands out, and those to do again outside.
+
+    A view is not handed out, but what it is a view of, if that was made inside.
+    """
+    places = {node: place for place, node in enumerate(mine)}
+    results: set[int] = set()
+    outside: set[int] = set()
+    pending = sorted(used)
+    while pending:
+        place = pending.pop()
+        inside = [places[operand] for operand in mine[place].all_input_nodes if operand in places]
+        if is_view_of_trace(mine[place]) and all(
+            is_tensor_of_trace(mine[operand]) or is_view_of_trace(mine[operand]) for operand in inside
+        ):
+            outside.add(place)
+            pending += [operand for operand in inside if operand not in outside]
+        else:
+            results.add(place)
+    return tuple(sorted(results)), tuple(sorted(outside))
 
 
 def _put_call(
@@ -254,7 +286,12 @@ def _put_call(
             at = graph.call_function(operator.getitem, (made, index))
         at.meta.update(mine[place].meta)
         now[mine[place]] = at
-        mine[place].replace_all_uses_with(at, delete_user_cb=lambda user: user not in inside)
+    for place in block.outside:
+        with graph.inserting_after(at):
+            at = graph.node_copy(mine[place], lambda operand: now.get(operand, operand))
+        now[mine[place]] = at
+    for place in (*block.results, *block.outside):
+        mine[place].replace_all_uses_with(now[mine[place]], delete_user_cb=lambda user: user not in inside)
     for node in reversed(mine):
         graph.erase_node(node)
 
@@ -312,6 +349,8 @@ class _Tracing:
                     taken = [values[argument] for argument in given]
                     made = self._call(block, taken[: block.tensors], taken[block.tensors :])
                     values.update(zip((mine[place] for place in block.results), made, strict=True))
+                    for place in block.outside:
+                        values[mine[place]] = self._value(mine[place], values)
                 elif node in needed and node not in inside:
                     values[node] = self._value(node, values)
 
@@ -468,9 +507,7 @@ def _call_part(
 ) -> None:
     with graph.inserting_before(node):
         attribute = graph.get_attr(name)
-        made = graph.call_function(_compat.invoke_subgraph, (attribute, name, *given))
-        handed_out = part.made.graph.output_node().args[0]
-        made.meta["val"] = tuple(entry.meta["val"] for entry in handed_out)  # type: ignore[union-attr]
+        made = call_body(graph, part.made, attribute, name, given)
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise CannotLower("results of a repeated block are taken as a list")

@@ -212,3 +212,59 @@ def test_layers_are_traced_once_with_their_gradients() -> None:
     assert said is not None
     assert said.count("of the bodies traced once") == 2
     assert_called()
+
+
+class Convolved(nn.Module):
+    """A block of ConvNeXt's kind: a convolution, and the rest with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.convolution(x).permute(0, 2, 3, 1)
+        y = self.down(torch.nn.functional.gelu(self.up(self.norm(y))))
+        return x + y.permute(0, 3, 1, 2) * 0.5
+
+
+def test_bodies_between_convolutions_are_given_the_strides_that_they_were_made_for() -> None:
+    """Gradients of convolutions have other strides when Inductor asks than AOTAutograd said.  No body holds one."""
+    model, other = (nn.Sequential(*(Convolved() for _ in range(4))) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    compiled = repeating(other)
+    found = []
+    for run, here in ((compiled, other), (model, model)):
+        x = torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = run(x)
+        (out * torch.linspace(-1, 1, 4)).sum().backward()
+        found.append([out, x.grad, *(parameter.grad for parameter in here.parameters())])
+    torch.testing.assert_close(*found)
+    assert generic().repeated.count("1 of the bodies traced once") == 2
+    assert "convolution" not in generic().repeated
+    assert_called()
+
+
+def test_layers_that_are_traced_once_drop_out_each_its_own() -> None:
+    """With numbers from torch's own generator, which eager draws from, too."""
+    model = layers(5, rate=0.4)
+    other = layers(5, rate=0.4)
+    other.load_state_dict(model.state_dict())
+    with inductor_config.patch(fallback_random=True):
+        compiled = repeating(other)
+        for seed in range(2):
+            x = torch.randn(6, 8)
+            torch.testing.assert_close(step(compiled, other, x, seed), step(model, model, x, seed))
+    assert "traced once" in generic().repeated
+    assert_called()
+
+
+def test_the_same_layer_for_the_same_input_drops_out_anew_by_inductors_own_numbers() -> None:
+    model = layers(1, rate=0.5)
+
+    def each(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.tanh(x @ model(x).transpose(0, 1)) for _ in range(4)]
+
+    results = repeating(each)(torch.randn(8, 8))
+    for index, one in enumerate(results):
+        assert not any(torch.equal(one, other) for other in results[:index])
