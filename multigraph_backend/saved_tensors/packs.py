@@ -4,8 +4,8 @@ In: a `Cast`, a `Scaled`, a `Bits` or an `Offload`, and a tensor that is contigu
 and `unpack(packed) -> x again`, up to rounding (bits, offloaded: exactly), of the same type and shape.
 
 Invariants, by element: bfloat16 within 2^-8 of the value, e4m3 within 2^-4 and e5m2 within 2^-3 in their normal
-range; int8 within amax / 254 of its row or block.  A value that is infinite or NaN never comes back finite: with
-scales its whole row or block becomes NaN.  Arithmetic is in float32.
+range; int8 within amax / 254 and int4 within amax / 14 of its row or block.  A value that is infinite or NaN never
+comes back finite: with scales its whole row or block becomes NaN.  Arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PackFunction = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 UnpackFunction = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_LARGEST = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 # a small number added to it is, rounded to nearest, in its last bits; a GPU is slower at rounding and converting
 _ONES_LAST = 1.5 * 2**23
 # bits behind the leading one, and the smallest normal number as a power of two
@@ -59,37 +59,88 @@ def _cast(pack: Cast, dtype: torch.dtype) -> tuple[PackFunction, UnpackFunction]
     return narrow, lambda packed: packed[0].to(dtype)
 
 
-def _scaled(pack: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+def _scaled(asked: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
     if value.dim() == 0:
         return "it has no dimension to scale along"
-    dtype, target, most = value.dtype, getattr(torch, pack.dtype), _LARGEST[pack.dtype]
-    block = block_of(pack, value)
-    row = value.shape[-1]
-    length = row if block is None else block
-    packed_bytes = length * target.itemsize + torch.float32.itemsize
-    if isinstance(length, int) and packed_bytes >= length * dtype.itemsize:
+    row: Any = value.shape[-1]
+    pack = replace(asked, per="row") if asked.per == row else carried_out(asked, value)
+    dtype, most = value.dtype, _LARGEST[pack.dtype]
+    length = row if pack.per == "row" else pack.per
+    if isinstance(length, int) and _packed_bytes(pack, length) >= length * dtype.itemsize:
         return f"with a scale per {length} elements it would not become smaller"
 
-    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = x.to(torch.float32)
-        if block is not None:
-            x = x.unflatten(-1, (row // block, block))
+    def scale_of(largest: torch.Tensor) -> torch.Tensor:
         # so that its reciprocal is a normal number too
-        scale = x.abs().amax(-1, keepdim=True).clamp(min=2 * torch.finfo(torch.float32).tiny * most) / most
-        scale = torch.where(torch.isfinite(scale), scale, math.nan)
+        scale = largest.clamp(min=2 * torch.finfo(torch.float32).tiny * most) / most
+        return torch.where(torch.isfinite(scale), scale, math.nan)
+
+    def blocks(x: torch.Tensor) -> torch.Tensor:
+        return x if pack.per == "row" else x.unflatten(-1, (row // pack.per, pack.per))
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return (x if pack.per == "row" else x.flatten(-2)).to(dtype)
+
+    if pack.dtype == "int4":
+        return _halves(pack, length, scale_of, blocks, whole)
+    target: torch.dtype = getattr(torch, pack.dtype)
+
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = blocks(x.to(torch.float32))
+        scale = scale_of(x.abs().amax(-1, keepdim=True))
         x = x * scale.reciprocal()
         if pack.stochastic:
             x = torch.floor(x + torch.rand_like(x)) if pack.dtype == "int8" else _round_at_random(x, pack.dtype)
             x = x.clamp(-most, most)
         elif pack.dtype == "int8":
-            return (x + _ONES_LAST).view(torch.int32).to(target), scale
+            return _integers(x).to(target), scale
         return x.to(target), scale  # rounding may have put it just beyond `most`, to which it is rounded here
 
+    return quantize, lambda packed: whole(packed[0].to(torch.float32) * packed[1])
+
+
+def _halves(
+    pack: Scaled,
+    length: int,
+    scale_of: Callable[[torch.Tensor], torch.Tensor],
+    blocks: Callable[[torch.Tensor], torch.Tensor],
+    whole: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[PackFunction, UnpackFunction]:
+    """Two elements a byte: the first half of each row or block of `length` in the low bits, the second in the others.
+
+    Both halves are read at once, so that the largest value and the bytes come of one loop; one of odd length is filled
+    up with a zero.
+    """
+    half, most = -(-length // 2), _LARGEST[pack.dtype]
+
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = blocks(x.to(torch.float32))
+        x = torch.nn.functional.pad(x, (0, 1)) if length % 2 else x
+        parts = [x.narrow(-1, 0, half), x.narrow(-1, half, half)]
+        scale = scale_of(torch.maximum(parts[0].abs(), parts[1].abs()).amax(-1, keepdim=True))
+        parts = [part * scale.reciprocal() for part in parts]
+        if pack.stochastic:
+            parts = [torch.floor(part + torch.rand_like(part)).clamp(-most, most) for part in parts]
+        low, high = map(_integers, parts)
+        return ((low & 15) + high * 16).to(torch.int8), scale
+
     def restore(packed: Sequence[torch.Tensor]) -> torch.Tensor:
-        x = packed[0].to(torch.float32) * packed[1]
-        return (x if block is None else x.flatten(-2)).to(dtype)
+        both = packed[0].to(torch.int32).unsqueeze(-2)
+        places = torch.arange(0, 8, 4, device=both.device, dtype=torch.int32).unsqueeze(-1)
+        x = ((((both >> places) & 15) ^ 8) - 8).to(torch.float32).flatten(-2)
+        return whole((x.narrow(-1, 0, length) if length % 2 else x) * packed[1])
 
     return quantize, restore
+
+
+def _integers(x: torch.Tensor) -> torch.Tensor:
+    """`x` rounded to integers, which are small, in the last bits of what is returned; anything for NaN."""
+    return (x + _ONES_LAST).view(torch.int32)
+
+
+def _packed_bytes(pack: Scaled, length: int) -> int:
+    """Of a row or block of `length` elements, with its scale."""
+    values = -(-length // 2) if pack.dtype == "int4" else length * getattr(torch, pack.dtype).itemsize
+    return int(values) + torch.float32.itemsize
 
 
 def _bits(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
@@ -121,15 +172,22 @@ def _bits(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
     return gather, spread
 
 
+def carried_out(pack: Scaled, value: torch.Tensor) -> Scaled:
+    """What is done where rows are such that `pack` cannot be: scales of whole rows, a whole byte for each element."""
+    row: Any = value.shape[-1] if value.dim() else 1
+    if not isinstance(row, int):
+        return replace(pack, per="row", dtype="int8" if pack.dtype == "int4" else pack.dtype)
+    return pack if pack.per == "row" or row % pack.per == 0 else replace(pack, per="row")
+
+
 def said(pack: Cast | Scaled | Bits | Offload, value: torch.Tensor) -> str:
     """What becomes of tensors like `value`, for reports: where it is not what was asked for, with the reason."""
-    if not isinstance(pack, Scaled) or pack.per == "row" or block_of(pack, value) is not None:
+    if not isinstance(pack, Scaled) or (done := carried_out(pack, value)) == pack:
         return str(pack)
-    row: Any = value.shape[-1] if value.dim() else 1
-    why = f"of {row} elements, no multiple of {pack.per}" if isinstance(row, int) else "differ from call to call"
-    if row == pack.per:
-        return str(pack)
-    return f"{replace(pack, per='row')}, for its rows are {why}".replace("are differ", "differ")
+    row: Any = value.shape[-1]
+    if not isinstance(row, int):
+        return f"{done}, for its rows differ from call to call"
+    return f"{done}, for its rows are of {row} elements, no multiple of {pack.per}"
 
 
 def _offload(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
@@ -142,14 +200,6 @@ def _offload(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
         lambda x: (operators.OFFLOAD(x),),
         lambda packed: operators.RELOAD(packed[0], dtype, device, [], []),
     )
-
-
-def block_of(pack: Scaled, value: torch.Tensor) -> int | None:
-    """Elements that share a scale; None for whole rows."""
-    row: Any = value.shape[-1]
-    if pack.per == "row" or not isinstance(row, int) or row % pack.per != 0 or row == pack.per:
-        return None
-    return pack.per
 
 
 def _within(x: torch.Tensor, most: float) -> torch.Tensor:

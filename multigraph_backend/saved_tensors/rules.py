@@ -41,7 +41,7 @@ _SHORT = {
     "float": "float32",
 }
 CAST_TO = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
-SCALED_TO = ("int8", "float8_e4m3fn", "float8_e5m2")
+SCALED_TO = ("int4", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,12 @@ class Cast:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Save as "int8", "float8_e4m3fn" or "float8_e5m2" with a float32 scale per row or per block.
+    """Save as "int4", "int8", "float8_e4m3fn" or "float8_e5m2" with a float32 scale per row or per block.
 
     `per`: "row", the last dimension in memory, or the number of elements that lie side by side and share a scale.  A
     last dimension that is no multiple of the block, or that is dynamic, is scaled per row, and `explain()` says so.
+    "int4" has two elements in a byte, from -7 to 7 times their scale; where the last dimension is dynamic it is "int8".
+    `stochastic`: round up or down at random, so that the mean of many roundings is the value.
     """
 
     dtype: str

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
-from multigraph_backend.saved_tensors.packs import block_of, functions, said
+from multigraph_backend.saved_tensors.packs import carried_out, functions, said
 from multigraph_backend.saved_tensors.rules import Bits, Cast, Match, Rule, Scaled, rule_from_json, rule_to_json
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -40,11 +42,12 @@ def test_casts_are_within_their_bound(pack: Cast, bound: float, low: float) -> N
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("per", ["row", 16])
-def test_int8_is_within_amax_over_254(per: int | str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("integer", "steps"), [("int8", 254), ("int4", 14)])
+def test_integers_are_within_half_a_step(integer: str, steps: int, per: int | str, dtype: torch.dtype) -> None:
     x = (torch.randn(32, 64, dtype=torch.float64) * torch.logspace(-3, 3, 32).double()[:, None]).to(dtype)
-    back = around(Scaled("int8", per=per), x).double()  # type: ignore[arg-type]
+    back = around(Scaled(integer, per=per), x).double()  # type: ignore[arg-type]
     rows = x.double().view(-1, 64 if per == "row" else 16)
-    bound = rows.abs().amax(1, keepdim=True) / 254
+    bound = rows.abs().amax(1, keepdim=True) / steps
     rounding = torch.finfo(dtype).eps * rows.abs()  # of coming back to the type
     assert ((back.view_as(rows) - rows).abs() <= bound * 1.0001 + rounding).all()
 
@@ -58,8 +61,11 @@ def test_scaled_fp8_is_within_its_bound_at_any_magnitude(dtype: str, bound: floa
 
 
 @pytest.mark.parametrize(
-    "pack", [Cast("e4m3"), Cast("e5m2"), Cast("bf16"), Scaled("int8"), Scaled("e4m3", per=8)], ids=str
-)
+    "pack",
+    [Cast("e4m3"), Cast("e5m2"), Cast("bf16"), Scaled("int8"), Scaled("e4m3", per=8), Scaled("int4"),
+     Scaled("int4", per=8, stochastic=True)],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_never_comes_back_finite(pack: Cast | Scaled, bad: float) -> None:
     x = torch.randn(4, 16)
@@ -78,7 +84,9 @@ def test_fp8_casts_stay_finite_beyond_their_range(dtype: torch.dtype) -> None:
     assert around(Cast("e4m3"), torch.tensor([1e300], dtype=torch.float64)).tolist() == [448.0]
 
 
-@pytest.mark.parametrize("pack", [Cast("e4m3"), Cast("e5m2"), Scaled("int8"), Scaled("e4m3", per=16)], ids=str)
+@pytest.mark.parametrize(
+    "pack", [Cast("e4m3"), Cast("e5m2"), Scaled("int8"), Scaled("e4m3", per=16), Scaled("int4", per=32)], ids=str
+)
 def test_compiled_they_do_the_same(pack: Cast | Scaled) -> None:
     """The compiler has rules of its own for products with 0, and for what is not finite."""
     x = torch.randn(32, 64) * 3
@@ -102,7 +110,7 @@ def test_where_the_compiler_saturates_what_is_not_finite_is_nan_all_the_same() -
     assert made[3:].tolist() == x[3:].tolist()
 
 
-@pytest.mark.parametrize("pack", [Scaled("int8"), Scaled("e4m3"), Scaled("e5m2", per=8)], ids=str)
+@pytest.mark.parametrize("pack", [Scaled("int8"), Scaled("e4m3"), Scaled("e5m2", per=8), Scaled("int4")], ids=str)
 def test_rows_of_zeros_and_of_tiny_values(pack: Scaled) -> None:
     assert (around(pack, torch.zeros(4, 16)) == 0).all()
     tiny = torch.full((4, 16), 1e-40)
@@ -111,7 +119,7 @@ def test_rows_of_zeros_and_of_tiny_values(pack: Scaled) -> None:
 
 STOCHASTIC = [
     Cast("bf16", stochastic=True), Cast("e4m3", stochastic=True), Cast("e5m2", stochastic=True),
-    Scaled("int8", stochastic=True), Scaled("e4m3", stochastic=True),
+    Scaled("int8", stochastic=True), Scaled("e4m3", stochastic=True), Scaled("int4", stochastic=True),
 ]  # fmt: skip
 
 
@@ -128,6 +136,59 @@ def test_stochastic_rounding_is_right_in_the_mean(pack: Cast | Scaled) -> None:
         assert column.unique().numel() <= 2
         assert column.min() <= value + 1e-6
         assert column.max() >= value - 1e-6
+
+
+EDGES = (0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, -7e-3, 0.25, 6e4, math.inf, -math.inf, math.nan)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_int4_from_the_edges(seed: int) -> None:
+    """Any row, block, type and magnitude, with 0 and what is not finite in it, rounded to nearest and at random."""
+    rng = random.Random(seed)
+    dtype, row = rng.choice(TYPES), rng.choice([1, 2, 3, 5, 8, 31, 33, 64, 100])
+    shape = (*rng.choices(range(4), k=rng.randrange(3)), row)
+    per = rng.choice(["row", 2, 3, 5, 32, 33, 64])
+    pack = Scaled("int4", per=per, stochastic=rng.random() < 0.4)  # type: ignore[arg-type]
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values *= 10.0 ** rng.randrange(-6, 5)
+    for edge in rng.choices(EDGES, k=rng.randrange(4)) if values.numel() else ():
+        values.view(-1)[rng.randrange(values.numel())] = edge
+    x = values.to(dtype)
+    found = functions(pack, x)
+    length = row if not isinstance(per, int) or row % per else per
+    if isinstance(found, str):
+        assert -(-length // 2) + 4 >= length * dtype.itemsize
+        return
+    packed = found[0](x)
+    assert sum(part.nbytes for part in packed) == x.numel() // length * (-(-length // 2) + 4)
+    back = found[1](packed)
+    assert (back.dtype, back.shape) == (x.dtype, x.shape)
+    assert back.is_contiguous()
+    blocks, back = x.double().reshape(-1, length), back.double().reshape(-1, length)
+    finite = blocks.float().isfinite().all(1)  # of double precision, some is beyond what a scale can be
+    assert not back[~finite].isfinite().any()
+    blocks, back = blocks[finite], back[finite]
+    step = blocks.abs().amax(1, keepdim=True) / 7 * (1 + 1e-5) + 3e-38  # scales end there
+    rounding = torch.finfo(dtype).eps * blocks.abs() + torch.finfo(dtype).tiny
+    assert ((back - blocks).abs() <= (step if pack.stochastic else step / 2) + rounding).all()
+    assert (back[blocks == 0] == 0).all()
+
+
+@pytest.mark.parametrize("per", ["row", 5, 32], ids=str)
+@pytest.mark.parametrize("width", [32, 35], ids=str)
+def test_int4_is_fused_into_one_loop_of_each_side(per: int | str, width: int) -> None:
+    """No buffer of the unpacked size is made; what comes out is what eager makes."""
+    x = torch.randn(24, width)
+    found = functions(Scaled("int4", per=per), x)  # type: ignore[arg-type]
+    assert not isinstance(found, str)
+    torch._dynamo.reset()
+    pack, unpack = (torch.compile(function, fullgraph=True) for function in found)
+    packed, (code,) = run_and_get_code(pack, x)
+    assert all(torch.equal(one, other) for one, other in zip(packed, found[0](x), strict=True))
+    assert code.split("def call")[1].count("empty_strided_cpu(") == 2  # bytes and scales
+    back, (code,) = run_and_get_code(unpack, packed)
+    assert torch.equal(back, found[1](packed))
+    assert code.split("def call")[1].count("empty_strided_cpu(") == 1
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
@@ -167,6 +228,7 @@ def test_a_mask_of_any_size_comes_back_from_its_bits(shape: tuple[int, ...], com
         (Scaled("int8", per=64), (3, 64), "int8, scaled per block of 64"),
         (Scaled("int8", per=64), (3, 100), "int8, scaled per row, for its rows are of 100 elements, no multiple of 64"),
         (Scaled("int8"), (3, 100), "int8, scaled per row"),
+        (Scaled("int4", per=64), (3, 100), "int4, scaled per row, for its rows are of 100 elements, no multiple of 64"),
         (Cast("bf16"), (3, 100), "cast to bfloat16"),
     ],
 )
@@ -175,9 +237,10 @@ def test_what_becomes_of_it_is_said(pack: Cast | Scaled, shape: tuple[int, ...],
 
 
 def test_blocks_are_used_where_a_row_is_a_multiple_of_them() -> None:
-    assert block_of(Scaled("int8", per=16), torch.empty(3, 64)) == 16
-    assert block_of(Scaled("int8", per=16), torch.empty(3, 40)) is None
-    assert block_of(Scaled("int8"), torch.empty(3, 64)) is None
+    assert carried_out(Scaled("int8", per=16), torch.empty(3, 64)) == Scaled("int8", per=16)
+    assert carried_out(Scaled("int8", per=16), torch.empty(3, 40)) == Scaled("int8")
+    assert carried_out(Scaled("int8"), torch.empty(3, 64)) == Scaled("int8")
+    assert carried_out(Scaled("int4", per=16), torch.empty(3, 40)) == Scaled("int4")
 
 
 @pytest.mark.parametrize(
@@ -190,6 +253,9 @@ def test_blocks_are_used_where_a_row_is_a_multiple_of_them() -> None:
         (Bits(), torch.zeros(8, dtype=torch.uint8), "uint8 cannot be packed as bits"),
         (Scaled("int8"), torch.zeros(()), "no dimension"),
         (Scaled("int8"), torch.zeros(4, 1), "would not become smaller"),
+        (Scaled("int4"), torch.zeros(4, 1), "would not become smaller"),
+        (Scaled("int4", per=2), torch.zeros(4, 8, dtype=torch.float16), "would not become smaller"),
+        (Scaled("int4"), torch.zeros(4, 8, dtype=torch.int32), "int32 cannot be packed"),
         (Scaled("int8", per=2), torch.zeros(4, 8, dtype=torch.bfloat16), "would not become smaller"),
     ],
 )
