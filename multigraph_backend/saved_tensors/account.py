@@ -19,8 +19,8 @@ class SavedTensor:
     """One tensor that is saved for backward.
 
     `packed`: how, or None where it is kept, and then `reason` says why.  Bytes as they are for the sizes of the first
-    call.  `with_`: the tensor that lies in the same memory and is packed in its place.  `pack_before`,
-    `unpack_before`: steps of the forward and the backward graph.
+    call: `bytes_saved` on the device, `bytes_on_host` on the host.  `with_`: the tensor that lies in the same memory
+    and is packed in its place.  `pack_before`, `unpack_before`: steps of the forward and the backward graph.
     """
 
     name: str
@@ -35,6 +35,7 @@ class SavedTensor:
     with_: str | None = None
     pack_before: str | None = None
     unpack_before: tuple[str, ...] = ()
+    bytes_on_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ class SavedTensors:
             if entry.packed is None:
                 line += f", kept: {entry.reason}"
             else:
-                line += f" -> {_mib(entry.bytes_saved)}, {entry.packed}"
+                line += f" -> {_mib(entry.bytes_saved)}"
+                line += f" and {_mib(entry.bytes_on_host)} on the host" if entry.bytes_on_host else ""
+                line += f", {entry.packed}"
                 line += f", in the memory of {entry.with_}" if entry.with_ else ""
                 line += f"; packed before {entry.pack_before}, unpacked before {', '.join(entry.unpack_before)}"
             lines.append(line)

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.saved_tensors.lifetimes import Fragment, Program, Step
-from multigraph_backend.saved_tensors.offload.operators import BEGIN, OFFLOAD, SETTLE
+from multigraph_backend.saved_tensors.offload.operators import BEGIN, OFFLOAD, RELOAD, SETTLE
 
 _SHARES_FIRST = {
     getattr(torch.ops.aten, name).default for name in ("_unsafe_view", "copy_") if hasattr(torch.ops.aten, name)
@@ -222,8 +222,20 @@ def fragment(graph: Graph, inputs: Sequence[Node], fused: bool = True) -> Fragme
     names = tuple(name for value in outputs for name in memory_of(value))
     given = tuple(node.name for node in inputs)
     steps = tuple(step for step in whole.steps if step.name != graph.output_node().name)
-    free = {node.name for node in graph.nodes if fused and elementwise(node) and node.name not in names}
+    needed = {*names, *copied(graph)}
+    free = {node.name for node in graph.nodes if fused and elementwise(node) and node.name not in needed}
     return Fragment(steps, {name: 0 if name in free else size for name, size in whole.sizes.items()}, given, names)
+
+
+def copied(graph: Graph) -> tuple[str, ...]:
+    """The buffers that `graph` copies to the host."""
+    found = graph.find_nodes(op="call_function", target=OFFLOAD)
+    return tuple(name for node in found if isinstance(node.args[0], Node) for name in memory_of(node.args[0]))
+
+
+def brought_back(graph: Graph) -> tuple[str, ...]:
+    """The buffers into which `graph` copies from the host."""
+    return tuple(node.name for node in graph.find_nodes(op="call_function", target=RELOAD))
 
 
 def memory_of(node: Node) -> tuple[str, ...]:

@@ -30,27 +30,31 @@ from multigraph_backend.saved_tensors import graphs
 from multigraph_backend.saved_tensors.offload.operators import BEGIN, RELOAD, SETTLE
 
 
-def link_forward(graph: Graph, offloads: Mapping[str, Node], waits: Sequence[tuple[str, Sequence[str]]]) -> Node:
+def link_forward(
+    graph: Graph, offloads: Mapping[str, Sequence[Node]], waits: Sequence[tuple[str, Sequence[str]]]
+) -> Node:
     """Wait for copies where `waits` say, and for the rest at the end; returns the last wait, for saving.
 
-    `offloads`: by name; `waits`: steps, and the names of those whose copies are waited for before each.
+    `offloads`: by name, one or several each; `waits`: steps, and the names of those whose copies are waited for before
+    each.
     """
     left = dict(offloads)
     tokens: list[Node] = []
     steps = {node.name: node for node in graph.nodes}
     for step, names in waits:
-        copies = [left.pop(name) for name in names]
+        copies = [copy for name in names for copy in left.pop(name)]
         with graph.inserting_before(steps[step]):
             token = graph.call_function(SETTLE, ([copy.args[0] for copy in copies], copies, []))
         tokens.append(_with_meta(token, copies[-1]))
         token.update_arg(2, ordered_after(token))
+    copies = [copy for found in left.values() for copy in found]
     with graph.inserting_before(graph.output_node()):
-        last = graph.call_function(SETTLE, ([copy.args[0] for copy in left.values()], [*left.values()], tokens))
-    return _with_meta(last, next(iter(offloads.values())))
+        last = graph.call_function(SETTLE, ([copy.args[0] for copy in copies], copies, tokens))
+    return _with_meta(last, next(iter(offloads.values()))[0])
 
 
 def link_backward(
-    graph: Graph, copies: Mapping[str, Node], prefetches: Sequence[tuple[str, Sequence[str]]], last_wait: Node
+    graph: Graph, copies: Mapping[str, Sequence[Node]], prefetches: Sequence[tuple[str, Sequence[str]]], last_wait: Node
 ) -> None:
     """Prefetch where `prefetches` say, and keep reloads where they stand; `copies`: on the host, by name.
 
@@ -59,7 +63,7 @@ def link_backward(
     steps = {node.name: node for node in graph.nodes}
     reloads = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=RELOAD)}
     for step, names in prefetches:
-        begun = [copies[name] for name in names]
+        begun = [copy for name in names for copy in copies[name]]
         first = reloads[begun[0]]
         with graph.inserting_before(steps[step]):
             token = graph.call_function(BEGIN, (begun, first.args[2], []))

@@ -1,7 +1,8 @@
 """The ready packs as tensor functions: narrower types, with and without scales, and memory of the host.
 
-In: a `Cast`, a `Scaled`, a `Bits` or an `Offload`, and a tensor that is contiguous.  Out: `pack(x) -> packed tensors`
-and `unpack(packed) -> x again`, up to rounding (bits, offloaded: exactly), of the same type and shape.
+In: a `Cast`, a `Scaled`, a `Bits` or an `Offload` of one of them, and a tensor that is contiguous.  Out: `pack(x) ->
+packed tensors` and `unpack(packed) -> x again`, up to rounding (bits, offloaded as they are: exactly), of the same type
+and shape.  A hook of the user's is taken as it is.
 
 Invariants, by element: bfloat16 within 2^-8 of the value, e4m3 within 2^-4 and e5m2 within 2^-3 in their normal
 range; int8 within amax / 254 and int4 within amax / 14 of its row or block.  A value that is infinite or NaN never
@@ -17,11 +18,14 @@ from typing import Any
 
 import torch
 
+from multigraph_backend.saved_tensors import compressed
+from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.offload import operators, transfers
 from multigraph_backend.saved_tensors.rules import Bits, Cast, Offload, Scaled
 
-PackFunction = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-UnpackFunction = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+PackFunction = Callable[[torch.Tensor], Any]
+UnpackFunction = Callable[[Any], torch.Tensor]
+Ready = Cast | Scaled | Bits | Offload | SavedHook
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LARGEST = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -31,10 +35,12 @@ _ONES_LAST = 1.5 * 2**23
 _PRECISION = {"bfloat16": (7, -126), "float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}
 
 
-def functions(pack: Cast | Scaled | Bits | Offload, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+def functions(pack: Ready, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
     """`pack` and `unpack` for tensors like `value`, or why there are none."""
+    if isinstance(pack, SavedHook):
+        return pack.pack, pack.unpack
     if isinstance(pack, Offload):
-        return _offload(value)
+        return _offload(pack, value)
     if isinstance(pack, Bits):
         return _bits(value)
     if value.dtype not in _FLOATS:
@@ -180,8 +186,14 @@ def carried_out(pack: Scaled, value: torch.Tensor) -> Scaled:
     return pack if pack.per == "row" or row % pack.per == 0 else replace(pack, per="row")
 
 
-def said(pack: Cast | Scaled | Bits | Offload, value: torch.Tensor) -> str:
+def said(pack: Ready, value: torch.Tensor) -> str:
     """What becomes of tensors like `value`, for reports: where it is not what was asked for, with the reason."""
+    if isinstance(pack, Offload) and pack.pack is not None:
+        inside = said(pack.pack, value)
+        if (nowhere := _nowhere(value.device)) is not None:
+            return f"{inside}; not offloaded, for {nowhere}"
+        why = functions(pack.pack, value)
+        return f"offload as it is, for {why}" if isinstance(why, str) else f"offload as {inside}"
     if not isinstance(pack, Scaled) or (done := carried_out(pack, value)) == pack:
         return str(pack)
     row: Any = value.shape[-1]
@@ -190,10 +202,24 @@ def said(pack: Cast | Scaled | Bits | Offload, value: torch.Tensor) -> str:
     return f"{done}, for its rows are of {row} elements, no multiple of {pack.per}"
 
 
-def _offload(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
+def _nowhere(device: torch.device) -> str | None:
+    """Why nothing of `device` can be offloaded; None where it can."""
+    if device.type in transfers.STREAMS:
+        return None
+    return f"it is on the {device.type}, which has no other memory to offload to"
+
+
+def _offload(pack: Offload, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
     dtype, device = value.dtype, value.device
-    if device.type not in transfers.STREAMS:
-        return f"it is on the {device.type}, which has no other memory to offload to"
+    nowhere = _nowhere(device)
+    if pack.pack is not None:
+        inner = functions(pack.pack, value)
+        if nowhere is not None:
+            return inner
+        if not isinstance(inner, str):
+            return compressed.offloaded(*inner)
+    if nowhere is not None:
+        return nowhere
     if value.dim() == 0:
         return "it is a single number"
     return (

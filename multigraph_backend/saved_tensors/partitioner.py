@@ -214,14 +214,15 @@ def _account(traced: Sequence[Traced], kept: Sequence[Kept], placed: placement.P
     tensors = []
     for entry in traced:
         unit = entry.unit
-        shares = _shares(entry)
-        for member, share in zip(unit.members, shares, strict=True):
+        shares, on_host = _shares(entry, entry.saved_bytes), _shares(entry, entry.host_bytes)
+        for member, share, there in zip(unit.members, shares, on_host, strict=True):
             tensors.append(
                 _shown(
                     member,
                     unit.described.ops[-1],
                     unit.described.module,
                     bytes_saved=share,
+                    bytes_on_host=there,
                     packed=_said(unit),
                     with_=unit.source.name if member is not unit.source else None,
                     pack_before=placed.pack_before[unit.name],
@@ -249,9 +250,9 @@ def _said(unit: Unit) -> str:
     return packs.said(unit.pack, value if order is None else value.permute(order.dims))
 
 
-def _shares(entry: Traced) -> list[int]:
-    """The bytes that are saved for a unit, divided among its members by their sizes."""
+def _shares(entry: Traced, total: int) -> list[int]:
+    """The `total` bytes that are saved for a unit, divided among its members by their sizes."""
     sizes = [graphs.tensor_bytes(value) for node in entry.unit.members if (value := graphs.tensor(node)) is not None]
-    shares = [entry.saved_bytes * size // max(sum(sizes), 1) for size in sizes]
-    shares[0] += entry.saved_bytes - sum(shares)
+    shares = [total * size // max(sum(sizes), 1) for size in sizes]
+    shares[0] += total - sum(shares)
     return shares

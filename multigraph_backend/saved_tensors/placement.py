@@ -55,7 +55,9 @@ class Packing:
     """One unit: its `source` step and `memory` in forward, its `members` (placeholders) in backward.
 
     `pack` takes the memory, `unpack` what `pack` gives; the outputs of `unpack` stand for the members, in order.
-    `transfer`: that the pack is an offload, and how its copies run.  `computed_from`: buffers of the backward that
+    `transfer`: that the pack is an offload, and how its copies run; `copied`: buffers of `pack` that are copied to the
+    host, its input where it is offloaded as it is; `brought_back`: those of `unpack` into which they come back.
+    `computed_from`: buffers of the backward that
     `unpack` takes besides, as its last inputs.  `floating`: the compiler finds a place for the pack, which is to stand
     at the end; peaks are estimated as if it were behind the last use.
     """
@@ -69,7 +71,24 @@ class Packing:
     computed_from: tuple[str, ...] = ()
     cheap: bool = False
     transfer: Transfer | None = None
+    copied: tuple[str, ...] = ()
+    brought_back: tuple[str, ...] = ()
     floating: bool = False
+
+    def copied_in(self, forward: Program) -> dict[str, int]:
+        """The buffers that are copied to the host, by their names and bytes in `forward` with the pack in it."""
+        found = {}
+        for name in self.copied:
+            if name in self.pack.inputs:
+                found[self.memory] = forward.sizes[self.memory]
+            else:
+                found[f"{self.name}.pack.{name}"] = self.pack.sizes[name]
+        return found
+
+    @property
+    def bytes_back(self) -> int:
+        """What comes back from the host."""
+        return sum(self.unpack.sizes[name] for name in self.brought_back)
 
 
 @dataclass(frozen=True)
@@ -159,7 +178,7 @@ def place(
     offloads = _in_order(packings, packs)
     if offloads and packs is placed_packs:
         ends = [waits[packing.name] for packing in offloads]
-        sizes = [forward.sizes[packing.memory] for packing in offloads]
+        sizes = [sum(packing.copied_in(forward).values()) for packing in offloads]
         waits = _named(offloads, windows.later(_room(forward, placed), ends, arrived, sizes))
 
     candidates: dict[Order, _Unpacks] = {
@@ -233,7 +252,7 @@ class _Reloads:
             return {}
         needed, departing, starts = self._starts(self.unpacks)
         room = _room(self._backward, self._program(self.unpacks))
-        sizes = [self._backward.sizes[packing.members[0]] for packing in self.order]
+        sizes = [packing.bytes_back for packing in self.order]
         found = windows.earlier(room, starts, departing, sizes)
         return {
             packing.name: at for packing, at, by in zip(self.order, found, needed, strict=True) if at < by
@@ -273,9 +292,9 @@ def packed_forward(
         sizes.update(made)
         saved.update(outputs)
         if packing.transfer is not None and (at := (waits or {}).get(packing.name, end)) < end:
-            waiting.setdefault(at, []).append(Step(f"{packing.name}.wait", frozenset({packing.memory})))
+            waiting.setdefault(at, []).append(Step(f"{packing.name}.wait", frozenset(packing.copied_in(forward))))
         elif packing.transfer is not None:
-            last.add(packing.memory)
+            last.update(packing.copied_in(forward))
     for at, steps in waiting.items():  # behind the packs that are there
         before.setdefault(at, []).extend(steps)
     results = returned | saved
@@ -308,11 +327,10 @@ def packed_backward(
         sizes.update({name: known.get(output, 0) for name, output in zip(saved, packing.pack.outputs, strict=True)})
         for copy, (at, uses) in enumerate(unpacks[packing.name]):
             own = saved[: len(packing.unpack.inputs) - len(packing.computed_from)]
-            steps, made, outputs = packing.unpack.placed(
-                f"{packing.name}.unpack{copy or ''}.", [*own, *packing.computed_from]
-            )
+            prefix = f"{packing.name}.unpack{copy or ''}."
+            steps, made, outputs = packing.unpack.placed(prefix, [*own, *packing.computed_from])
             if packing.transfer is not None and (begin := (prefetches or {}).get(packing.name, at)) < at:
-                makes = next(step.makes for step in steps if step.makes)
+                makes = tuple(f"{prefix}{name}" for name in packing.brought_back)
                 early.setdefault(begin, []).append(Step(f"{packing.name}.prefetch", makes=makes))
             before.setdefault(at, []).extend(steps)
             sizes.update(made)
@@ -470,6 +488,8 @@ def _packing(traced: Traced, reordered: bool) -> Packing:
         computed_from=tuple(node.name for node in traced.computed_from if graphs.tensor(node) is not None),
         cheap=traced.cheap and not isinstance(unit.pack, Recompute),
         transfer=_transfer(traced),
+        copied=graphs.copied(packing),
+        brought_back=graphs.brought_back(unpacking),
         floating=reordered and _fused(packing),
     )
 
@@ -481,9 +501,8 @@ def _fused(pack: Graph) -> bool:
 
 
 def _transfer(traced: Traced) -> Transfer | None:
-    unit, value = traced.unit, graphs.tensor(traced.unit.source)
-    if not isinstance(unit.pack, Offload) or value is None:
+    unit, value, size = traced.unit, graphs.tensor(traced.unit.source), traced.host_bytes
+    if not isinstance(unit.pack, Offload) or value is None or not size:
         return None
     out, back = transfers.of(value.device).stream.bytes_per_second()
-    size = unit.described.bytes
     return Transfer(unit.pack.waiting, unit.pack.ahead, size / out, size / back)

@@ -107,25 +107,32 @@ class Bits:
 
 @dataclass(frozen=True)
 class Offload:
-    """Save in pinned memory of the host, exactly; on a GPU alone.
+    """Save in pinned memory of the host, exactly, or as it is packed; on a GPU alone.
 
+    pack: a Cast, a Scaled, Bits or a saved_hook; what it makes of the tensor goes to the host, and the tensor itself
+    where it makes nothing of it.  Where there is no GPU, it packs, and what it makes stays where it is
     waiting: a tensor stays on the device until so many further ones are offloaded; its copy has that long
     ahead: so many are on their way back before they are needed
     Both are for where memory is short.  Where keeping a tensor longer, or taking it back sooner, leaves the estimated
     peak as it is, copies have the time that they take.
     """
 
+    pack: Cast | Scaled | Bits | SavedHook | None = None
     waiting: int = 2
     ahead: int = 2
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pack, Cast | Scaled | Bits | SavedHook | None):
+            hint = f"; did you mean waiting={self.pack}?" if isinstance(self.pack, int) else ""
+            raise TypeError(f"an Offload packs with Cast, Scaled, Bits or a saved_hook, not {shown(self.pack)}{hint}")
+        _expect_complete(self.pack)
         for name in ("waiting", "ahead"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a number of tensors, got {shown(value)}")
 
     def __str__(self) -> str:
-        return "offload"
+        return "offload" if self.pack is None else f"offload as {self.pack}"
 
 
 @dataclass(frozen=True)
@@ -199,11 +206,15 @@ class Rule:
                 "a rule packs with Keep, Cast, Scaled, Bits, Offload, Recompute or a saved_hook, "
                 f"not {shown(self.pack)}"
             )
-        if isinstance(self.pack, SavedHook) and not self.pack.complete:
-            raise ValueError(f"the saved_hook {self.pack.name} has no unpack function; decorate one with its .unpack")
+        _expect_complete(self.pack)
 
     def __str__(self) -> str:
         return f"{self.match}: {self.pack}"
+
+
+def _expect_complete(pack: object) -> None:
+    if isinstance(pack, SavedHook) and not pack.complete:
+        raise ValueError(f"the saved_hook {pack.name} has no unpack function; decorate one with its .unpack")
 
 
 @dataclass(frozen=True)
@@ -287,20 +298,25 @@ def rule_from_json(entry: Mapping[str, Any]) -> Rule:
 def rule_to_json(rule: Rule) -> dict[str, Any]:
     """Plain data that `rule_from_json` reads back, but for a hook, which it can only name."""
     match = {entry.name: getattr(rule.match, entry.name) for entry in fields(Match)}
-    pack: Any = "keep"
-    if isinstance(rule.pack, Cast):
-        pack = {"cast": rule.pack.dtype, "stochastic": rule.pack.stochastic}
-    elif isinstance(rule.pack, Scaled):
-        pack = {"scale": rule.pack.dtype, "per": rule.pack.per, "stochastic": rule.pack.stochastic}
-    elif isinstance(rule.pack, Offload):
-        pack = {"offload": {"waiting": rule.pack.waiting, "ahead": rule.pack.ahead}}
-    elif isinstance(rule.pack, Bits):
-        pack = "bits"
-    elif isinstance(rule.pack, Recompute):
-        pack = {"recompute": {"from_packed": True}} if rule.pack.from_packed else "recompute"
-    elif isinstance(rule.pack, SavedHook):
-        pack = {"hook": rule.pack.name, "key": rule.pack.key}  # a function is no plain data: this names it
-    return {"match": {name: value for name, value in match.items() if value is not None}, "pack": pack}
+    given = {name: value for name, value in match.items() if value is not None}
+    return {"match": given, "pack": _pack_to_json(rule.pack)}
+
+
+def _pack_to_json(pack: Pack) -> Any:
+    if isinstance(pack, Cast):
+        return {"cast": pack.dtype, "stochastic": pack.stochastic}
+    if isinstance(pack, Scaled):
+        return {"scale": pack.dtype, "per": pack.per, "stochastic": pack.stochastic}
+    if isinstance(pack, Offload):
+        inner = {} if pack.pack is None else {"pack": _pack_to_json(pack.pack)}
+        return {"offload": {**inner, "waiting": pack.waiting, "ahead": pack.ahead}}
+    if isinstance(pack, Bits):
+        return "bits"
+    if isinstance(pack, Recompute):
+        return {"recompute": {"from_packed": True}} if pack.from_packed else "recompute"
+    if isinstance(pack, SavedHook):
+        return {"hook": pack.name, "key": pack.key}  # a function is no plain data: this names it
+    return "keep"
 
 
 def _pack_from_json(pack: Any) -> Pack:
@@ -322,8 +338,9 @@ def _pack_from_json(pack: Any) -> Pack:
         return Bits()
     if isinstance(pack, Mapping) and isinstance(pack.get("offload"), Mapping):
         _refuse_unknown(pack, ("offload",), "pack")
-        _refuse_unknown(pack["offload"], ("waiting", "ahead"), "offload")
-        return Offload(**pack["offload"])
+        _refuse_unknown(pack["offload"], ("pack", "waiting", "ahead"), "offload")
+        inner: Any = _pack_from_json(pack["offload"]["pack"]) if "pack" in pack["offload"] else None
+        return Offload(inner, **_but(pack["offload"], "pack"))
     if isinstance(pack, Mapping) and isinstance(pack.get("recompute"), Mapping):
         _refuse_unknown(pack, ("recompute",), "pack")
         _refuse_unknown(pack["recompute"], ("from_packed",), "recompute")

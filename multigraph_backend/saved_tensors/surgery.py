@@ -40,7 +40,7 @@ def carry_out(partition: Partition, units: Sequence[Traced], placement: Placemen
         saved = _pack(forward, traced, _step(forward.graph, placement.pack_before[name]))
         packed[name] = saved
     last_wait: Node | None = None
-    offloads = {name: packed[name][0] for name in placement.offloads}
+    offloads = {name: list(filter(graphs.on_host, packed[name])) for name in placement.offloads}
     if offloads:
         last_wait = links.link_forward(forward.graph, offloads, placement.waits)
         packed[placement.offloads[-1]].append(last_wait)
@@ -57,7 +57,7 @@ def carry_out(partition: Partition, units: Sequence[Traced], placement: Placemen
         _unpack(backward, unit)
     if last_wait is not None:
         given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        copies = {name: given[node.name] for name, node in offloads.items()}
+        copies = {name: [given[node.name] for node in nodes] for name, nodes in offloads.items()}
         links.link_backward(backward.graph, copies, placement.prefetches, given[last_wait.name])
     for unit in unpacked:
         for member in unit.members:

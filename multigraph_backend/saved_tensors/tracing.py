@@ -95,13 +95,12 @@ class Tracer:
         order = graphs.memory_order(value)
         assert order is not None
         assert not isinstance(unit.pack, Recompute)
-        if isinstance(unit.pack, SavedHook):
-            return trace_functions(unit, unit.pack.pack, unit.pack.unpack, self._numbers, in_memory)
         found = packs.functions(unit.pack, value.permute(order.dims) if value.dim() else value)
         if isinstance(found, str):
             raise CannotPack(found)
         traced = trace_functions(unit, *found, self._numbers, in_memory)
-        if traced.saved_bytes >= unit.described.bytes:
+        inside = unit.pack.pack if isinstance(unit.pack, Offload) and unit.pack.pack is not None else unit.pack
+        if not isinstance(inside, SavedHook) and traced.saved_bytes >= unit.described.bytes:
             raise CannotPack(f"packed it would need {traced.saved_bytes} bytes of {unit.described.bytes}")
         return traced
 

@@ -31,6 +31,12 @@ class Unit:
     def name(self) -> str:
         return self.source.name
 
+    @property
+    def exact(self) -> bool:
+        """Whether the backward sees the very values."""
+        inside = self.pack.pack if isinstance(self.pack, Offload) else self.pack
+        return inside is None or isinstance(inside, Bits | Recompute)
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -68,9 +74,17 @@ class Traced:
     @property
     def saved_bytes(self) -> int:
         """On the device."""
+        return self._bytes(on_host=False)
+
+    @property
+    def host_bytes(self) -> int:
+        """On the host, of what was offloaded."""
+        return self._bytes(on_host=True)
+
+    def _bytes(self, on_host: bool) -> int:
         made = dict.fromkeys(node for node in graphs.results(self.pack.graph) if isinstance(node, Node))
-        values = [value for node in made if not graphs.on_host(node) and (value := graphs.tensor(node)) is not None]
-        return sum(map(graphs.tensor_bytes, values))
+        values = [graphs.tensor(node) for node in made if graphs.on_host(node) == on_host]
+        return sum(graphs.tensor_bytes(value) for value in values if value is not None)
 
     @property
     def cheap(self) -> bool:

@@ -23,7 +23,7 @@ from multigraph_backend.saved_tensors.choosing import Candidate, Choice
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.placement import Estimate
-from multigraph_backend.saved_tensors.rules import Bits, Keep, Match, Offload, Recompute, Role, Rule
+from multigraph_backend.saved_tensors.rules import Keep, Match, Recompute, Role, Rule
 from multigraph_backend.saved_tensors.tracing import Tracer
 from multigraph_backend.saved_tensors.units import CannotPack, Kept, Traced, Unit
 
@@ -56,14 +56,13 @@ def choose(partition: Partition, candidates: Sequence[Candidate], rules: Sequenc
             refused[unit.source] = str(reason)
             continue
         spent = _seconds(traced)
-        if isinstance(unit.pack, Offload):
+        if traced.host_bytes:
             hidden = min(spent, max(seconds, 0.0))
             seconds -= hidden
             spent = hidden * HIDDEN + (spent - hidden)
         plan.units.append(unit)
-        exact = isinstance(unit.pack, Bits | Offload | Recompute)
         saves = unit.described.bytes - traced.saved_bytes
-        moves.append(Move(unit.name, len(plan.units) - 1, saves, spent, not exact))
+        moves.append(Move(unit.name, len(plan.units) - 1, saves, spent, not unit.exact))
     made = budget.choose(moves, saved, goal, plan)
     left = saved - sum(move.saves for move in made)
     traced_units = [plan.made[move.unit] for move in made]
@@ -162,6 +161,10 @@ def _seconds(traced: Traced) -> float:
     assert value is not None
     if isinstance(unit.pack, Recompute):
         return rematerialize.seconds(traced)
-    if isinstance(unit.pack, Offload):
-        return unit.described.bytes / min(transfers.of(value.device).stream.bytes_per_second())
-    return 2 * (unit.described.bytes + traced.saved_bytes) / costs.machine_of(value.device).bytes_per_second
+    copying = 0.0
+    if traced.host_bytes:
+        copying = traced.host_bytes / min(transfers.of(value.device).stream.bytes_per_second())
+        if traced.host_bytes >= unit.described.bytes:  # as it is
+            return copying
+    packed = traced.saved_bytes + traced.host_bytes
+    return copying + 2 * (unit.described.bytes + packed) / costs.machine_of(value.device).bytes_per_second

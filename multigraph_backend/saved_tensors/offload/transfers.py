@@ -194,7 +194,7 @@ class Transfers:
         with self._lock:
             buffer = self._find(copy)
             if buffer is None:  # somebody has put another tensor in its place: hooks of the user's
-                return copy.to(device).view(dtype)
+                return _as(copy.to(device), dtype)
             here = self.stream.at()
             if buffer.on_its_way is not None and buffer.on_its_way[0] != here:
                 self._give_up(buffer)
@@ -205,7 +205,7 @@ class Transfers:
             _, made, token = buffer.on_its_way
             buffer.on_its_way = None
             self.stream.wait(token)
-        return made.view(dtype)
+        return _as(made, dtype)
 
     def _begin(self, buffer: _Buffer, copy: torch.Tensor, device: torch.device, here: Any) -> None:
         if buffer.on_its_way is None:
@@ -243,6 +243,13 @@ class Transfers:
         sized.buffers.append(buffer)
         self._buffers[buffer.handle] = buffer
         return buffer
+
+
+def _as(bytes_of: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as elements again; torch views no empty ones as wider elements."""
+    if bytes_of.nbytes:
+        return bytes_of.view(dtype)
+    return bytes_of.new_empty((*bytes_of.shape[:-1], bytes_of.shape[-1] // dtype.itemsize), dtype=dtype)
 
 
 def host_shape(x: torch.Tensor) -> tuple[Any, ...]:

@@ -92,6 +92,26 @@ def offloading(name: str, waiting: int = 1, ahead: int = 1, seconds: float = 0.0
         pack=Fragment((Step("out", frozenset({"x"}), ("h",)),), {"x": BIG, "h": 0}, ("x",), ("h",)),
         unpack=Fragment((Step("in", frozenset({"h"}), ("u",)),), {"h": 0, "u": BIG}, ("h",), ("u",)),
         transfer=Transfer(waiting, ahead, seconds, seconds),
+        copied=("x",),
+        brought_back=("u",),
+    )
+
+
+def packed_first(name: str, waiting: int = 1) -> Packing:
+    """Offloaded as it is packed, to a quarter and something small that stays."""
+    pack = (Step("q", frozenset({"x"}), ("q",)), Step("s", frozenset({"x"}), ("s",)))
+    unpack = (Step("r", frozenset({"h"}), ("r",)), Step("u", frozenset({"r", "s"}), ("u",)))
+    sizes = {"x": BIG, "q": BIG // 4, "s": 1, "h": 0}
+    return Packing(
+        name=name,
+        source=name,
+        memory=name,
+        members=(name,),
+        pack=Fragment((*pack, Step("out", frozenset({"q"}), ("h",))), sizes, ("x",), ("h", "s")),
+        unpack=Fragment(unpack, {"h": 0, "s": 1, "r": BIG // 4, "u": BIG}, ("h", "s"), ("u",)),
+        transfer=Transfer(waiting, 1, 100.0, 100.0),
+        copied=("q",),
+        brought_back=("r",),
     )
 
 
@@ -141,6 +161,27 @@ def test_one_that_is_away_for_long_has_the_time_that_its_copy_needs_and_adds_not
     assert (slow.forward_peak, slow.backward_peak) == (placed.forward_peak, placed.backward_peak)
     assert positions[placed.waits[0][0]] < positions[slow.waits[0][0]] < len(forward.steps) - 1
     assert 0 < positions[slow.prefetches[0][0]] < positions[step]
+
+
+def test_what_is_packed_first_waits_and_comes_early_with_its_packed_bytes() -> None:
+    forward, backward = layers(10)
+    names = [f"h{index}" for index in range(10)]
+    seconds = of_a_second(forward), of_a_second(backward)
+    whole = [offloading(name, 4, seconds=100.0) for name in names]
+    quarter = [packed_first(name, 4) for name in names]
+    one, other = (place(forward, backward, kind, frozenset({"out"}), seconds=seconds) for kind in (whole, quarter))
+    assert other.offloads == one.offloads
+    assert other.waits
+    assert other.prefetches
+    # of five at a time, three or four wait, a quarter each
+    assert other.forward_peak <= one.forward_peak - 2 * BIG
+    assert other.backward_peak <= one.backward_peak
+    curve = live_bytes(packed_backward(
+        Program((Step("a"), Step("b", frozenset({"y"})), Step("output")), {"y": BIG}, frozenset({"y"})),
+        [packed_first("y")], {"y": [(1, [1])]}, {"y": 0},
+    ))  # fmt: skip
+    assert curve[:3] == (BIG // 4 + 1, BIG // 4 + 1, BIG // 4 + 1)
+    assert max(curve) == BIG + BIG // 4 + 1
 
 
 def test_a_copy_that_begins_early_takes_memory_from_there() -> None:
