@@ -176,6 +176,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("from_tensor", "torch._subclasses.fake_tensor", "FakeTensorMode.from_tensor",
            shape=("symbolic_context", "source", "trace")),
         _S("FakeTensor", "torch._subclasses.fake_tensor", "FakeTensor"),
+        _S("FakeTensorConverter", "torch._subclasses.fake_tensor", "FakeTensorConverter", "boundaries",
+           carried=("tensor_memo",), made=lambda cls: cls(copy_data=False)),
         _S("HigherOrderOperator", "torch._ops", "HigherOrderOperator", shape=("name",)),
         _S("invoke_subgraph", "torch._higher_order_ops.invoke_subgraph", "invoke_subgraph", "repeated blocks"),
         _S("below_autograd", "torch._C", "_AutoDispatchBelowAutograd", "repeated blocks"),
@@ -408,6 +410,7 @@ OFF = {
     "padding": "no call is padded",
     "marks": "mark() marks nothing",
     "saved tensors": _PACKED,
+    "boundaries": "inputs of blocks that FSDP2 shards are not packed",
     "changed inputs": f"graphs that change inputs run eagerly, others have Inductor's numbers, {_PACKED}, and {_AGAIN}",
     "retained graphs": _AGAIN,
     "eager's numbers": "max pooling over windows of minus infinity has Inductor's indices",
@@ -539,6 +542,28 @@ def hint(value: Any, unknown: int) -> int:
         return value
     node = value.node
     return int(node.hint) if node.has_hint() else unknown
+
+
+def activations(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of fake inputs of a joint graph that need gradients and are no parameters: what others have computed.
+
+    AOTAutograd hands out detached ones.  Their fake mode still knows those that they were made of, in the same memory.
+    """
+    mode = next((mode for value in inputs if (mode := getattr(value, "fake_mode", None)) is not None), None)
+    if mode is None or without("FakeTensorConverter"):
+        return ()
+    known: dict[int, list[torch.Tensor]] = {}
+    for fake in mode.fake_tensor_converter.tensor_memo.values():
+        if fake.layout is torch.strided and not __getattr__("is_traceable_wrapper_subclass")(fake):
+            known.setdefault(fake.untyped_storage()._cdata, []).append(fake)
+    found = []
+    for index, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            made_of = known.get(value.untyped_storage()._cdata, ())  # with what it is a view of
+            parameter = any(isinstance(fake, torch.nn.Parameter) for fake in made_of)
+            if not parameter and any(fake.requires_grad for fake in made_of):
+                found.append(index)
+    return tuple(found)
 
 
 def set_fake_mode(mode: Any) -> Any:

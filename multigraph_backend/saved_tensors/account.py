@@ -20,7 +20,8 @@ class SavedTensor:
 
     `packed`: how, or None where it is kept, and then `reason` says why.  Bytes as they are for the sizes of the first
     call: `bytes_saved` on the device, `bytes_on_host` on the host.  `with_`: the tensor that lies in the same memory
-    and is packed in its place.  `pack_before`, `unpack_before`: steps of the forward and the backward graph.
+    and is packed in its place.  `pack_before`, `unpack_before`: steps of the forward and the backward graph.  `held`:
+    who else may hold the memory of what is packed, so that it is free later, or never.
     """
 
     name: str
@@ -36,6 +37,7 @@ class SavedTensor:
     pack_before: str | None = None
     unpack_before: tuple[str, ...] = ()
     bytes_on_host: int = 0
+    held: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class SavedTensors:
                 line += f", {entry.packed}"
                 line += f", in the memory of {entry.with_}" if entry.with_ else ""
                 line += f"; packed before {entry.pack_before}, unpacked before {', '.join(entry.unpack_before)}"
+                line += f"; it is {entry.held}" if entry.held else ""
             lines.append(line)
         return lines
 

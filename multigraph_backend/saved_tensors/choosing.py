@@ -26,9 +26,15 @@ from torch.fx import GraphModule, Node
 
 from multigraph_backend.saved_tensors import graphs, rematerialize, statistics
 from multigraph_backend.saved_tensors.graphs import Partition
+from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.rules import Described, Keep, Role, Rule, decide
 from multigraph_backend.saved_tensors.units import Kept, Unit
 
+MODULES = "it is a parameter, which its module holds: a pack would only add to it"
+#: who else may hold what is packed; only a run can tell
+HELD_BY_MAKER = "an input that needs no gradient: where the caller holds it, as data or a table, the pack adds to it"
+HELD_BETWEEN = "an input: its memory is free once nobody else holds it"
+HELD_BY_CALLER = "an output: its memory is free once the caller and the next block hold it no more"
 GATHERED = "FSDP2 is at work, which frees what it has gathered and gathers it again before the backward"
 
 
@@ -37,7 +43,7 @@ class Candidate:
     """A buffer, or a part of one, that rules decide about as a whole: `source`, and the saved views `members` of it.
 
     `described`: what rules may ask of it.  `alone`: each member, described without the others.  `refused`: why it is
-    kept, whatever rules say.
+    kept, whatever rules say.  `activation`: that it is an input, and no parameter for certain.
     """
 
     source: Node
@@ -45,6 +51,12 @@ class Candidate:
     described: Described
     alone: tuple[Described, ...]
     refused: str | None = None
+    activation: bool = False
+
+    @property
+    def held(self) -> str | None:
+        """Who else may hold its memory."""
+        return {"input": HELD_BETWEEN, "data": HELD_BY_MAKER, "output": HELD_BY_CALLER}.get(self.described.role)
 
     @functools.cached_property
     def gaps(self) -> bool:
@@ -72,6 +84,8 @@ def candidates(partition: Partition, pointwise: bool = True) -> list[Candidate]:
     for node in partition.saved_tensors():
         families.setdefault(graphs.root(node), []).append(node)
     roles = _roles(partition)
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    activations = {placeholders[index] for index in partition.activations if index < len(placeholders)}
     for node in (*statistics.of(forward.graph), *_statistics_of_subgraphs(forward, families)):
         if graphs.root(node) in families:
             roles.setdefault(graphs.root(node), "statistic")
@@ -97,7 +111,8 @@ def candidates(partition: Partition, pointwise: bool = True) -> list[Candidate]:
         for source, views in _sources(root, members):
             described = replace(describe(source, views[0], role, forward), pointwise=root in follows)
             alone = tuple(describe(node, node, role) for node in views)
-            found.append(Candidate(source, tuple(views), described, alone))
+            activation = graphs.owner(forward, root)[0] in activations
+            found.append(Candidate(source, tuple(views), described, alone, activation=activation))
     return found
 
 
@@ -105,25 +120,29 @@ def choose(found: Sequence[Candidate], rules: Sequence[Rule], gathered: bool = F
     """What the first rule that matches says of each candidate.
 
     `gathered`: what is given to the graph may be a parameter that is freed and gathered again; a pack would hold it.
+    An activation is none.
     """
     choice = Choice()
     for candidate in found:
         rule = decide(rules, candidate.described) if candidate.refused is None else candidate.refused
         if isinstance(rule, Rule):
             choice.deciding.append(rule)
-        if gathered and candidate.described.role in ("parameter", "input"):
+        role = candidate.described.role
+        if gathered and role in ("parameter", "data", "input") and not candidate.activation:
             choice.kept += candidate.kept(GATHERED)
         elif isinstance(rule, str):
             choice.kept += candidate.kept(rule)
         elif isinstance(rule.pack, Keep):
             choice.kept += candidate.kept(f"rule: {rule}")
+        elif role == "parameter" and not isinstance(rule.pack, SavedHook):
+            choice.kept += candidate.kept(MODULES)
         elif candidate.gaps:
             choice.kept += candidate.kept(
                 "it is a part of a larger buffer, with gaps between its elements, and the rest is not saved"
             )
         else:
-            unit = Unit(candidate.source, candidate.members, candidate.described, rule.pack, str(rule))
-            choice.units.append(unit)
+            made = (candidate.source, candidate.members, candidate.described, rule.pack, str(rule), candidate.held)
+            choice.units.append(Unit(*made))
     return choice
 
 
@@ -147,9 +166,10 @@ def _sources(root: Node, members: Sequence[Node]) -> list[tuple[Node, list[Node]
 def _roles(partition: Partition) -> dict[Node, Role]:
     forward = partition.forward
     placeholders = forward.graph.find_nodes(op="placeholder")
-    parameters = frozenset(partition.static)
+    parameters, data = frozenset(partition.static), graphs.without_gradient(partition)
     roles: dict[Node, Role] = {
-        node: "parameter" if index in parameters else "input" for index, node in enumerate(placeholders)
+        node: "parameter" if index in parameters else "data" if index in data else "input"
+        for index, node in enumerate(placeholders)
     }
     for value in graphs.results(forward.graph)[: partition.outputs]:
         if isinstance(value, Node):

@@ -30,13 +30,15 @@ _UNKNOWN_SIZE = 4096  # for a size that only a run knows
 @dataclass(frozen=True)
 class Partition:
     """A joint graph in two parts.  What the forward returns behind its first `outputs` results, which are the caller's,
-    is saved for the backward.  `static`: positions of the forward's inputs that are parameters or buffers.
+    is saved for the backward.  `static`: positions of its inputs that are parameters or buffers; `activations`: of
+    those that need gradients and are neither, as what another block has computed.
     """
 
     forward: GraphModule
     backward: GraphModule
     outputs: int
     static: Sequence[int] = ()
+    activations: Sequence[int] = ()
 
     def saved_tensors(self) -> list[Node]:
         """What the forward graph hands to the backward graph, without symbolic numbers and opaque objects."""
@@ -49,6 +51,16 @@ class Partition:
     def copy(self) -> Partition:
         """The same over copies of both graphs."""
         return replace(self, forward=_copy(self.forward), backward=_copy(self.backward))
+
+
+def without_gradient(partition: Partition) -> frozenset[int]:
+    """Positions of the forward's inputs that need no gradient: the backward returns one for each input, or None."""
+    if not partition.backward.graph.find_nodes(op="output"):
+        return frozenset()
+    gradients = results(partition.backward.graph)
+    if len(gradients) != len(partition.forward.graph.find_nodes(op="placeholder")):
+        return frozenset()
+    return frozenset(index for index, gradient in enumerate(gradients) if gradient is None)
 
 
 def _copy(module: GraphModule) -> GraphModule:

@@ -65,7 +65,9 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
         if not joint_inputs:  # a subgraph that a higher-order operator calls: its caller counts what it saves
             return forward, backward
         static = settings.get("static_lifetime_input_indices") or ()
-        partition = Partition(forward, backward, settings["num_fwd_outputs"], static)
+        primals = joint_inputs[0] if isinstance(joint_inputs[0], Sequence) else ()
+        activations = _compat.activations(primals)
+        partition = Partition(forward, backward, settings["num_fwd_outputs"], static, activations)
         reordered = bool(_compat.inductor_config.reorder_for_peak_memory)
         packed = pack_saved_tensors(partition, self.rules, self.budget, reordered, self.gathered)
         return packed.forward, packed.backward
@@ -225,6 +227,7 @@ def _account(traced: Sequence[Traced], kept: Sequence[Kept], placed: placement.P
                     bytes_on_host=there,
                     packed=_said(unit),
                     with_=unit.source.name if member is not unit.source else None,
+                    held=unit.held,
                     pack_before=placed.pack_before[unit.name],
                     unpack_before=tuple(copy.before for copy in placed.unpackings[unit.name]),
                 )

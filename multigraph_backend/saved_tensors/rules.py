@@ -7,8 +7,8 @@ In:  `Rule` objects, or the same as JSON for `MULTIGRAPH_OPTIONS`:
 Out: frozen rules, equal by value, and for each saved tensor the rule that decides, or why none does.
 
 Invariant: what nobody named is left alone.  Integers and bools need a rule that names their dtype, tensors under
-`SMALL_BYTES` one that gives `min_bytes`; statistics (see `statistics`), graph inputs, parameters and outputs one that
-gives their `role`.  To leave alone, a rule need not name statistics.
+`SMALL_BYTES` one that gives `min_bytes`; statistics (see `statistics`), graph inputs, data, parameters and outputs one
+that gives their `role`.  To leave alone, a rule need not name statistics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multigraph_backend.spelling import did_you_mean, shown
 
 SMALL_BYTES = 64 * 1024
 
-Role = Literal["intermediate", "statistic", "input", "parameter", "output"]
+Role = Literal["intermediate", "statistic", "input", "data", "parameter", "output"]
 ROLES: tuple[str, ...] = get_args(Role)
 
 _SHORT = {
@@ -163,7 +163,8 @@ class Match:
     dtype: the type of its elements, "float32"
     min_bytes: its size at the least
     module: path or glob of the module that produced it, "layers.0.attention", "layers.*"
-    role: "intermediate", "statistic", "input", "parameter" or "output"
+    role: "intermediate", "statistic", "parameter", "output", "input" (one that needs a gradient, as what a block before
+    has computed) or "data" (an input that needs none: data, masks, tables)
     pointwise: whether it is made pointwise of what else is saved, and of parameters: the output of an activation whose
     input is saved too, of a norm whose statistics are
     """
@@ -234,6 +235,7 @@ _ROLE_NOT_NAMED: Mapping[Role, str] = {
     "intermediate": "no rule matches it",
     "statistic": "it is a statistic of a norm, a softmax or an attention, which no rule names",
     "input": "it is an input of the graph, which no rule names",
+    "data": "it is an input of the graph that needs no gradient, which no rule names",
     "parameter": "it is a parameter of the graph, which no rule names",
     "output": "it is an output of the graph, which no rule names",
 }
@@ -273,8 +275,8 @@ def hook_rules(hook: SavedHook) -> tuple[Rule, ...]:
     """
     filtering = str(_compat.functorch_config.saved_tensors_hooks_filtering_mode)
     roles: dict[str, tuple[Role, ...]] = {
-        "no_static": ("input", "output"),
-        "all": ("input", "output", "parameter"),
+        "no_static": ("input", "data", "output"),
+        "all": ("input", "data", "output", "parameter"),
     }
     always: tuple[Role, ...] = ("intermediate", "statistic")  # a hook is given all that is saved
     return tuple(Rule(Match(min_bytes=0, role=role), hook) for role in (*always, *roles.get(filtering, ())))

@@ -19,13 +19,17 @@ from multigraph_backend.saved_tensors.rules import Bits, Cast, Described, Offloa
 
 @dataclass(frozen=True)
 class Unit:
-    """One buffer to pack: `source` is the forward node whose value is packed, `members` the saved views of it."""
+    """One buffer to pack: `source` is the forward node whose value is packed, `members` the saved views of it.
+
+    `held`: who else may hold its memory.
+    """
 
     source: Node
     members: tuple[Node, ...]
     described: Described
     pack: Cast | Scaled | Bits | Offload | Recompute | SavedHook
     rule: str
+    held: str | None = None
 
     @property
     def name(self) -> str:

@@ -269,6 +269,10 @@ def fsdp2_block_by_block(rank: int) -> None:
     ]
     assert any("FSDP2" in (entry.reason or "") for entry in kept), kept
     assert not any(entry.packed for entry in kept if "FSDP2" in (entry.reason or ""))
+    between = [entry for entry in kept if entry.packed and entry.held]
+    assert any(entry.held and "free once nobody else holds it" in entry.held for entry in between), kept
+    shapes = {str(list(parameter.shape)) for parameter in base.parameters()}
+    assert not shapes & {entry.shape for entry in between}, between
 
 
 @program

@@ -52,11 +52,13 @@ def test_parts_that_are_less_than_the_buffer_are_packed_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "static", "packed"), [("input", (), ["x_1", "t"]), ("parameter", (1,), ["t"]), (None, (), [])]
+    ("role", "static", "packed"), [("input", (), ["x_1", "t"]), ("parameter", (1,), []), (None, (), [])]
 )
 def test_inputs_and_parameters_only_by_name(role: Role | None, static: tuple[int, ...], packed: list[str]) -> None:
     choice = chosen(lambda x, y: (x @ y, x, y.t()), role=role, static=static)
     assert [member for members in sources(choice).values() for member in members] == packed
+    held = [reason for reason in reasons(choice) if "its module holds" in reason]
+    assert len(held) == (role == "parameter")  # with a pack there would be both
 
 
 def test_what_the_caller_gets_is_an_output_also_as_a_view() -> None:
