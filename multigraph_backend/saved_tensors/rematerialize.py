@@ -12,6 +12,10 @@ unit and the backward graph.  Out of `trace`: a `Traced` whose pack saves nothin
 forward that leads from the backward's inputs to the unit.  `lend_parameters` and `take_back` see to it that parameters
 are among these inputs.
 
+torch marks what a policy of selective checkpointing says of each operation (`meta["recompute"]`), and where a
+checkpointed part ends.  What must be saved is never repeated here; what must be recomputed never comes here, for it is
+not saved.
+
 Invariants: what is repeated gives the same each time: operators of torch that draw no random numbers and change
 nothing.  A family that follows needs nothing of another one that does, so all of them can be left unsaved together.
 """
@@ -24,6 +28,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from multigraph_backend.saved_tensors import costs, graphs
 from multigraph_backend.saved_tensors.graphs import Partition
@@ -37,6 +42,8 @@ def why_not(node: Node) -> str | None:
     """Why `node` cannot be computed again, None if it can."""
     if node.op != "call_function":
         return f"it is made of {node.name}, which the backward does not have"
+    if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+        return f"checkpointing says that {node.name} must be saved"
     if node.target is operator.getitem:
         return None
     schema: Any = getattr(node.target, "_schema", None)
