@@ -150,29 +150,37 @@ def _packed_bytes(pack: Scaled, length: int) -> int:
 
 
 def _bits(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
-    """Eight elements a byte: of the whole mask where its size is known, else of each row, filled up with zeros."""
+    """Eight elements a byte: of the whole mask where its size is known, else along one dimension, filled up with zeros."""
     if value.dtype != torch.bool:
         return f"{_name(value.dtype)} cannot be packed as bits"
     sizes: list[Any] = list(value.shape)
+    along = -1
     whole = all(isinstance(size, int) for size in sizes) and (not sizes or sizes[-1] % 8 != 0)
-    row: Any = math.prod(sizes) if whole else sizes[-1]
-    if not isinstance(row, int):
-        return f"its rows are of {row} elements, which differ from call to call"
-    filled = -row % 8
+    count: Any = math.prod(sizes) if whole else sizes[-1]
+    if not isinstance(count, int):  # the one that is filled up the least, and the innermost of these
+        known = [
+            (-(-size // 8) / size, -dim, dim) for dim, size in enumerate(sizes) if isinstance(size, int) and size > 1
+        ]
+        if not known:
+            return f"its rows are of {count} elements, which differ from call to call, as all its sizes do"
+        along = min(known)[-1] - len(sizes)
+        count = sizes[along]
+    filled = -count % 8
 
     def gather(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = x.reshape(row) if whole else x
-        eights = torch.nn.functional.pad(x.to(torch.uint8), (0, filled)) if filled else x.to(torch.uint8)
-        eights = eights.unflatten(-1, ((row + filled) // 8, 8))
-        packed = eights[..., 0]
+        x = (x.reshape(count) if whole else x).to(torch.uint8)
+        eights = torch.nn.functional.pad(x, (0, 0) * (-along - 1) + (0, filled)) if filled else x
+        eights = eights.unflatten(along, ((count + filled) // 8, 8))
+        packed = eights.select(along, 0)
         for place in range(1, 8):
-            packed = packed + eights[..., place] * 2**place
+            packed = packed + eights.select(along, place) * 2**place
         return (packed,)
 
     def spread(packed: Sequence[torch.Tensor]) -> torch.Tensor:
-        eights = packed[0].unsqueeze(-1) >> torch.arange(8, device=packed[0].device, dtype=torch.uint8)
-        bits = (eights & 1).to(torch.bool).flatten(-2)
-        bits = bits.narrow(-1, 0, row) if filled else bits
+        places = torch.arange(8, device=packed[0].device, dtype=torch.uint8).view(8, *[1] * (-along - 1))
+        at = packed[0].dim() + along + 1  # of the eight, behind the bytes
+        bits = ((packed[0].unsqueeze(at) >> places) & 1).to(torch.bool).flatten(at - 1, at)
+        bits = bits.narrow(along, 0, count) if filled else bits
         return bits.reshape(sizes) if whole else bits
 
     return gather, spread

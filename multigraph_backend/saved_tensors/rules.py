@@ -99,7 +99,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Bits:
-    """Save each element of a mask as one bit, exactly; for bool alone, and where the last dimension is not dynamic."""
+    """Save each element of a mask as one bit, exactly; for bool alone, and where some dimension is not dynamic."""
 
     def __str__(self) -> str:
         return "bits"

@@ -92,6 +92,31 @@ def test_masks_of_odd_rows_are_saved_as_bits_exactly() -> None:
     assert [(entry.bytes, entry.bytes_saved, entry.packed) for entry in masks] == [(600, 75, "bits")]
 
 
+@pytest.mark.parametrize("height", [6, 8, 1])
+def test_masks_whose_rows_differ_from_call_to_call_are_bits_along_another_dimension(height: int) -> None:
+    class Columns(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(height, height))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.where(self.weight @ x > 0, x.sin(), x.cos()).sin()
+
+    torch.manual_seed(0)
+    model = Columns()
+    run = compiled(model, [Rule(Match(dtype="bool", min_bytes=0), Bits())], dynamic=True)
+    for columns in (5, 9, 16, 2):
+        assert_step(model, run, torch.randn(height, columns), 0)
+    masks = [entry for said in accounts() for entry in said.tensors if entry.dtype == "bool"]
+    assert masks
+    for entry in masks:
+        assert "s" in entry.shape  # a symbol
+        if height > 1:
+            assert (entry.packed, entry.bytes_saved) == ("bits", entry.bytes // height)
+        else:
+            assert str(entry.reason).endswith("differ from call to call, as all its sizes do")
+
+
 def test_blocks_that_do_not_fit_are_said_to_be_rows() -> None:
     model = Mlp(12)
     assert_step(model, compiled(model, rules(Scaled("int8", per=8))), torch.randn(8, 12), 0.05)
