@@ -150,7 +150,7 @@ def _packed_bytes(pack: Scaled, length: int) -> int:
 
 
 def _bits(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
-    """Eight elements a byte: of the whole mask where its size is known, else along one dimension, filled up with zeros."""
+    """Eight elements a byte: of the whole mask where its size is known, else along a dimension; zeros fill it up."""
     if value.dtype != torch.bool:
         return f"{_name(value.dtype)} cannot be packed as bits"
     sizes: list[Any] = list(value.shape)
@@ -158,11 +158,10 @@ def _bits(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:
     whole = all(isinstance(size, int) for size in sizes) and (not sizes or sizes[-1] % 8 != 0)
     count: Any = math.prod(sizes) if whole else sizes[-1]
     if not isinstance(count, int):  # the one that is filled up the least, and the innermost of these
-        known = [
-            (-(-size // 8) / size, -dim, dim) for dim, size in enumerate(sizes) if isinstance(size, int) and size > 1
-        ]
+        fixed = [(dim, size) for dim, size in enumerate(sizes) if isinstance(size, int) and size > 1]
+        known = [(-(-size // 8) / size, -dim, dim) for dim, size in fixed]
         if not known:
-            return f"its rows are of {count} elements, which differ from call to call, as all its sizes do"
+            return f"its rows are of {count} elements, which differ from call to call, and no other dimension is fixed"
         along = min(known)[-1] - len(sizes)
         count = sizes[along]
     filled = -count % 8

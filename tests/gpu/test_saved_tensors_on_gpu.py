@@ -75,7 +75,7 @@ def copies() -> Transfers:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_packs_are_within_their_bounds_by_element(dtype: torch.dtype) -> None:
-    kinds = [Cast("e4m3"), Cast("e5m2"), Scaled("int8"), Scaled("int8", per=64), Scaled("e4m3")]
+    kinds = [Cast("e4m3"), Cast("e5m2"), Scaled("int8"), Scaled("int8", per=64), Scaled("e4m3"), Scaled("int4", per=64)]
     example = torch.empty(64, 512, device=CUDA, dtype=dtype)
     both: list[Any] = [packs.functions(kind, example) for kind in kinds]
     narrow: list[Any] = [packs.functions(Cast("bfloat16"), example)] if dtype == torch.float32 else []
@@ -101,6 +101,7 @@ def test_packs_are_within_their_bounds_by_element(dtype: torch.dtype) -> None:
         amax / 254 * (1 + 1e-3),
         (blocks / 254 * (1 + 1e-3)).expand(64, 8, 64).reshape(64, 512),
         torch.maximum(x.abs() * 2.0**-4, amax * 2.0**-10 / 448),
+        (blocks / 14 * (1 + 1e-3)).expand(64, 8, 64).reshape(64, 512),
         x.abs() * 2.0**-8,
     ]
     for result, bound in zip(results, bounds, strict=False):
