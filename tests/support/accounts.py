@@ -79,6 +79,8 @@ SAVED = SavedTensors(
                 unpack_before=("mul_4", "mul_9")),
         _tensor("view_2", 32 << 20, 0, "float8_e4m3fn, scaled by rows", with_="gelu_1", pack_before="mm_8",
                 unpack_before=("mul_4",)),
+        _tensor("primals_9", 1 << 19, 0, "offload as int8, scaled per row", op="placeholder", bytes_on_host=1 << 17,
+                held="an input: its memory is free once nobody else holds it"),
         _tensor("logsumexp", 1 << 18, 1 << 18, None, op="aten._scaled_dot_product_flash_attention",
                 reason="a statistic of attention, which only a rule that names it packs"),
     ),

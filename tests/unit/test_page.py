@@ -140,15 +140,16 @@ def test_what_to_look_at_comes_with_its_reason_worst_first(rich: Element) -> Non
 def test_saved_tensors_before_and_after_packing(rich: Element) -> None:
     (saved,) = rich.all("section", class_="saved")
     (bars,) = saved.all("div", class_="before-after")
-    assert [entry.text for entry in bars.all("span", class_="figure")] == ["128.2 MiB", "10.2 MiB"]
+    assert [entry.text for entry in bars.all("span", class_="figure")] == ["128.8 MiB", "10.2 MiB"]
     widths = [bar.attributes["width"] for kind in ("before", "after") for bar in bars.all("rect", class_=kind)]
-    assert widths == ["100.00", "7.99"]
+    assert widths == ["100.00", "7.96"]
     rows = [row.words for row in saved.all("table", class_="tensors")[0].all("tr")[1:]]
     assert rows[0].startswith(
         "relu_3 float32[8, s0, 4096] aten.relu in layers.3.mlp 64.0 MiB 2.0 MiB bits packed before"
     )
     assert "in the memory of gelu_1" in rows[2]
-    assert "kept: a statistic of attention" in rows[3]
+    assert "offload as int8, scaled per row, 128.0 KiB on the host it is an input: its memory is free" in rows[3]
+    assert "kept: a statistic of attention" in rows[4]
 
 
 def test_the_tree_is_nested_as_recordings_follow_one_another(rich: Element) -> None:
