@@ -6,6 +6,7 @@ The copy stream is `LateStream`: a copy that nobody waits for has not happened.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from multigraph_backend.saved_tensors.rules import Pack, rule_from_json, rule_to
 from tests.support.saved_tensors.late_stream import LateStream, late_stream
 from tests.support.saved_tensors.models import Block, Mlp, accounts, compiled, rules, step
 from tests.support.saved_tensors.partitioned import everything, gradients, partition
+from tests.support.saved_tensors.random_programs import program
 
 
 @pytest.fixture
@@ -94,6 +96,24 @@ def test_each_packed_tensor_is_waited_for_and_comes_back_once(late: Transfers) -
     begins = backward.find_nodes(op="call_function", target=operators.BEGIN)
     begun = [copy for node in begins for copy in node.args[0]]
     assert begun == [node.args[0] for node in reloads if node.args[3]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_have_the_gradients_of_the_pack_alone(late: Transfers, seed: int) -> None:
+    rng = random.Random(seed)
+    function, inner = program(seed), rng.choice([Scaled("int4", per=rng.choice(["row", 3, 8])), Scaled("int8", per=4)])
+    matches = [Match(min_bytes=0), Match(min_bytes=0, role="input")][: rng.randint(1, 2)]
+    assert isinstance(late.stream, LateStream)
+    late.stream.speed = (10.0 ** rng.choice([4, 7, 9]),) * 2
+    sent = Offload(inner, waiting=rng.randrange(4), ahead=rng.randrange(4))
+    alone, there = (partition(function, [Rule(match, pack) for match in matches]) for pack in (inner, sent))
+    x = [torch.randn(8, 16), *(torch.randn(16, 16) / 4 for _ in range(4))]
+    got, wanted = gradients(there.run, *x), gradients(alone.run, *x)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    packed, offloaded = ({entry.name for entry in made.accounts[0].tensors if entry.packed} for made in (alone, there))
+    assert packed <= offloaded  # what is too small to be packed goes as it is
+    assert late.copies >= len(packed) > 0
+    assert late.stream.waiting == 0
 
 
 def test_scales_of_long_rows_stay_on_the_device(late: Transfers) -> None:
