@@ -32,6 +32,8 @@ from multigraph_backend.spelling import did_you_mean, shown
 
 if TYPE_CHECKING:
     from multigraph_backend.saved_tensors.budget import Budget
+    from multigraph_backend.saved_tensors.memory_goal import Goal
+    from multigraph_backend.saved_tensors.reckoning import Reckoned
     from multigraph_backend.saved_tensors.rules import Rule
 
 __all__ = ["DISABLE_VARIABLE", "PIECES", "VARIABLE", "Options", "OptionsError", "disabled_pieces"]
@@ -91,6 +93,8 @@ class Options:
     saved_tensors: rules for what is saved for backward, the first that matches decides; none: nothing is packed
     saved_tensors_budget: how much may be saved for backward; then the rules say what may be done, and it how much of
         it; None: all that the rules say
+    memory_goal: what a training step may need in all; then the rules say what may be done, and it how much of it
+    reckoned: the goal in bytes, and what this process holds beside; filled in when a graph is compiled
     repeat: "always" compiles blocks of a graph that come again once, and calls them; "auto" where no kernel is cut in
         two by that; False: they are compiled as they stand
     name: what this model is called among others of its class: in reports and messages, and as a key of the environment
@@ -117,6 +121,8 @@ class Options:
     inductor: tuple[tuple[str, object], ...] = ()
     saved_tensors: tuple[Rule, ...] = ()
     saved_tensors_budget: Budget | None = None
+    memory_goal: Goal | None = None
+    reckoned: Reckoned | None = dataclasses.field(default=None, repr=False)
     repeat: Literal["auto", "always", False] = False
     name: str | None = None
     mode: str | None = None
@@ -126,7 +132,7 @@ class Options:
         # Callables and the values of patches take no part: they may be unhashable.
         compiler = self.compiler if isinstance(self.compiler, str) else None
         knobs = tuple(name for name, _ in self.inductor)
-        others = self.recording, knobs, self.saved_tensors, self.saved_tensors_budget, self.repeat
+        others = self.recording, knobs, self.saved_tensors, self.saved_tensors_budget, self.memory_goal, self.repeat
         return hash((self.specialize, self.pad, self.compile, self.on_failure, self.compile_timeout, compiler, *others))
 
     @property
@@ -147,10 +153,23 @@ class Options:
     @property
     def packing(self) -> bool:
         """Whether anything may be done with saved tensors."""
-        return bool(self.saved_tensors) or self.saved_tensors_budget is not None
+        return bool(self.saved_tensors) or self.saved_tensors_budget is not None or self.memory_goal is not None
 
     def without_packs(self) -> Options:
-        return dataclasses.replace(self, saved_tensors=(), saved_tensors_budget=None)
+        return dataclasses.replace(self, saved_tensors=(), saved_tensors_budget=None, memory_goal=None, reckoned=None)
+
+    def reckoned_for(self, args: Sequence[object]) -> Options:
+        """With the memory goal in bytes, for this process and a training graph over `args`; the same without a goal."""
+        if self.memory_goal is None or self.reckoned is not None:
+            return self
+        from multigraph_backend.saved_tensors import holding, memory_goal
+
+        found = holding.reckon(self.memory_goal, args)
+        rules = self.saved_tensors
+        if self.memory_goal.auto:
+            on_gpu = any(getattr(arg, "is_cuda", False) for arg in args)
+            rules = (*rules, *memory_goal.default_rules("cuda" if on_gpu else "cpu", found.goal is not None))
+        return dataclasses.replace(self, saved_tensors=rules, reckoned=found)
 
     @staticmethod
     def build(
@@ -193,9 +212,10 @@ class Options:
         compiler = cast("str | Callable[..., Any]", read.get("compiler", "inductor"))
         if compiler != "inductor" and read.get("cudagraphs") == "require":
             given["cudagraphs"].refuse("none", f"only Inductor's code is recorded, and the compiler is {compiler!r}")
-        for key in ("inductor", "saved_tensors", "saved_tensors_budget", "repeat"):
+        for key in ("inductor", "saved_tensors", "saved_tensors_budget", "memory_goal", "repeat"):
             if compiler != "inductor" and read.get(key):
                 given[key].refuse("none", f"only Inductor has it, and the compiler is {compiler!r}")
+        _take_over_auto(given, read)
         wanted = None if mode_given is None else _read_mode(mode_given, compiler)
         if compiler == "inductor":
             knobs.update(redirected or {})
@@ -408,9 +428,14 @@ def _read_pad(given: _Given) -> tuple[tuple[str, Buckets], ...] | Literal["decla
     return tuple(read.items())
 
 
-def _read_saved_tensors(given: _Given) -> tuple[Rule, ...]:
+def _read_saved_tensors(given: _Given) -> tuple[Rule, ...] | Literal["auto"]:
+    from multigraph_backend.saved_tensors.memory_goal import AUTO
     from multigraph_backend.saved_tensors.rules import Rule, rule_from_json
 
+    if isinstance(given.value, str):
+        if given.value != AUTO:
+            given.refuse(f'a list of rules, or "auto"{did_you_mean(given.value, [AUTO])}')
+        return "auto"
     if not isinstance(given.value, list | tuple):
         given.refuse("a list of rules", "wrap it in a list" if isinstance(given.value, Mapping | Rule) else "")
     rules = []
@@ -435,6 +460,36 @@ def _read_budget(given: _Given) -> Budget | None:
     except (TypeError, ValueError) as error:
         remedy = remedies.fraction(given.value) or remedies.number(given.value) or str(error)
         given.refuse("bytes (an integer), or a fraction (a float from 0.0 to 1.0)", remedy)
+
+
+def _read_memory_goal(given: _Given) -> Goal | None:
+    from multigraph_backend.saved_tensors.memory_goal import Goal
+
+    if given.value is None:
+        return None
+    try:
+        return Goal.of(given.value)
+    except (TypeError, ValueError) as error:
+        remedy = remedies.fraction(given.value) or remedies.number(given.value)
+        raise OptionsError(
+            f"option {given.option!r}: {error}{given.origin}" + (f"; {remedy}" if remedy else "")
+        ) from error
+
+
+def _take_over_auto(given: Mapping[str, _Given], read: dict[str, object]) -> None:
+    """`"auto"` is a goal with rules of its own: the one that is given, or as little time as possible."""
+    auto, goal = read.get("saved_tensors") == "auto", cast("Goal | None", read.get("memory_goal"))
+    if not auto and goal is None:
+        return
+    from multigraph_backend.saved_tensors.memory_goal import Goal
+
+    if auto or (goal is not None and not read.get("saved_tensors")):
+        read["memory_goal"] = dataclasses.replace(goal or Goal(), auto=True)
+    if auto:
+        read["saved_tensors"] = ()
+    if read.get("saved_tensors_budget") is not None:
+        which = "memory_goal" if goal is not None else 'saved_tensors="auto"'
+        given["saved_tensors_budget"].refuse("none", f"{which} chooses how much is saved; leave one of them out")
 
 
 def _read_choice(*choices: str) -> Callable[[_Given], str]:
@@ -686,6 +741,7 @@ _READERS: dict[str, Callable[[_Given], object]] = {
     "inductor": _read_inductor,
     "saved_tensors": _read_saved_tensors,
     "saved_tensors_budget": _read_budget,
+    "memory_goal": _read_memory_goal,
     "repeat": _read_repeat,
     "mode": lambda given: given.value,  # read with the compiler
     "name": _read_name,

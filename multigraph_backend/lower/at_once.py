@@ -31,6 +31,7 @@ from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
+from multigraph_backend.saved_tensors.reckoning import GoalMissed
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ def _unless_parts_are_shared(
 
 
 def _compiled(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
+    options = options.reckoned_for(inputs) if torch.is_grad_enabled() else options
     options = dataclasses.replace(options, repeat=False)  # nothing is compiled once more where bodies fail
     recorded_as = name if records(module, inputs, options) else None
     plain = recorded_as is None and not options.packing
@@ -103,7 +105,11 @@ def _packed_or_not(
             run = compile_module(module, inputs, options, recorded_as)
         for account in saved:
             saved_account.pass_on(account)
+        if options.on_failure == "raise" and options.memory_goal is not None:
+            saved_account.refuse_missed(saved)
         return run
+    except GoalMissed:
+        raise
     except _compat.TensorifyScalarRestartAnalysis:  # Dynamo traces anew
         raise
     except Exception as error:

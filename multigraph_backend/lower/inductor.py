@@ -67,7 +67,8 @@ def compile_graph(
         from multigraph_backend.saved_tensors import output_code as packing_code
         from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
 
-        around = functools.partial(PackingPartitioner, rules=options.saved_tensors, budget=options.saved_tensors_budget)
+        wanted = options.reckoned or options.saved_tensors_budget
+        around = functools.partial(PackingPartitioner, rules=options.saved_tensors, wanted=wanted)
         inner = packing_code.inner_compile(inner, runs=how != "traced")
     if how != "traced" and (lacking := _lacks_for_retained_graphs()):
         log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph

@@ -82,12 +82,21 @@ class Asked:
     case: tuple[Any, Any]
 
 
-def options_for(options: Options, variant: Variant) -> Options:
+def options_for(options: Options, variant: Variant, args: Sequence[Any], grad: bool) -> Options:
     """Under which `variant` is compiled, wherever that is: keys of torch's caches depend on them.
+
+    What a memory goal leaves is reckoned once for a variant, at its first compile, for `args`; without `grad` nothing
+    is saved.
 
     Where a worker may use the GPU, it also tunes.  Else a variant's first call measures each kernel's configurations,
     and the requests behind it wait for that.
     """
+    if options.memory_goal is not None:
+        if not grad:
+            options = options.without_packs()
+        else:
+            variant.reckoned = variant.reckoned or options.reckoned_for(args)
+            options = variant.reckoned
     if (
         variant.generic
         or options.compile != "background"
@@ -254,7 +263,7 @@ class _Task:
         condition = variant.condition
         pinned = {} if condition is None else declared.exact_values(condition, graph.values(args))
         on_gpu = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
-        options = options_for(self.options, variant)
+        options = options_for(self.options, variant, args, self.state.grad)
         try:
             content = parcel.pack(self.packed, variant.facts, args, options, self.state, pinned, variant.text, on_gpu)
         except CannotSend as reason:

@@ -43,6 +43,7 @@ from multigraph_backend.region import background, dispatch, gains, registry, rul
 from multigraph_backend.region.background import Asked
 from multigraph_backend.region.dispatch import Ready
 from multigraph_backend.region.variant import Floats, Form, Variant
+from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
 
 log = logging.getLogger(__name__)
@@ -210,8 +211,9 @@ class Region:
             return None
         log.info("%s: compiling %s", self.user_code, variant.text)
         try:
-            options = background.options_for(self.options, variant)
+            options = background.options_for(self.options, variant, args, self._state.grad)
             lowered = lowering.lower(self._graph, variant.facts, args, options, self._state, pinned, variant.text)
+            self._refuse_missed_goal(lowered)
             if self._graph.communicates:
                 self._check_collectives(variant, lowered, args)
         except Exception as error:
@@ -509,8 +511,16 @@ class Region:
     def _cached(self, variant: Variant, args: Sequence[Any]) -> Lowered:
         """Code for `args` out of torch's caches; raises what `lower` raises."""
         pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
-        facts, state, options = variant.facts, self._state, background.options_for(self.options, variant)
-        return lowering.lower(self._graph, facts, args, options, state, pinned, variant.text, only_cached=True)
+        facts, state = variant.facts, self._state
+        options = background.options_for(self.options, variant, args, state.grad)
+        lowered = lowering.lower(self._graph, facts, args, options, state, pinned, variant.text, only_cached=True)
+        self._refuse_missed_goal(lowered)
+        return lowered
+
+    def _refuse_missed_goal(self, lowered: Lowered) -> None:
+        """Raises `GoalMissed` where the user asked to hear of it, before anything has run."""
+        if self.options.on_failure == "raise" and self.options.memory_goal is not None:
+            saved_account.refuse_missed(lowered.saved)
 
     def _from_caches(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """After `seal()`: what torch's caches have is no compile.  Asked in vain, they are asked again in a minute."""

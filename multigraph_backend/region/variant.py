@@ -27,6 +27,7 @@ from multigraph_backend.capture.aliasing import Sharing
 from multigraph_backend.capture.declared import Condition
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.lowering import Lowered
+from multigraph_backend.options import Options
 from multigraph_backend.region.gains import Gain
 
 State = Literal["declared", "compiling", "ready", "failed", "inactive"]
@@ -74,6 +75,7 @@ class Variant:
         self.user_stack: str | None = None  # the user's lines that the last failure was about, where torch says so
         self.compile_seconds = 0.0
         self.gain = Gain()
+        self.reckoned: Options | None = None  # with what its memory goal comes to; see `background.options_for`
         self.exact: int | None = None  # the one value that an opaque condition is compiled for
         self.asked_caches = -math.inf  # when a call after `seal()` asked torch's caches in vain; under `lock`
         self._retry_at: dict[tuple[Sharing, Floats], float] = {}

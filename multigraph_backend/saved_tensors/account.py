@@ -7,11 +7,15 @@ running and kept with its code.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from multigraph_backend import events
+from multigraph_backend.saved_tensors.reckoning import GoalMissed, MemoryPlan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class SavedTensors:
     """All saved tensors of one graph, and the estimated peaks (bytes above what the caller holds).
 
     `order`: in forward and in backward "placed", "placed, repeated" or "stock"; `failed`: why nothing was packed
-    although something was to be; `budget`: what was asked for, and what became of it; `unmatched`: rules that decide
+    although something was to be; `budget`: what was asked for, and what became of it; `memory`: what became of a memory
+    goal; `unmatched`: rules that decide
     about no tensor of this graph, because none is as they say or others come before.
     """
 
@@ -59,6 +64,7 @@ class SavedTensors:
     unpacked_backward_peak: int = 0
     failed: str | None = None
     budget: str | None = None
+    memory: MemoryPlan | None = None
     unmatched: tuple[str, ...] = ()
 
     @property
@@ -88,6 +94,8 @@ class SavedTensors:
             )
         if self.budget:
             lines.append(f"  {self.budget}")
+        if self.memory is not None:
+            lines += [f"  {line}" for line in self.memory.lines()]
         if self.failed:
             lines.append(f"  nothing is packed: {self.failed}")
         lines += [f"  decides about nothing here: rule {rule}" for rule in self.unmatched]
@@ -140,7 +148,11 @@ def collecting() -> Iterator[list[SavedTensors]]:
 
 
 def add(account: SavedTensors) -> None:
-    """One more account for the compile that is running, to be counted."""
+    """One more account for the compile that is running, to be counted; a goal that is missed is said now."""
+    if account.memory is not None:
+        log.info("%s", "\n".join(account.memory.lines()))
+        if (said := account.memory.complaint()) is not None:
+            events.warn_once(said, "%s", said)
     pass_on(account)
     here = _collected.get()
     if here is None:
@@ -154,6 +166,16 @@ def pass_on(account: SavedTensors) -> None:
     here = _collected.get()
     if here is not None:
         here.all.append(account)
+
+
+def refuse_missed(accounts: Sequence[SavedTensors]) -> None:
+    """Raises `GoalMissed` where a memory goal is not met, or nothing could be done for it."""
+    for entry in accounts:
+        said = None if entry.memory is None else entry.memory.complaint()
+        if said is None and entry.failed:
+            said = f"nothing is packed for the memory goal: {entry.failed}"
+        if said is not None:
+            raise GoalMissed(said)
 
 
 def _count(account: SavedTensors) -> None:

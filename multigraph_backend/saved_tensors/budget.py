@@ -4,7 +4,8 @@ In: moves, each of which makes one saved tensor smaller and costs an estimated t
 how many may be.  Out: the moves that are made, in order.
 
 Moves are made one after the other, those first that cost the least for each byte; for one that loses precision a
-second counts as `LOSSY` seconds.  One that would raise the estimated peak of the step is left out.
+second counts as `LOSSY` seconds; those that are to come `last` follow all others.  One that would raise the estimated
+peak of the step is left out.
 
     20 bytes are saved, 10 may be              price
     compute g again   saves 6 for 1.2 seconds    0.2   made: 14 are left
@@ -58,13 +59,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Move:
-    """`unit` becomes `saves` bytes smaller, for `seconds` in a step; `way`: an index of the caller's."""
+    """`unit` becomes `saves` bytes smaller, for `seconds` in a step; `way`: an index of the caller's.
+
+    `last`: it is to be made where no other is left.
+    """
 
     unit: str
     way: int
     saves: int
     seconds: float
     lossy: bool = False
+    last: bool = False
 
     @property
     def price(self) -> float:
@@ -84,19 +89,20 @@ class Plan(Protocol):
         """The estimated peak of the step."""
 
 
-def choose(moves: Sequence[Move], saved: int, goal: int, plan: Plan) -> list[Move]:
-    """Make moves on `plan` until no more than `goal` of `saved` bytes are left, or none is left to make."""
-    order = sorted((move for move in moves if move.saves > 0), key=lambda move: move.price)  # stable
-    size = max(1, len(order) // _GROUPS)
+def choose(moves: Sequence[Move], saved: int, goal: int, plan: Plan, most: int | None = None) -> list[Move]:
+    """Make moves on `plan` until no more than `goal` of `saved` bytes are left and the peak is no more than `most`, or
+    none is left to make."""
+    order = sorted((move for move in moves if move.saves > 0), key=lambda move: (move.last, move.price))  # stable
+    first = sum(not move.last for move in order)
+    groups = [*_parted(order[:first]), *_parted(order[first:])]
     made: dict[str, Move] = {}
     peak = plan.peak()
     for _ in range(_ROUNDS):
         before = len(made)
-        for start in range(0, len(order), size):
-            if saved <= goal:
+        for group in groups:
+            if saved <= goal and (most is None or peak <= most):
                 return list(made.values())
-            group = order[start : start + size]
-            for part in [group] if size == 1 else [group, *([move] for move in group)]:
+            for part in [group] if len(group) == 1 else [group, *([move] for move in group)]:
                 new = _made(part, made, plan)
                 if not new:
                     continue
@@ -111,6 +117,11 @@ def choose(moves: Sequence[Move], saved: int, goal: int, plan: Plan) -> list[Mov
         if len(made) == before:
             break
     return list(made.values())
+
+
+def _parted(order: Sequence[Move]) -> list[Sequence[Move]]:
+    size = max(1, len(order) // _GROUPS)
+    return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def _made(moves: Sequence[Move], made: dict[str, Move], plan: Plan) -> list[Move]:

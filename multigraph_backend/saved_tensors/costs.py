@@ -48,9 +48,9 @@ def machine_of(device: torch.device) -> Machine:
     return MACHINES.get(device.type, MACHINES["cuda"])
 
 
-def seconds_of(graph: Graph) -> dict[str, float]:
-    """Seconds of each node, by its name; what runs nothing takes none."""
-    return {node.name: seconds(node) for node in graph.nodes}
+def seconds_of(graph: Graph, machine: Machine | None = None) -> dict[str, float]:
+    """Seconds of each node, by its name; what runs nothing takes none.  `machine`: one that was measured."""
+    return {node.name: seconds(node, machine) for node in graph.nodes}
 
 
 def least_seconds_of(graph: Graph) -> dict[str, float]:
@@ -88,12 +88,12 @@ def _bytes(node: Node) -> int:
     return 0 if value is None or graphs.on_host(node) else graphs.tensor_bytes(value)
 
 
-def seconds(node: Node) -> float:
-    """Of one operation: the longer of its work and its memory."""
+def seconds(node: Node, machine: Machine | None = None) -> float:
+    """Of one operation: the longer of its work and its memory; on `machine`, or one of its device's kind."""
     value = graphs.tensor(node)
     if node.op != "call_function" or value is None or graphs.viewed(node) is not None:
         return 0.0
-    machine = machine_of(value.device)
+    machine = machine or machine_of(value.device)
     moved = graphs.tensor_bytes(value)
     moved += sum(graphs.tensor_bytes(read) for entry in node.all_input_nodes
                  if (read := graphs.tensor(entry)) is not None)  # fmt: skip

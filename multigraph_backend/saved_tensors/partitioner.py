@@ -36,19 +36,24 @@ from multigraph_backend.saved_tensors import (
     rematerialize,
     surgery,
     within_budget,
+    within_goal,
 )
 from multigraph_backend.saved_tensors.account import SavedTensor, SavedTensors
 from multigraph_backend.saved_tensors.budget import Budget
 from multigraph_backend.saved_tensors.choosing import Choice
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.hooks import SavedHook
+from multigraph_backend.saved_tensors.memory_goal import default_rules
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.placement import Estimate
+from multigraph_backend.saved_tensors.reckoning import Reckoned
 from multigraph_backend.saved_tensors.rules import Recompute, Rule, rule_to_json
 from multigraph_backend.saved_tensors.tracing import Tracer
 from multigraph_backend.saved_tensors.units import CannotPack, Kept, Traced, Unit
 
 log = logging.getLogger(__name__)
+
+OF_ITS_OWN = default_rules("cuda")  # that no user has written
 
 _Partitioner: Any = object if _compat.missing("changed inputs") else _compat.CustomPartitionerFn
 
@@ -56,8 +61,8 @@ _Partitioner: Any = object if _compat.missing("changed inputs") else _compat.Cus
 class PackingPartitioner(_Partitioner):  # type: ignore[misc]
     """`inner`, and then packs for what it saves, as `rules` say."""
 
-    def __init__(self, inner: Any, rules: Sequence[Rule], budget: Budget | None = None) -> None:
-        self.inner, self.rules, self.budget = inner, tuple(rules), budget
+    def __init__(self, inner: Any, rules: Sequence[Rule], wanted: Budget | Reckoned | None = None) -> None:
+        self.inner, self.rules, self.wanted = inner, tuple(rules), wanted
         self.gathered = groups.gathers_parameters()
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **settings: Any) -> Any:
@@ -69,13 +74,16 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
         activations = _compat.activations(primals)
         partition = Partition(forward, backward, settings["num_fwd_outputs"], static, activations)
         reordered = bool(_compat.inductor_config.reorder_for_peak_memory)
-        packed = pack_saved_tensors(partition, self.rules, self.budget, reordered, self.gathered)
+        packed = pack_saved_tensors(partition, self.rules, self.wanted, reordered, self.gathered)
         return packed.forward, packed.backward
 
     def uuid(self) -> Any:
         theirs = self.inner.uuid()
         rules = json.dumps([rule_to_json(rule) for rule in self.rules])
-        return (source_hash(), rules, str(self.budget), sorted(transfers.STREAMS), self.gathered, theirs)
+        return (source_hash(), rules, self._wanted(), sorted(transfers.STREAMS), self.gathered, theirs)
+
+    def _wanted(self) -> str:
+        return repr(self.wanted) if isinstance(self.wanted, Reckoned) else str(self.wanted)
 
     def __getstate__(self) -> dict[str, Any]:  # Inductor pickles its configuration for its caches' keys
         return {"key": self.uuid()}
@@ -87,41 +95,48 @@ class PackingPartitioner(_Partitioner):  # type: ignore[misc]
 def pack_saved_tensors(
     partition: Partition,
     rules: Sequence[Rule],
-    budget: Budget | None = None,
+    wanted: Budget | Reckoned | None = None,
     reordered: bool = False,
     gathered: bool = False,
 ) -> Partition:
     """Both graphs with saved tensors packed as `rules` say.
 
-    With a `budget` the rules say what may be done, and it says how much of that is.  `reordered`: the compiler changes
-    the order of operations to lower the peak.  `gathered`: see `choosing.choose`.
+    With a budget or a memory goal `wanted` the rules say what may be done, and it says how much of that is.
+    `reordered`: the compiler changes the order of operations to lower the peak.  `gathered`: see `choosing.choose`.
 
     What is returned may be the given graphs, changed.  Nothing is raised for what cannot be packed.
     """
     untouched = partition.copy()
     try:
         lent: list[str] = []
-        if budget is not None or any(isinstance(rule.pack, Recompute) for rule in rules):
+        if wanted is not None or any(isinstance(rule.pack, Recompute) for rule in rules):
             lent = rematerialize.lend_parameters(partition)
         candidates = choosing.candidates(partition, any(rule.match.pointwise is not None for rule in rules))
-        if budget is None:
+        memory = None
+        named = rules
+        if isinstance(wanted, Reckoned):
+            named = [rule for rule in rules if rule not in OF_ITS_OWN]
+        if wanted is None:
             choice = choosing.choose(candidates, rules, gathered)
             deciding, said = choice.deciding, None
             traced, kept = _by_rules(partition, choice)
         else:  # there each rule says what may be done, whatever precedes it
             deciding = [rule for rule in rules if choosing.choose(candidates, [rule]).deciding]
-            chosen = within_budget.choose(partition, candidates, rules, budget)
-            traced, kept, said = chosen.traced, chosen.kept, chosen.said
-        idle = _deciding_nothing(rules, deciding)
+            if isinstance(wanted, Budget):
+                chosen = within_budget.choose(partition, candidates, rules, wanted)
+            else:
+                chosen = within_goal.choose(partition, candidates, rules, wanted)
+            traced, kept, said, memory = chosen.traced, chosen.kept, chosen.said, chosen.memory
+        idle = _deciding_nothing(named, deciding)
         if not traced:
             rematerialize.take_back(partition, lent)
             kept = [entry for entry in kept if entry.node.name not in lent]
-            account.add(SavedTensors(tuple(map(_kept, kept)), budget=said, unmatched=idle))
+            account.add(SavedTensors(tuple(map(_kept, kept)), budget=said, memory=memory, unmatched=idle))
             return partition
         placed = _carry_out(partition, traced, reordered)
         used = rematerialize.take_back(partition, lent)
         kept = [entry for entry in kept if entry.node.name not in lent or entry.node.name in used]
-        account.add(replace(_account(traced, kept, placed), budget=said, unmatched=idle))
+        account.add(replace(_account(traced, kept, placed), budget=said, memory=memory, unmatched=idle))
     except Exception as error:
         if from_outside(error):
             raise

@@ -168,8 +168,11 @@ def _nothing(source: Node) -> GraphModule:
     return GraphModule(torch.nn.Module(), graph)
 
 
-def seconds(traced: Traced) -> float:
-    """Estimated time of computing it again: element by element costs no more than reading what it begins with."""
+def seconds(traced: Traced, machine: costs.Machine | None = None) -> float:
+    """Estimated time of computing it again: element by element costs no more than reading what it begins with.
+
+    `machine`: one that was measured.
+    """
     total = 0.0
     moved = 0
     device: torch.device | None = None
@@ -181,9 +184,32 @@ def seconds(traced: Traced) -> float:
         if node.op == "placeholder":
             moved += graphs.tensor_bytes(value)
         elif not graphs.elementwise(node):
-            total += costs.seconds(node)
+            total += costs.seconds(node, machine)
     assert device is not None
-    return total + moved / costs.machine_of(device).bytes_per_second
+    return total + moved / (machine or costs.machine_of(device)).bytes_per_second
+
+
+def costs_nothing(traced: Traced) -> bool:
+    """Whether reading the saved tensor takes no less: its readers compute it on the way, from what they read anyway or
+    what is not larger."""
+    for node in traced.unpack.graph.nodes:
+        if node.op == "call_function" and not (graphs.elementwise(node) or graphs.viewed(node) is not None):
+            return False
+    names = {member.name for member in traced.unit.members}
+    inputs = traced.inputs[0].graph.find_nodes(op="placeholder") if traced.inputs else []
+    readers = {reader for node in inputs if node.name in names for reader in _readers(node)}
+    if not all(graphs.elementwise(reader) or graphs.reduces(reader) for reader in readers):
+        return False
+    more = [node for node in traced.computed_from if not readers <= set(_readers(node))]
+    return sum(map(_bytes, more)) <= traced.unit.described.bytes
+
+
+def _readers(node: Node) -> list[Node]:
+    """What computes with the memory of an input."""
+    found: list[Node] = []
+    for user in node.users:
+        found += _readers(user) if graphs.viewed(user) is node else [user]
+    return found
 
 
 # ---------------------------------------------------------------- parameters that the backward is not given

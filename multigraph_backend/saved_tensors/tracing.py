@@ -50,7 +50,7 @@ class Tracer:
             return rematerialize.trace(unit, self._backward, taken)
         if isinstance(unit.pack, Offload) and self._computes_bytes:
             raise CannotPack("the backward computes bytes on the CPU, which may come to lie in its copy")
-        attentions = self._into_attention(unit)
+        attentions = self.into_attention(unit)
         if unit.described.role == "statistic" and any("cudnn" in name for name in attentions):
             raise CannotPack("cuDNN's attention takes it only where its own forward has put it")
         in_memory = bool(attentions)
@@ -73,7 +73,7 @@ class Tracer:
             if not self._placeholders[member.name].users:
                 raise CannotPack("the backward graph does not read it")
 
-    def _into_attention(self, unit: Unit) -> set[str]:
+    def into_attention(self, unit: Unit) -> set[str]:
         """The backwards of attentions that read it.
 
         Inductor gives these operators tensors that lie otherwise than in its graph.  cuDNN's is then wrong: torch 2.11

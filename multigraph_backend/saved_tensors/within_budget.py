@@ -23,6 +23,7 @@ from multigraph_backend.saved_tensors.choosing import Candidate, Choice
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.offload import transfers
 from multigraph_backend.saved_tensors.placement import Estimate
+from multigraph_backend.saved_tensors.reckoning import MemoryPlan
 from multigraph_backend.saved_tensors.rules import Keep, Match, Recompute, Role, Rule
 from multigraph_backend.saved_tensors.tracing import Tracer
 from multigraph_backend.saved_tensors.units import CannotPack, Kept, Traced, Unit
@@ -33,36 +34,21 @@ HIDDEN = 0.1  # what a second of copying costs while there is enough to compute 
 
 @dataclass(frozen=True)
 class Chosen:
-    """`said`: the budget and what became of it, in words."""
+    """`said`: the budget and what became of it, in words; `memory`: the same of a memory goal."""
 
     traced: list[Traced]
     kept: list[Kept]
-    said: str
+    said: str | None = None
+    memory: MemoryPlan | None = None
 
 
 def choose(partition: Partition, candidates: Sequence[Candidate], rules: Sequence[Rule], wanted: Budget) -> Chosen:
     """Which of the `candidates` are packed, and how, so that what is saved fits `wanted`."""
-    everything = choosing.choose(candidates, _again(0))
-    saved = _saved_bytes(everything)
+    everything = choosing.choose(candidates, again(0))
+    saved = saved_bytes(everything)
     goal = wanted.goal(saved)
-    plan = _Plan(Tracer(partition.backward), Estimate(partition))
-    refused: dict[Node, str] = {}
-    seconds = sum(costs.seconds_of(partition.forward.graph).values())
-    moves = []
-    for unit in _ways(candidates, rules):
-        try:
-            traced = plan.tracer.trace(unit)
-        except CannotPack as reason:
-            refused[unit.source] = str(reason)
-            continue
-        spent = _seconds(traced)
-        if traced.host_bytes:
-            hidden = min(spent, max(seconds, 0.0))
-            seconds -= hidden
-            spent = hidden * HIDDEN + (spent - hidden)
-        plan.units.append(unit)
-        saves = unit.described.bytes - traced.saved_bytes
-        moves.append(Move(unit.name, len(plan.units) - 1, saves, spent, not unit.exact))
+    plan = Plan(Tracer(partition.backward), Estimate(partition))
+    moves, refused = moves_of(partition, candidates, rules, plan)
     made = budget.choose(moves, saved, goal, plan)
     left = saved - sum(move.saves for move in made)
     traced_units = [plan.made[move.unit] for move in made]
@@ -70,11 +56,47 @@ def choose(partition: Partition, candidates: Sequence[Candidate], rules: Sequenc
     for unit in everything.units:
         refused.setdefault(unit.source, "the budget is met without it" if met else "nothing lowers it")
     said = f"budget {wanted}: {goal} of {saved} bytes; {left} are saved"
-    kept = _kept(partition, everything, traced_units, refused)
+    kept = kept_of(partition, everything, traced_units, refused)
     return Chosen(traced_units, kept, said if met else f"{said}, and nothing more can be done")
 
 
-def _kept(partition: Partition, everything: Choice, made: Sequence[Traced], reasons: Mapping[Node, str]) -> list[Kept]:
+def moves_of(
+    partition: Partition,
+    candidates: Sequence[Candidate],
+    rules: Sequence[Rule],
+    plan: Plan,
+    speed: Speed | None = None,
+) -> tuple[list[Move], dict[Node, str]]:
+    """What can be done, with its price, as moves on `plan`; what cannot, by the sources of units, and why.
+
+    `speed`: of the device, where it was measured; then what costs nothing has no price, and what rounds what an
+    attention's backward reads is to come last.
+    """
+    refused: dict[Node, str] = {}
+    machine = None if speed is None else speed.machine
+    seconds = sum(costs.seconds_of(partition.forward.graph, machine).values())
+    moves: list[Move] = []
+    for unit in _ways(candidates, rules):
+        try:
+            traced = plan.tracer.trace(unit)
+        except CannotPack as reason:
+            refused[unit.source] = str(reason)
+            continue
+        spent = _seconds(traced, speed)
+        if traced.host_bytes:
+            hidden = min(spent, max(seconds, 0.0))
+            seconds -= hidden
+            spent = hidden * HIDDEN + (spent - hidden)
+        plan.units.append(unit)
+        last = speed is not None and not unit.exact and bool(plan.tracer.into_attention(unit))
+        saves = unit.described.bytes - traced.saved_bytes
+        moves.append(Move(unit.name, len(plan.units) - 1, saves, spent, not unit.exact, last))
+    return moves, refused
+
+
+def kept_of(
+    partition: Partition, everything: Choice, made: Sequence[Traced], reasons: Mapping[Node, str]
+) -> list[Kept]:
     """The saved tensors that are in none of the units `made`; `reasons`: by the sources of units."""
     packed = {member for entry in made for member in entry.unit.members}
     needed = {node.name for entry in made for node in entry.computed_from}
@@ -91,11 +113,19 @@ def _kept(partition: Partition, everything: Choice, made: Sequence[Traced], reas
     return kept
 
 
-class _Plan:
+@dataclass(frozen=True)
+class Speed:
+    """Of a device, measured; `link`: bytes a second to the host and back, 0 where it was not."""
+
+    machine: costs.Machine
+    link: float = 0.0
+
+
+class Plan:
     """See `budget.Plan`."""
 
-    def __init__(self, tracer: Tracer, estimate: Estimate) -> None:
-        self.tracer, self.estimate = tracer, estimate
+    def __init__(self, tracer: Tracer, estimate: Estimate, speed: Speed | None = None) -> None:
+        self.tracer, self.estimate, self.speed = tracer, estimate, speed
         self.units: list[Unit] = []
         self.made: dict[str, Traced] = {}
 
@@ -110,7 +140,7 @@ class _Plan:
         except CannotPack:
             return False
         # further up there may be more to compute than was priced
-        if isinstance(unit.pack, Recompute) and _seconds(traced) > 2 * max(move.seconds, 1e-9):
+        if isinstance(unit.pack, Recompute) and _seconds(traced, self.speed) > 2 * max(move.seconds, 1e-9):
             return False
         self.made[move.unit] = traced
         return True
@@ -119,8 +149,12 @@ class _Plan:
         del self.made[move.unit]
 
     def peak(self) -> int:
+        return max(self.peaks())
+
+    def peaks(self) -> tuple[int, int]:
+        """Of the forward and of the backward."""
         placed = self.estimate.place(list(self.made.values()))
-        return max(placed.forward_peak, placed.backward_peak)
+        return placed.forward_peak, placed.backward_peak
 
 
 def _ways(candidates: Sequence[Candidate], rules: Sequence[Rule]) -> list[Unit]:
@@ -132,10 +166,10 @@ def _ways(candidates: Sequence[Candidate], rules: Sequence[Rule]) -> list[Unit]:
             keeps.append(rule)
         else:
             found += _intermediates(choosing.choose(candidates, [*keeps, rule]))
-    return found + _intermediates(choosing.choose(candidates, [*keeps, *_again(None)]))
+    return found + _intermediates(choosing.choose(candidates, [*keeps, *again(None)]))
 
 
-def _again(min_bytes: int | None) -> list[Rule]:
+def again(min_bytes: int | None) -> list[Rule]:
     """Computing again rounds nothing: statistics too."""
     return [Rule(Match(min_bytes=min_bytes, role=role), Recompute()) for role in SAVED_ALONE]
 
@@ -144,7 +178,7 @@ def _intermediates(choice: Choice) -> list[Unit]:
     return [unit for unit in choice.units if unit.described.role in SAVED_ALONE]
 
 
-def _saved_bytes(choice: Choice) -> int:
+def saved_bytes(choice: Choice) -> int:
     """Of what is saved for the backward alone."""
     total = sum(unit.described.bytes for unit in choice.units if unit.described.role in SAVED_ALONE)
     memories: dict[Node, int] = {}
@@ -155,16 +189,20 @@ def _saved_bytes(choice: Choice) -> int:
     return total + sum(memories.values())
 
 
-def _seconds(traced: Traced) -> float:
+def _seconds(traced: Traced, speed: Speed | None = None) -> float:
     """Estimated time that a pack and its unpack take in a step."""
     unit, value = traced.unit, graphs.tensor(traced.unit.source)
     assert value is not None
     if isinstance(unit.pack, Recompute):
-        return rematerialize.seconds(traced)
+        if speed is None:
+            return rematerialize.seconds(traced)
+        return 0.0 if rematerialize.costs_nothing(traced) else rematerialize.seconds(traced, speed.machine)
     copying = 0.0
     if traced.host_bytes:
-        copying = traced.host_bytes / min(transfers.of(value.device).stream.bytes_per_second())
+        measured = 0.0 if speed is None else speed.link
+        copying = traced.host_bytes / (measured or min(transfers.of(value.device).stream.bytes_per_second()))
         if traced.host_bytes >= unit.described.bytes:  # as it is
             return copying
+    machine = costs.machine_of(value.device) if speed is None else speed.machine
     packed = traced.saved_bytes + traced.host_bytes
-    return copying + 2 * (unit.described.bytes + packed) / costs.machine_of(value.device).bytes_per_second
+    return copying + 2 * (unit.described.bytes + packed) / machine.bytes_per_second

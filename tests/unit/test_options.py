@@ -74,7 +74,7 @@ def test_defaults() -> None:
     assert build() == Options() == build({}) == build(mode="default") == build({"inductor": {}})
     assert_expected_inline(
         repr(Options()),
-        """Options(specialize=(), pad=(), compile='lazy', workers=(), on_failure='fallback', compile_timeout=600.0, warm_start=True, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, limits=(), inductor=(), saved_tensors=(), saved_tensors_budget=None, repeat=False, name=None, mode=None)""",  # noqa: E501
+        """Options(specialize=(), pad=(), compile='lazy', workers=(), on_failure='fallback', compile_timeout=600.0, warm_start=True, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, limits=(), inductor=(), saved_tensors=(), saved_tensors_budget=None, memory_goal=None, repeat=False, name=None, mode=None)""",  # noqa: E501
     )
 
 
@@ -132,11 +132,11 @@ def test_unknown_options() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, repeat, mode, name
-unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, repeat, mode, name
-unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, repeat, mode, name
-unknown option 'zzz'; valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, repeat, mode, name
-unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, repeat, mode, name""",  # noqa: E501
+unknown option 'specialise' (did you mean 'specialize'?); valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, memory_goal, repeat, mode, name
+unknown option 'Compile' (did you mean 'compile'?); valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, memory_goal, repeat, mode, name
+unknown option 'timeout' (did you mean 'compile_timeout'?); valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, memory_goal, repeat, mode, name
+unknown option 'zzz'; valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, memory_goal, repeat, mode, name
+unknown option 'specialise' (did you mean 'specialize'?) (in MULTIGRAPH_OPTIONS['*']); valid options: specialize, pad, compile, workers, on_failure, compile_timeout, warm_start, compiler, cudagraphs, cut, splitting_ops, safe, collectives, record_small, copy_outputs, max_recordings, limits, inductor, saved_tensors, saved_tensors_budget, memory_goal, repeat, mode, name""",  # noqa: E501
     )
 
 
