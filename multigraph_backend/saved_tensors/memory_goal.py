@@ -100,7 +100,7 @@ def size(count: int) -> str:
     for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= one:
             return f"{sign}{count / one:.2f} {unit}"
-    return f"{sign}{count} bytes"
+    return f"{sign}{count} byte" + ("" if count == 1 else "s")
 
 
 def _peak(value: object) -> dict[str, Any]:

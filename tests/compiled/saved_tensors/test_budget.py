@@ -143,7 +143,7 @@ def test_budgets_of_one_program(rules: list[Rule]) -> None:
     wanted = gradients(blocks, *_ARGS)
     saved, estimated, measured, ways = [], [], [], []
     for fraction in FRACTIONS:
-        made = partition(blocks, rules, budget=Budget.of(fraction))
+        made = partition(blocks, rules, wanted=Budget.of(fraction))
         got = gradients(made.run, *_ARGS)
         bound = 0.03 if rules else 1e-5
         assert all((one - two).norm() <= bound * two.norm() for one, two in zip(got, wanted, strict=True))
@@ -195,7 +195,7 @@ def test_what_is_random_or_leads_nowhere_is_not_computed_again() -> None:
 
 
 def test_a_keep_is_kept_whatever_the_budget() -> None:
-    made = partition(blocks, [Rule(Match(), Keep())], budget=Budget.of(0.0))
+    made = partition(blocks, [Rule(Match(), Keep())], wanted=Budget.of(0.0))
     gradients(made.run, *_ARGS)
     (said,) = made.accounts
     assert said.packed == 0
@@ -205,7 +205,7 @@ def test_a_keep_is_kept_whatever_the_budget() -> None:
 def test_offload_within_a_budget() -> None:
     with late_stream():
         rule = Rule(Match(min_bytes=4096), multigraph_backend.Offload())
-        made = partition(blocks, [rule], budget=Budget.of(0.1))
+        made = partition(blocks, [rule], wanted=Budget.of(0.1))
         got, wanted = gradients(made.run, *_ARGS), gradients(blocks, *_ARGS)
         assert all((one - two).norm() <= 1e-5 * two.norm() for one, two in zip(got, wanted, strict=True))
         (said,) = made.accounts

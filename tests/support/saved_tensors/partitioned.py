@@ -14,6 +14,7 @@ from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.budget import Budget
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.partitioner import pack_saved_tensors
+from multigraph_backend.saved_tensors.reckoning import Reckoned
 from multigraph_backend.saved_tensors.rules import Match, Pack, Rule
 
 
@@ -36,7 +37,7 @@ def partition(
     function: Callable[..., Any],
     rules: Sequence[Rule],
     dynamic: bool = False,
-    budget: Budget | None = None,
+    wanted: Budget | Reckoned | None = None,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Partitioned:
     """`function`, whose saved tensors are packed by `rules` once it is called."""
@@ -46,7 +47,7 @@ def partition(
         with account.collecting() as found:
             static = settings.get("static_lifetime_input_indices") or ()
             graphs = Partition(forward, backward, settings["num_fwd_outputs"], static)
-            graphs = pack_saved_tensors(graphs, rules, budget)
+            graphs = pack_saved_tensors(graphs, rules, wanted)
         result.accounts += found
         return graphs.forward, graphs.backward
 

@@ -99,7 +99,7 @@ def test_a_graph_is_read_once_however_many_rules_there_are(
         Rule(Match(op="aten::sin", min_bytes=0), Keep()), Rule(Match(pointwise=True, min_bytes=0), Recompute()),
         Rule(Match(op="aten::tanh", min_bytes=0), PACK), Rule(Match(min_bytes=0), PACK), Rule(Match(op="aten::none")),
     ]  # fmt: skip
-    made = partition(lambda x, y: ((x @ y).sin() @ y).tanh().exp() @ y, rules, budget=budget)
+    made = partition(lambda x, y: ((x @ y).sin() @ y).tanh().exp() @ y, rules, wanted=budget)
     gradients(made.run, torch.randn(6, 8), torch.randn(8, 8))
     (said,) = made.accounts
     assert said.packed
