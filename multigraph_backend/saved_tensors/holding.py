@@ -49,7 +49,8 @@ def reckon(goal: Goal, args: Sequence[object]) -> Reckoned:
     others = {id(entry): entry for entry in _parameters(found) if id(entry) not in trained}
     held = allocated(device)
     counted = held is None  # then what is there counts with what will be
-    state, by = _state(goal, found, [*trained.values(), *others.values()], counted)
+    parameters = [arg for arg in trained.values() if isinstance(arg, torch.nn.Parameter)]
+    state, by = _state(goal, found, [*parameters, *others.values()], counted)
     return Reckoned(
         goal=wanted,
         machine=machine,
