@@ -23,6 +23,7 @@ import argparse
 import copy
 import json
 import logging
+import math
 import sys
 import tempfile
 import time
@@ -273,10 +274,9 @@ def outline(step: Step, starts: dict[str, float], down: Callable[[float], float]
 
 
 def ticks(most: float) -> list[float]:
-    """Round numbers from 0 up to `most`, some four of them."""
-    step = 10.0 ** len(str(int(most)))
-    while most / step < 4:
-        step /= 2 if str(step)[0] in "1" else 2.5 if str(step)[0] in "5" else 2
+    """Round numbers from 0 up to `most`, four to ten of them."""
+    power = 10.0 ** math.floor(math.log10(most))
+    step = next(power * part for part in (1, 0.5, 0.25, 0.2) if most / (power * part) >= 4)
     return [step * index for index in range(int(most / step) + 1)]
 
 

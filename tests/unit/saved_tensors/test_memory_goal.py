@@ -325,3 +325,22 @@ def test_a_real_measurement_is_two_steps_to_a_factor_of_two(monkeypatch: pytest.
         assert 1e6 < speed < 1e15
     assert [speeds.rounded(x) for x in (1e9, 1.1e9, 1.25e9)] == [2.0**30] * 3
     assert memory_goal.size(1) == "1 byte"
+
+
+@pytest.mark.usefixtures("fixed_speeds")
+def test_where_the_device_counts_what_is_there_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: allocated bytes have gradients and state of the optimizer in them, once these are there."""
+    monkeypatch.setattr(holding, "allocated", lambda device: 12345)
+    model = torch.nn.Linear(64, 64)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    size = 4 * (64 * 64 + 64)
+    before = holding.reckon(Goal(), parameters)
+    assert before.held == rounded_up(12345)
+    assert (before.gradients, before.optimizer) == (rounded_up(size), rounded_up(2 * size))
+    model(torch.randn(4, 64)).sum().backward()
+    assert holding.reckon(Goal(), parameters).gradients == 0
+    optimizer.step()
+    after = holding.reckon(Goal(), parameters)
+    assert (after.optimizer, after.optimizer_by) == (0, "AdamW, which has its state")
+    assert holding.reckon(Goal(optimizer=8), parameters).optimizer == 0
