@@ -113,6 +113,29 @@ def test_generic_serves_until_the_variant_is_there_as_a_whole(train: bool) -> No
     assert "by a worker" in str(multigraph_backend.explain())
 
 
+def test_a_worker_plans_for_the_memory_that_this_process_holds() -> None:
+    """What it leaves in the caches is found by what was reckoned here."""
+    model = Model()
+    sizes = [{"x[0]": 4096}]
+    run = compiled(model, specialize=sizes, memory_goal="1 MiB")
+    for size in (5, 4096, 4096):
+        run(torch.randn(size, 24)).square().sum().backward()
+    assert background.wait(120)
+    model.zero_grad()
+    x = torch.randn(4096, 24)
+    run(x).square().sum().backward()
+    (variant_told,) = [entry for text, entry in told().items() if text != "generic"]
+    assert variant_told["by_worker"]
+    assert multigraph_backend.stats()["worker_compiles"] == 1
+    (saved,) = variant_told["saved"]
+    assert saved["memory"]["goal"] == 1 << 20
+    assert saved["memory"]["ways"]
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for parameter, wanted in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert (parameter.grad - wanted).norm() <= 0.03 * wanted.norm()
+
+
 def test_a_graph_is_packed_once_for_the_compiles_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a worker that runs is asked for the second without a look into torch's caches from this process.
 

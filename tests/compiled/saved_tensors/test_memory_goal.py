@@ -17,6 +17,7 @@ import torch
 
 import multigraph_backend
 from multigraph_backend import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
+from multigraph_backend.capture import from_dynamo
 from multigraph_backend.region.region import VariantFailed
 from multigraph_backend.saved_tensors import budget, costs, within_goal
 from multigraph_backend.saved_tensors.budget import Move
@@ -482,3 +483,18 @@ def test_fractions_are_of_this_machine(pair: tuple[float, float]) -> None:
         compiled(model, memory_goal=fraction)(torch.randn(4, 16)).sum().backward()
         (found,) = memory_plans()
         assert found.goal == int(memory * fraction)
+
+
+def test_a_graph_that_is_compiled_at_once_has_a_goal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise from_dynamo.CannotCapture("the graph was split")
+
+    monkeypatch.setattr(from_dynamo, "capture", refuse)
+    model = Mlp(64)
+    assert_step(model, compiled(model, memory_goal="1 MiB"), torch.randn(2048, 64), 0.05)
+    (found,) = memory_plans()
+    assert found.ways != ()
+    torch._dynamo.reset()
+    run = compiled(model, memory_goal=1, on_failure="raise")
+    with pytest.raises(Exception, match="the memory goal of 1 byte is missed by"):
+        run(torch.randn(2048, 64))
