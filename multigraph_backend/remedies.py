@@ -26,6 +26,7 @@ _MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _OTHER_WORDS = {
     "specialize": ("variants", "shapes", "sizes", "dynamic_shapes", "compile_sizes", "cudagraph_capture_sizes"),
     "saved_tensors": ("packs", "rules", "activations"),
+    "memory_goal": ("memory_limit", "memory", "max_memory", "memory_budget", "gpu_memory_utilization"),
 }
 
 

@@ -39,6 +39,9 @@ def check(value: object) -> bool:
         ({"variants": []}, "(did you mean 'specialize'?)"),
         ({"shapes": [8]}, "(did you mean 'specialize'?)"),  # not 'safe'
         ({"packs": []}, "(did you mean 'saved_tensors'?)"),
+        ({"memory_limit": "8 GiB"}, "(did you mean 'memory_goal'?)"),
+        ({"memory_goal": "8 G"}, "write 8000000000"),
+        ({"memory_goal": "80%"}, "write 0.8"),
         ({"cuda_graphs": False}, "(did you mean 'cudagraphs'?)"),
         ({"SplittingOps": []}, "(did you mean 'splitting_ops'?)"),
         ({"compile ": "eager"}, "(did you mean 'compile'?)"),
