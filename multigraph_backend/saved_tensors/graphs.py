@@ -169,9 +169,12 @@ def results(graph: Graph) -> tuple[Any, ...]:
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
-def program(graph: Graph, held: Iterable[str] = ()) -> Program:
-    """The steps and lifetimes of `graph`; `held` names placeholders whose memory belongs to the caller."""
-    buffers = _Buffers()
+def program(graph: Graph, held: Iterable[str] = (), fused: bool = False) -> Program:
+    """The steps and lifetimes of `graph`; `held` names placeholders whose memory belongs to the caller.
+
+    `fused`: what is read within one kernel takes no memory, as in Inductor's code; what it is made of is read instead.
+    """
+    buffers = _Buffers(_within_kernels(graph) if fused else frozenset())
     steps: list[Step] = []
     given: set[str] = set()
     for node in graph.nodes:
@@ -183,7 +186,7 @@ def program(graph: Graph, held: Iterable[str] = ()) -> Program:
         else:
             reads = {name for value in node.all_input_nodes for name in buffers.of(value)}
             view = viewed(node) is not None and node.target is not torch.ops.aten.copy_.default
-            makes = () if viewed(node) is not None or node.target is operator.getitem else buffers.of(node)
+            makes = () if viewed(node) is not None or node.target is operator.getitem else buffers.made(node)
             steps.append(Step(node.name, frozenset(reads), makes, view or node.target is operator.getitem))
     returned = {name for value in results(graph) if isinstance(value, Node) for name in buffers.of(value)}
     by_name = {node.name: node for node in graph.find_nodes(op="placeholder")}
@@ -203,6 +206,37 @@ def program(graph: Graph, held: Iterable[str] = ()) -> Program:
         results=frozenset(returned - constants),
         same={name: memory for name, memory in same.items() if name != memory},
     )
+
+
+def _within_kernels(graph: Graph) -> frozenset[Node]:
+    """What is computed element by element, and read so, or summed up, before the next operation of another kind.
+
+    Such steps are one kernel, or several that compute it once more.
+    """
+    ends: dict[Node, int] = {}  # how many operations of another kind came before
+    count = 0
+    for node in graph.nodes:
+        ends[node] = count
+        count += node.op == "call_function" and not _inlined(node) and viewed(node) is None and not reduces(node)
+    return frozenset(
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and _inlined(node) and viewed(node) is None
+        and (readers := _readers(node))
+        and all((_inlined(reader) or reduces(reader)) and ends[reader] == ends[node] for reader in readers)
+    )  # fmt: skip
+
+
+def _inlined(node: Node) -> bool:
+    return tensor(node) is not None and elementwise(node)
+
+
+def _readers(node: Node) -> list[Node]:
+    """What computes with a value, or returns it."""
+    found: list[Node] = []
+    for user in node.users:
+        found += _readers(user) if viewed(user) is node else [user]
+    return found
 
 
 _ELEMENTWISE = ("convert_element_type", "inductor_random", "inductor_lookup_seed", "_to_copy")  # without the tag
@@ -258,10 +292,21 @@ def memory_of(node: Node) -> tuple[str, ...]:
 class _Buffers:
     """Names of buffers: the node that made one, or `node[i]` for part of a tuple; sizes on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, inlined: frozenset[Node] = frozenset()) -> None:
         self.sizes: dict[str, int] = {}
+        self._inlined = inlined
+        self._read: dict[Node, tuple[str, ...]] = {}
+
+    def made(self, node: Node) -> tuple[str, ...]:
+        """New ones."""
+        return () if node in self._inlined else self.of(node)
 
     def of(self, node: Node) -> tuple[str, ...]:
+        if node in self._inlined:
+            if node not in self._read:
+                read = [name for entry in node.all_input_nodes for name in self.of(entry)]
+                self._read[node] = tuple(dict.fromkeys(read))
+            return self._read[node]
         above = viewed(node)
         if above is not None:
             return self.of(above)

@@ -423,15 +423,18 @@ def _clusters(backward: Program, packing: Packing, repeat: bool) -> list[tuple[i
 
 
 class Estimate:
-    """Both graphs as programs.  `reordered`: the compiler changes the order of operations to lower the peak."""
+    """Both graphs as programs.  `reordered`: the compiler changes the order of operations to lower the peak.
 
-    def __init__(self, partition: Partition, reordered: bool = False) -> None:
+    `fused`: see `graphs.program`; for peaks, not for places.
+    """
+
+    def __init__(self, partition: Partition, reordered: bool = False, fused: bool = False) -> None:
         forward, backward = partition.forward.graph, partition.backward.graph
         self._partition, self._reordered = partition, reordered
         self._results = graphs.results(forward)
         caller = [node.name for node in forward.find_nodes(op="placeholder")]
-        self._forward = graphs.program(forward, caller)
-        self._backward = graphs.program(backward, choosing.held(partition))
+        self._forward = graphs.program(forward, caller, fused)
+        self._backward = graphs.program(backward, choosing.held(partition), fused)
 
     def place(self, traced: Sequence[Traced]) -> Placement:
         """The best places for the packs of these units."""
