@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import multigraph_backend
 from multigraph_backend import Bits, Cast, Keep, Match, Offload, Recompute, Rule, Scaled
 from multigraph_backend.capture import from_dynamo
 from multigraph_backend.region.region import VariantFailed
-from multigraph_backend.saved_tensors import budget, costs, within_goal
+from multigraph_backend.saved_tensors import budget, costs, graphs, within_goal
 from multigraph_backend.saved_tensors.budget import Move
+from multigraph_backend.saved_tensors.lifetimes import live_bytes
 from multigraph_backend.saved_tensors.memory_goal import default_rules, size
 from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
 from multigraph_backend.saved_tensors.reckoning import MemoryPlan, Reckoned
@@ -91,6 +94,24 @@ def test_a_smaller_goal_never_needs_more_and_is_right() -> None:
     assert any("recompute" in entry for entry in ways)
     assert any("int8, scaled per block of 64" in entry for entry in ways)
     assert len(set(peaks)) >= 3
+
+
+def test_what_one_kernel_computes_and_reads_takes_no_memory() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        z = y.sin() + y  # y and its sine are read within the kernel that makes z
+        return (z @ w) * x.cos()  # the cosine is read within that of the product
+
+    with FakeTensorMode():
+        x = torch.empty(8, 8)
+        graph = make_fx(function)(x, x).graph
+    names = [node.name for node in graph.nodes if node.op == "call_function"]
+    assert names == ["mul", "sin", "add", "mm", "cos", "mul_1"]
+    caller = [node.name for node in graph.find_nodes(op="placeholder")]
+    assert live_bytes(graphs.program(graph, caller)) == (256, 512, 768, 512, 512, 768, 256)
+    fused = graphs.program(graph, caller, fused=True)
+    assert live_bytes(fused) == (0, 0, 256, 512, 256, 512, 256)
+    assert [step.reads for step in fused.steps if step.name == "add"] == [frozenset({"x_1"})]
 
 
 def test_what_an_attention_reads_is_rounded_last() -> None:
