@@ -31,7 +31,7 @@ from multigraph_backend.saved_tensors.tracing import Tracer
 from multigraph_backend.saved_tensors.units import Traced
 from multigraph_backend.saved_tensors.within_budget import Chosen, Plan, Speed, again, kept_of, moves_of, saved_bytes
 
-UNSEEN = 16  # a part for what no graph says: memory that kernels take for themselves, copies into other layouts
+UNSEEN = 8  # a part for what no graph says: memory that kernels take for themselves, copies into other layouts
 _ERRORS = {"bfloat16": "2^-8", "float16": "2^-11", "float8_e4m3fn": "2^-4", "float8_e5m2": "2^-3"}
 
 
