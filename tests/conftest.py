@@ -26,6 +26,8 @@ LONG = (
     "simulated/test_random_programs.py",
     "compiled/variants/test_missing_symbols.py",
     "processes/test_background.py",
+    "compiled/saved_tensors/test_memory_goal.py",
+    "users/examples/test_finetune.py",
     "processes/test_warm_start.py",
     "users/docs/test_code_blocks.py",
     "users/examples/test_serve_lm.py",
