@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.lower.order_of_changes import InnerCompile, compile_in_order
+from multigraph_backend.lower.nested_regions import compile_with_regions
+from multigraph_backend.lower.order_of_changes import InnerCompile
 
 _aten = torch.ops.aten
 _Node = torch.fx.Node
@@ -30,10 +31,10 @@ _POW = _aten.pow.Tensor_Scalar
 def compile_as_eager(
     inner: InnerCompile | None, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Any:
-    """Inductor's compile of one graph, with eager's numbers; then as `compile_in_order`."""
+    """Inductor's compile of one graph, with eager's numbers; then as `compile_with_regions`."""
     for module in _graphs(gm):
         give_eagers_numbers(module)
-    return compile_in_order(inner, gm, example_inputs, **settings)
+    return compile_with_regions(inner, gm, example_inputs, **settings)
 
 
 def give_eagers_numbers(gm: torch.fx.GraphModule) -> None:
