@@ -144,6 +144,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "instruments": ("warning", "torch's counters, structured trace and profiler do not show variants"),
     "messages": ("warning", "some errors are told in torch's words"),
     "simulation": ("warning", "recordings cannot be simulated on the CPU"),
+    "boundaries": ("warning", "inputs of blocks that FSDP2 shards are not packed"),
     "repeated blocks": ("warning", "the option 'repeat' does nothing"),
     "eager's numbers": ("warning", "max pooling over windows of minus infinity has Inductor's indices"),
     "moved parameters": ("warning", "compiled models with tensor subclasses as parameters may refuse to be moved"),

@@ -12,8 +12,8 @@ compiler sees it.  `inductor` is what Inductor is given, with what it gets wrong
 Blocks that come again are compiled once: `steps_of_graph` is a graph of Inductor's as values to compare, `repetition`
 finds the blocks, and `one_body` puts calls of one body into the graph in place of them.  `traced_once` does so before
 AOTAutograd, which then traces one block, where that is known to be right: `block_operator` stands for its calls there,
-`body_graphs` are what it has made of the one, and `modes_of_trace` what a captured graph sets on its way, autocast for
-one.
+`body_graphs` are what it has made of the one, `modes_of_trace` what a captured graph sets on its way, autocast for one,
+and `calls_before_packs` has what calls save packed around them.
 
 The same beside the calls: `workers` are processes, `worker` the program that each of them runs, `parcel` a compile as
 bytes for one of them.

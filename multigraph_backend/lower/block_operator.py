@@ -84,17 +84,27 @@ class Kind:
     gradients: tuple[int | None, ...] = ()
 
 
+@dataclass(frozen=True)
+class PutIn:
+    """What stands for the operators of one graph: names of bodies, and of each its steps and how often it is called."""
+
+    names: tuple[str, ...] = ()
+    bodies: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass
 class Bodies:
     """The bodies of one graph by their names: of each its kinds, in order, by what a call is given.
 
     `shape_env`: where symbols that sizes are expressions over come from; None where there are none.
-    `wrong`: why what AOTAutograd has traced with them is of no use.
+    `wrong`: why what AOTAutograd has traced with them is of no use.  `put`: what stands for the operators in graphs
+    where that was settled already, by "forward" and "backward".
     """
 
     kinds: dict[str, dict[tuple[Any, ...], Kind]] = field(default_factory=dict)
     shape_env: Any = None
     wrong: str | None = None
+    put: dict[str, PutIn] = field(default_factory=dict)
 
     def find(
         self, name: str, given: Sequence[torch.Tensor], numbers: Sequence[int | torch.SymInt] = ()

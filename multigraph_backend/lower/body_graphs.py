@@ -268,6 +268,8 @@ def _parted(
         if node.op == "output":
             results_of_backward = [None if entry is None else inside[entry] for entry in node.args[0]]
             graph.output(tuple(results_of_backward))
+        elif node.op == "get_attr":
+            raise Refused("a block that comes again holds a tensor of its own")
         elif node.op != "placeholder":
             inside[node] = graph.node_copy(node, lambda operand: inside[operand])
     if len(results_of_backward) != len(placeholders_of_forward):

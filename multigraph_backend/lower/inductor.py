@@ -48,7 +48,7 @@ def compile_graph(
     Raises what Inductor raises, `CannotLower` for what it gets wrong, and `NotCached`.
     """
     knobs = dict(options.inductor)
-    inner, traced = None, None
+    inner, traced, cut_at = None, None, None
     if label is not None:
         from multigraph_backend.cudagraphs import output_code
 
@@ -64,11 +64,13 @@ def compile_graph(
     if options.packing and (lacking := _lacks_for_packing()):
         log.debug("saved tensors stay as they are; this torch differs: %s", lacking)  # said at the first graph
     elif options.packing:
+        from multigraph_backend.lower.calls_before_packs import PuttingPartitioner
         from multigraph_backend.saved_tensors import output_code as packing_code
         from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
 
         wanted = options.reckoned or options.saved_tensors_budget
-        around = functools.partial(PackingPartitioner, rules=options.saved_tensors, wanted=wanted)
+        packing = functools.partial(PackingPartitioner, rules=options.saved_tensors, wanted=wanted)
+        around = packing if traced is None else lambda inside: packing(PuttingPartitioner(inside, traced, cut_at))
         inner = packing_code.inner_compile(inner, runs=how != "traced")
     if how != "traced" and (lacking := _lacks_for_retained_graphs()):
         log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph
@@ -89,8 +91,8 @@ def _traced_once(
     """Calls of bodies in `module` that AOTAutograd traces once, and why there are none though blocks come again."""
     if options.repeat != "always":
         return None, None  # what is lost by a cut is only known of what AOTAutograd has traced
-    if options.packing:
-        return None, "saved tensors are packed"
+    if options.saved_tensors_budget is not None or options.reckoned is not None:
+        return None, "what is saved has a budget"  # and a body is parted without a look at it
     config = _compat.inductor_config
     if config.freezing or config.cpp_wrapper or {"freezing", "cpp_wrapper"} & {name for name, _ in options.inductor}:
         return None, "constants are frozen, or wrappers are in C++"

@@ -26,6 +26,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -140,8 +141,7 @@ def _job(
     if options.repeat and (unrepeated := _not_repeated(graph, options)) is not None:
         options = dataclasses.replace(options, repeat=False)
     cache_tag = f"{_text(known)}|{recorded and options.recording}"
-    if options.repeat:
-        cache_tag += f"|repeat {options.repeat}"
+    cache_tag += _repeat_tag(options)
     if graph.communicates:
         cache_tag += f"|{groups.backends()}|{groups.registered_buffers()}|{groups.growing_ranges()}"
     hooked = state.hooks is not None and options.compiler == "inductor"
@@ -164,6 +164,27 @@ def _job(
         cache_tag=cache_tag,
         once_a_host=_identity(graph, args, options, cache_tag, state.grad) if rank.live() else "",
     )
+
+
+def _repeat_tag(options: Options) -> str:
+    """Tells code with bodies apart in torch's caches: also by what finds, makes and calls them."""
+    return f"|repeat {options.repeat} {_sources_of_bodies()}" if options.repeat else ""
+
+
+@functools.cache
+def _sources_of_bodies() -> str:
+    names = (
+        "block_operator",
+        "body_graphs",
+        "modes_of_trace",
+        "one_body",
+        "repetition",
+        "steps_of_graph",
+        "traced_once",
+    )
+    paths = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in names)
+    said: str = _compat.get_hash_for_files(paths).hex()[:16]
+    return said
 
 
 def _not_repeated(graph: CapturedGraph, options: Options) -> str | None:
@@ -262,7 +283,7 @@ class CompileJob:
         events.count("repeat_retries")
         code = str(self.graph.user_code)
         events.warn_once(f"{code}: {reason}", "%s: blocks that come again are compiled as they stand: %s", code, reason)
-        tag = self.cache_tag.replace(f"|repeat {self.options.repeat}", "")
+        tag = self.cache_tag.replace(_repeat_tag(self.options), "")
         whole = dataclasses.replace(self.options, repeat=False)
         return dataclasses.replace(self, options=whole, unrepeated=reason, cache_tag=tag)._repeated_or_not(process_wide)
 
@@ -276,8 +297,8 @@ class CompileJob:
                     if from_outside(error) or not attempt.lifted or (self.only_cached and not missed):
                         raise
                     process_wide.close()
-                    reason = describe(error)
-            if not (missed and attempt.more):
+                    reason = str(error) if isinstance(error, fresh_inputs.CannotLower) else describe(error)
+            if not attempt.more:
                 break
         log.debug("%s: blocks are traced one by one: %s", self.graph.user_code, reason)
         with traced_once.attempt(why_not=reason):

@@ -134,7 +134,7 @@ def _compile(
     """Raises `CannotLower` where the code is not what it should be."""
     backward = bool(settings.get("is_backward"))
     label = "backward" if backward else "inference" if settings.get("is_inference") else "forward"
-    called = traced_once.put_in(gm, traced, cut_at)
+    called = traced_once.put_in(gm, traced, cut_at, label)
     names: list[str] = []
     if settings.get("cpp_wrapper") or _compat.inductor_config.cpp_wrapper:
         found = Repeated(label, 0, refused=("there are no bodies in C++ wrappers",))

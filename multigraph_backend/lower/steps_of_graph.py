@@ -16,8 +16,9 @@ Convolutions stay: Inductor chooses in which layout they compute for a graph as 
 
 from __future__ import annotations
 
+import collections
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -70,12 +71,15 @@ def steps_of(graph: Graph, cut_at: Callable[[Node], str | None] | None = None) -
     return steps, nodes
 
 
-def steps_of_trace(graph: Graph, may_draw: bool = True) -> tuple[list[Step], list[Node]]:
+def steps_of_trace(
+    graph: Graph, may_draw: bool = True, differentiated: Collection[Node] = ()
+) -> tuple[list[Step], list[Node]]:
     """The same of a captured graph of Dynamo's, before AOTAutograd: functions and methods as the program calls them.
 
     It has no values on its nodes: descriptions say nothing of types and sizes, which `traced_once` asks of each call.
     Numbers that are computed from numbers are no steps: Dynamo computes each once, for whatever needs it.  Steps under
     other modes, autocast for one, are others.  `may_draw`: whether a call may stand for steps that draw random numbers.
+    `differentiated`: the inputs that need gradients; steps of a first layer, whose input needs none, are others, too.
     """
     told: set[Node] = set()
     for node in graph.nodes:
@@ -86,14 +90,18 @@ def steps_of_trace(graph: Graph, may_draw: bool = True) -> tuple[list[Step], lis
     nodes = [node for node in graph.nodes if node.op in called and node not in told]
     numbers = {node: index for index, node in enumerate(nodes)}
     modes = modes_of_trace.at_each_node(graph)
+    needing = set(differentiated)
     steps = []
     for node in nodes:
         operands = _operands(node)
         name = _name(node)
+        needs = tuple(operand in needing for operand in operands)
+        if any(needs):
+            needing.add(node)
         stays = _why_it_stays_in_a_trace(node, name, may_draw) is not None
         steps.append(
             Step(
-                (_said_in_a_trace(node), modes[node]),
+                (_said_in_a_trace(node), modes[node], needs),
                 tuple(numbers.get(operand, operand.name) for operand in operands),
                 stays or name in _ALONE or name in _ALONE_IN_A_TRACE or "attention" in name,
                 _path(node),
@@ -108,6 +116,17 @@ def steps_of_trace(graph: Graph, may_draw: bool = True) -> tuple[list[Step], lis
 def is_tensor_of_trace(node: Node) -> bool:
     """In a captured graph: the key alone is there (`capture.structure`)."""
     return "example_value" in node.meta
+
+
+def why_traced_one_by_one(graph: Graph, may_draw: bool) -> str | None:
+    """Which steps of a captured graph may be a part of no block, most frequent first; None where all may."""
+    said = collections.Counter(
+        f"{_name(node)}: {why}"
+        for node in graph.nodes
+        if node.op.startswith("call_") and not modes_of_trace.does_nothing(node)
+        if (why := _why_it_stays_in_a_trace(node, _name(node), may_draw)) is not None
+    )
+    return ", ".join(f"{entry} ({count} times)" for entry, count in said.most_common(2)) or None
 
 
 def is_view_of_trace(node: Node) -> bool:
@@ -192,8 +211,11 @@ def draws_in_a_trace(node: Node) -> bool:
     return draws or bool(_drop_rate_of_attention(node, name))
 
 
+_RATES = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # where attention's rate is given
+
+
 def _drop_rate_of_attention(node: Node, name: str) -> Any:
-    return _given_as(node, "dropout_p", 4) if name == "scaled_dot_product_attention" else node.kwargs.get("dropout_p")
+    return _given_as(node, "dropout_p", _RATES[name]) if name in _RATES else node.kwargs.get("dropout_p")
 
 
 def _given_as(node: Node, name: str, place: int) -> Any:

@@ -31,6 +31,7 @@ What makes a call of a body right, each checked and none assumed:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -52,6 +53,7 @@ from multigraph_backend.lower.block_operator import (
     Bodies,
     Kind,
     Part,
+    PutIn,
     Refused,
     empty,
     expression,
@@ -67,6 +69,7 @@ from multigraph_backend.lower.steps_of_graph import (
     is_tensor_of_trace,
     is_view_of_trace,
     steps_of_trace,
+    why_traced_one_by_one,
 )
 from multigraph_backend.process.interruptions import from_outside
 
@@ -133,13 +136,17 @@ def lift(
     here = _attempt.get() or Attempt()
     if here.why_not is not None:
         raise Refused(here.why_not)
-    steps, nodes = steps_of_trace(module.graph, may_draw)
+    differentiated = [node for node, value in _given(module, inputs) if getattr(value, "requires_grad", False)]
+    steps, nodes = steps_of_trace(module.graph, may_draw, differentiated)
     if (unknown := next((node for node in nodes if _changes_state(node)), None)) is not None:
-        raise Refused(f"the graph calls {unknown.name}, which may change what a trace depends on")
+        name = getattr(unknown.target, "__name__", unknown.target)
+        raise Refused(f"the graph calls {name}, which may change what a trace depends on")
     named = {node.name: node for node in module.graph.nodes}
     modes = modes_of_trace.at_each_node(module.graph)
     ways = _worth_trying(steps)[here.passed :]
     if not ways:
+        if (why := why_traced_one_by_one(module.graph, may_draw)) is not None:
+            raise Refused(why)
         return None
     symbols = _symbols(module.graph, inputs)
     while True:
@@ -164,6 +171,13 @@ def lift(
     module.recompile()
     here.lifted = True
     return bodies
+
+
+def _given(module: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[Node, Any]]:
+    """What a graph is given, and what it holds, with their values."""
+    yield from zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    for node in module.graph.find_nodes(op="get_attr"):
+        yield node, operator.attrgetter(str(node.target))(module)
 
 
 def _worth_trying(steps: Sequence[repetition.Step]) -> list[repetition.Repetition]:
@@ -327,9 +341,9 @@ class _Tracing:
                 break
             for kinds in self._bodies.kinds.values():
                 kinds.clear()
-        for block in blocks:
-            if len(self._bodies.kinds[block.name]) == len(block.calls):
-                raise Refused("blocks that come again are given tensors of other kinds at each call")
+        calls = collections.Counter(block.name for block in blocks for _ in block.calls)  # two may look the same
+        if any(len(self._bodies.kinds[name]) == count for name, count in calls.items()):
+            raise Refused("blocks that come again are given tensors of other kinds at each call")
 
     def _trace(self, blocks: Sequence[_Block]) -> None:
         calls = {mine[-1]: (block, mine, given) for block in blocks for mine, given in block.calls}
@@ -449,19 +463,15 @@ def _keep(graphs: dict[str, GraphModule], gm: GraphModule, example_inputs: Seque
 # ---------------------------------------------------------------- graphs that Inductor is given
 
 
-@dataclass(frozen=True)
-class PutIn:
-    """What stands for the operators of one graph: names of bodies, and of each its steps and how often it is called."""
+def put_in(
+    gm: GraphModule, bodies: Bodies | None, cut_at: Callable[[Node], str | None] | None = None, label: str = ""
+) -> PutIn:
+    """Calls of graphs of bodies in place of the operators of `gm`, the "forward" or "backward" graph, or another.
 
-    names: tuple[str, ...] = ()
-    bodies: tuple[tuple[int, int], ...] = ()
-
-
-def put_in(gm: GraphModule, bodies: Bodies | None, cut_at: Callable[[Node], str | None] | None = None) -> PutIn:
-    """Calls of graphs of bodies in place of the operators.  `cut_at`: why the graph is to be cut at a step, which no
-    body can be; None where it is not."""
+    `cut_at`: why the graph is to be cut at a step, which no body can be; None where it is not.
+    """
     if not (operators := gm.graph.find_nodes(op="call_function", target=BLOCK)):
-        return PutIn()
+        return (bodies.put.get(label) if bodies is not None else None) or PutIn()
     if bodies is None:
         raise CannotLower("a graph calls repeated blocks that are not there")
     if bodies.wrong is not None:
@@ -514,8 +524,11 @@ def _call_part(
             place: Any = user.args[1]
             value = graph.call_function(operator.getitem, (made, place))
             value.meta["val"] = made.meta["val"][place]
+            if (stack := node.meta.get("nn_module_stack")) is not None:  # by which rules tell what is saved
+                value.meta["nn_module_stack"] = stack
             for view in part.views[place]:
                 value = view_again(graph, view, value, symbols)
             user.replace_all_uses_with(value)
             graph.erase_node(user)
+            value.name = user.name  # by which a backward graph takes what is saved
     graph.erase_node(node)

@@ -105,12 +105,12 @@ def candidates(partition: Partition, pointwise: bool = True) -> list[Candidate]:
     for root, members in families.items():
         role = roles.get(root, "intermediate")
         if root in odd:
-            alone = tuple(describe(node, node, role) for node in members)
+            alone = tuple(describe(node, node, role, forward) for node in members)
             found.append(Candidate(members[0], tuple(members), alone[0], alone, odd[root]))
             continue
         for source, views in _sources(root, members):
             described = replace(describe(source, views[0], role, forward), pointwise=root in follows)
-            alone = tuple(describe(node, node, role) for node in views)
+            alone = tuple(describe(node, node, role, forward) for node in views)
             activation = graphs.owner(forward, root)[0] in activations
             found.append(Candidate(source, tuple(views), described, alone, activation=activation))
     return found
@@ -238,9 +238,10 @@ def describe(source: Node, shown: Node, role: Role, forward: GraphModule | None 
     made = None
     if of_subgraph is not None:
         made = of_subgraph.made if of_subgraph.operand is None else graphs.root(of_subgraph.operand)
-    if made is not None and graphs.tensor(made) is not None:
+    if of_subgraph is not None and made is not None and graphs.tensor(made) is not None:
         inside = describe(made, made, role, forward)
-        return replace(inside, bytes=graphs.tensor_bytes(value), module=inside.module or module_path(source.meta))
+        module = _of_this_call(inside.module, of_subgraph.inside, module_path(source.meta))
+        return replace(inside, bytes=graphs.tensor_bytes(value), module=module)
     names = [_operator(source.target), _operator(source.meta.get("original_aten"))]
     if source.target.__class__.__name__ == "builtin_function_or_method" and isinstance(source.args[0], Node):
         names[0] = _operator(source.args[0].target)  # getitem: the operator that made the tuple
@@ -252,6 +253,23 @@ def describe(source: Node, shown: Node, role: Role, forward: GraphModule | None 
         module=module_path(source.meta) or module_path(shown.meta),
         role=role,
     )
+
+
+def _of_this_call(path: str, inside: GraphModule, around: str) -> str:
+    """The path of a module in a subgraph that stands for several, in the call that ends in `around`.
+
+    The subgraph of "layers.0" and "layers.1" that is called for "layers.2" and "layers.3": what it says of
+    "layers.0.mlp" is there of "layers.2.mlp".
+    """
+    theirs, here = path.split("."), around.split(".")
+    place = next((place for place, part in enumerate(theirs) if part.isdigit()), None)
+    if place is None or len(here) <= place or not here[place].isdigit() or here[:place] != theirs[:place]:
+        return path or around
+    known = (module_path(node.meta).split(".") for node in inside.graph.nodes)
+    beside = [parts[place] for parts in known if parts[:place] == here[:place] and len(parts) > place]
+    last = max(int(part) for part in beside if part.isdigit())
+    theirs[place] = str(int(theirs[place]) + int(here[place]) - last)
+    return ".".join(theirs)
 
 
 def _operator(target: object) -> str:

@@ -32,6 +32,11 @@ from multigraph_backend.saved_tensors.units import CannotPack, Traced, Unit
 PackFunction = Callable[[torch.Tensor], Any]
 UnpackFunction = Callable[[Any], Any]
 
+_COMPARING = {
+    getattr(torch.ops.aten, name)
+    for name in ("le", "lt", "ge", "gt", "eq", "ne", "sign", "sgn", "signbit", "threshold_backward")
+}
+
 
 class Tracer:
     """For one partition of a graph."""
@@ -79,15 +84,21 @@ class Tracer:
         Inductor gives these operators tensors that lie otherwise than in its graph.  cuDNN's is then wrong: torch 2.11
         keeps its plans by how query, key and value lie, and not by how the output does that they were made for.
         """
-        reached = [self._placeholders[member.name] for member in unit.members]
-        found: set[str] = set()
+        called = (user for user in self._read_by(unit) if user.op == "call_function")
+        return {str(user.target) for user in called if "attention" in str(user.target)}
+
+    def compared(self, unit: Unit) -> bool:
+        """Whether the backward compares its elements with something: of a ReLU's output, which of them are 0."""
+        return any(getattr(user.target, "overloadpacket", None) in _COMPARING for user in self._read_by(unit))
+
+    def _read_by(self, unit: Unit) -> Iterator[Node]:
+        """Steps of the backward that read it, or a view of it."""
+        reached = [self._placeholders[member.name] for member in unit.members if member.name in self._placeholders]
         for node in reached:
             for user in node.users:
-                if "attention" in str(user.target) and user.op == "call_function":
-                    found.add(str(user.target))
+                yield user
                 if graphs.viewed(user) is node:
                     reached.append(user)
-        return found
 
     def _first(self, unit: Unit, in_memory: bool) -> Traced:
         value = graphs.tensor(unit.source)

@@ -29,6 +29,7 @@ from multigraph_backend.saved_tensors.tracing import Tracer
 from multigraph_backend.saved_tensors.units import CannotPack, Kept, Traced, Unit
 
 SAVED_ALONE: tuple[Role, ...] = ("intermediate", "statistic")  # for the backward, and for nobody else
+COMPARED = "the backward asks which of its elements are 0, as that of ReLU does, and rounding changes that"
 HIDDEN = 0.1  # what a second of copying costs while there is enough to compute beside it
 
 
@@ -77,6 +78,9 @@ def moves_of(
     seconds = sum(costs.seconds_of(partition.forward.graph, machine).values())
     moves: list[Move] = []
     for unit in _ways(candidates, rules):
+        if speed is not None and not unit.exact and plan.tracer.compared(unit):
+            refused[unit.source] = COMPARED
+            continue
         try:
             traced = plan.tracer.trace(unit)
         except CannotPack as reason:

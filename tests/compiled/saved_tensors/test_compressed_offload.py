@@ -171,7 +171,7 @@ def test_within_a_budget_it_is_priced_by_its_packed_bytes(late: Transfers) -> No
     assert isinstance(late.stream, LateStream)
     late.stream.speed = (1e7, 1e7)
     model = [Rule(Match(min_bytes=0, role="intermediate"), pack) for pack in (Offload(Bits()), Offload(Scaled("int4")))]
-    parted = partition(lambda x: (x @ x).sin().exp() @ x, model, budget=Budget(bytes=0))
+    parted = partition(lambda x: (x @ x).sin().exp() @ x, model, wanted=Budget(bytes=0))
     x = torch.randn(64, 64) / 8
     got, wanted = gradients(parted.run, x), gradients(lambda x: (x @ x).sin().exp() @ x, x)
     assert all((one - other).norm() < 0.5 * other.norm() for one, other in zip(got, wanted, strict=True))

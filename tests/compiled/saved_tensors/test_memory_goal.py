@@ -524,3 +524,16 @@ def test_a_graph_that_is_compiled_at_once_has_a_goal_too(monkeypatch: pytest.Mon
     run = compiled(model, memory_goal=1, on_failure="raise")
     with pytest.raises(Exception, match="the memory goal of 1 byte is missed by"):
         run(torch.randn(2048, 64))
+
+
+def test_what_a_relu_makes_is_not_rounded_for_its_output_is_its_mask() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ w.cos()) @ w
+
+    x, w = torch.randn(256, 256, requires_grad=True), torch.randn(256, 256, requires_grad=True)
+    (expected,) = torch.autograd.grad(program(x, w).sum(), x)
+    compiled = torch.compile(program, backend="multigraph", options={"memory_goal": 1})
+    (got,) = torch.autograd.grad(compiled(x, w).sum(), x)
+    assert torch.equal(got == 0, expected == 0)
+    (saved,) = multigraph_backend.explain().regions[-1].generic.saved
+    assert not any(entry.packed and "int8" in entry.packed for entry in saved.tensors if entry.op == "aten::relu")

@@ -11,6 +11,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import multigraph_backend
+from multigraph_backend import Keep, Match, Rule, Scaled
 from multigraph_backend.lower import one_body
 
 
@@ -268,3 +269,50 @@ def test_the_same_layer_for_the_same_input_drops_out_anew_by_inductors_own_numbe
     results = repeating(each)(torch.randn(8, 8))
     for index, one in enumerate(results):
         assert not any(torch.equal(one, other) for other in results[:index])
+
+
+class SavingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.gelu(self.up(self.norm(x)))
+        return x + torch.nn.functional.dropout(self.down(y), 0.1, self.training)
+
+
+class SavingLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SavingLayer() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_blocks_save_that_are_traced_once_is_packed_as_without() -> None:
+    """Around the calls: the same tensors, by rules that name modules too, and the same gradients to the last bit."""
+    model, x = SavingLayers(), torch.randn(128, 64, requires_grad=True)
+    rules = [Rule(Match(module="*layers.2*"), Keep()), Rule(Match(), Scaled("int8", per=64))]
+    found = []
+    with inductor_config.patch(fallback_random=True):
+        for repeat in (False, "always"):
+            torch._dynamo.reset()
+            model.zero_grad()
+            options = {"repeat": repeat, "saved_tensors": rules, "on_failure": "raise"}
+            torch.manual_seed(0)
+            torch.compile(model, backend="multigraph", options=options)(x).square().sum().backward()
+            generic = multigraph_backend.explain().regions[-1].generic
+            (saved,) = generic.saved
+            packed = sorted(
+                (entry.op, entry.module.removeprefix("L."), entry.shape) for entry in saved.tensors if entry.packed
+            )
+            found.append((packed, [parameter.grad for parameter in model.parameters()]))
+    assert "traced once" in generic.repeated
+    assert len(found[0][0]) == 8
+    assert not any("layers.2" in module for _, module, _ in found[0][0])
+    assert found[1][0] == found[0][0]
+    for mine, theirs in zip(found[1][1], found[0][1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)

@@ -141,6 +141,34 @@ class Twice(nn.Module):
         return y + torch.einsum("bij,bjk->bik", self.layers[3](x), y)
 
 
+class HoldsTensor(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).index_select(1, torch.tensor([0, 1, 1, 3, 0, 2, 2, 7]))
+
+
+class DropsInMultihead(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.inner(self.attention(y, y, y)[0])
+
+
+class NormAtTheEnd(nn.Module):
+    """Blocks that begin behind a norm would hand on what the last of them hands to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(Layer() for _ in range(4)), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
 class Statistics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -189,6 +217,9 @@ CASES: dict[str, tuple[Any, bool, bool]] = {  # model, whether it is traced once
     "attention with dropout": (lambda: layers(DropsInAttention), True, True),
     "the same layer twice": (Twice, True, True),
     "statistics": (lambda: layers(Statistics), False, False),
+    "a tensor in each layer": (lambda: layers(HoldsTensor), False, False),
+    "multihead attention with dropout": (lambda: layers(DropsInMultihead), True, True),
+    "a norm at the end": (NormAtTheEnd, True, True),
 }
 
 
@@ -219,6 +250,39 @@ def test_results_gradients_and_buffers_are_eagers(case: str, training: bool) -> 
     assert (verdict.calls > 0) or not once
     stats = multigraph_backend.stats()
     assert (stats["repeat_retries"], stats["eager_calls"]) == (0, 0)
+
+
+def test_a_first_layer_for_data_is_another_block_than_those_behind() -> None:
+    """Its input needs no gradient.  The others are calls of one body, and none is made for the first alone."""
+    model = nn.ModuleList(Layer() for _ in range(5))
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        for layer in model:
+            x = layer(x)
+        return x
+
+    verdict, x = Verdict(), torch.randn(2, 8, 8)
+    run = compiled_of(program, verdict)  # type: ignore[arg-type]
+    found = []
+    for each in (run, program):
+        model.zero_grad()
+        out = each(x)
+        out.square().sum().backward()
+        found.append([out, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    assert verdict.said[-1].count("1 of the bodies traced once") == 2
+    assert "1 calls" not in verdict.said[-1]
+
+
+def test_what_stands_in_the_way_of_tracing_once_is_said() -> None:
+    class Alone(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return x.sin()
+
+    verdict = Verdict()
+    compiled_of(layers(Alone), verdict)(torch.randn(2, 8, 8))
+    assert "blocks are traced one by one: _set_grad_enabled: it sets a mode" in verdict.said[-1]
 
 
 def test_results_are_eagers_under_autocast() -> None:
