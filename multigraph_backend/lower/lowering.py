@@ -297,6 +297,7 @@ class CompileJob:
                     if from_outside(error) or not attempt.lifted or (self.only_cached and not missed):
                         raise
                     process_wide.close()
+                    one_body.collect_anew()
                     reason = str(error) if isinstance(error, fresh_inputs.CannotLower) else describe(error)
             if not attempt.more:
                 break

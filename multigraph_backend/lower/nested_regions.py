@@ -57,13 +57,17 @@ def hand_out_once(gm: GraphModule) -> bool:
     return bool(calls)
 
 
+#: where the memory of a result is from, an operand ("given") or what is handed out ("made"), by its place; and the
+#: views that lead from there to it
+_Source = tuple[str, int, list[Node]]
+
+
 def _rewrite(graph: Graph, inside: GraphModule, calls: Sequence[Node]) -> None:
+    """What the region `inside` hands out is made of each memory once; its `calls` in `graph` make the rest again."""
     output = inside.graph.output_node()
     given = inside.graph.find_nodes(op="placeholder")
     handed_out: list[Any] = []
-    found: list[
-        tuple[str, int, list[Node]]
-    ] = []  # of each result: where its memory is from, and the views that lead there
+    found: list[_Source] = []
     for result in results(inside.graph):
         maker, views = result, []
         if isinstance(result, Node) and tensor(result) is not None:
@@ -96,7 +100,7 @@ def _copied(graph: Graph, result: Node) -> Node:
     return made
 
 
-def _take(graph: Graph, call: Node, handed_out: Sequence[Any], found: Sequence[tuple[str, int, list[Node]]]) -> None:
+def _take(graph: Graph, call: Node, handed_out: Sequence[Any], found: Sequence[_Source]) -> None:
     """What uses a result of `call` uses what stands for it."""
     values = call.meta.get("val")
     operands = call.args[2:]

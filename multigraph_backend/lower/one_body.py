@@ -101,6 +101,12 @@ def collecting() -> Iterator[list[Repeated]]:
         _collected.reset(token)
 
 
+def collect_anew() -> None:
+    """Forget what became of the graphs so far, of a compile that failed."""
+    if (here := _collected.get()) is not None:
+        here.clear()
+
+
 #: why a step may be a part of no body; None of those that may
 Stays = Callable[[Node], str | None]
 

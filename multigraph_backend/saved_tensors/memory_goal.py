@@ -67,6 +67,8 @@ class Goal:
             raise ValueError(f'"calls" is a number from 1 on, got {shown(calls)}')
         if not isinstance(forward, bool):
             raise ValueError(f'"gradients_in_forward" is True or False, got {shown(forward)}')
+        if "peak" not in value:
+            raise ValueError('a goal as a dict has a "peak"; None stands for as little time as possible')
         return cls(**read, optimizer=optimizer, calls=calls, gradients_in_forward=forward)
 
     def wanted(self, memory: int) -> int | None:

@@ -50,7 +50,7 @@ def test_bytes_units_and_fractions(written: object, bytes_: int | None, fraction
 def test_what_cannot_be_seen_is_said_beside_it() -> None:
     goal = Goal.of({"peak": "1 GiB", "optimizer": 8, "calls": 12, "gradients_in_forward": False})
     assert goal == Goal(bytes=1 << 30, optimizer=8, calls=12, gradients_in_forward=False)
-    assert Goal.of({}).wanted(1000) is None
+    assert Goal.of({"peak": None}).wanted(1000) is None
 
 
 WRONG: dict[str, tuple[object, str]] = {
@@ -63,6 +63,7 @@ WRONG: dict[str, tuple[object, str]] = {
     "above the device": (1.5, "whole numbers are bytes"),
     "not a number": (float("nan"), "from 0.0 to 1.0"),
     "a list": ([1], "text with a unit"),
+    "no peak": ({"optimizer": 8}, 'a goal as a dict has a "peak"; None stands for as little time as possible'),
     "an unknown key": ({"peek": 1}, r"no 'peek' \(did you mean 'peak'\?\); it has peak, optimizer, calls"),
     "no calls": ({"calls": 0}, "from 1 on"),
     "calls as text": ({"calls": "2"}, "from 1 on"),
