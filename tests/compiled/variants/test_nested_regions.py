@@ -14,6 +14,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch.fx import Graph, GraphModule
+from torch.torch_version import TorchVersion
 
 import multigraph_backend
 from multigraph_backend import _compat
@@ -71,8 +72,10 @@ REGIONS = {
     "result": (saves_its_result, False),
     "result, the backward twice": (saves_its_result, True),
     "views": (saves_views, False),
-    "regions inside, the backward twice": (outer, True),
 }
+# before torch 2.13 Inductor, stock's too, lowers no region inside of another that saves a view
+if TorchVersion(torch.__version__) >= "2.13":
+    REGIONS["regions inside, the backward twice"] = (outer, True)
 
 
 @pytest.mark.parametrize(("region", "twice"), REGIONS.values(), ids=REGIONS)
