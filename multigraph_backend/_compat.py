@@ -101,7 +101,7 @@ BY_INDUCTOR = frozenset({
     "changed inputs", "saved tensors", "retained graphs", "modes", "messages", "cudagraphs", "cudagraphs on CUDA",
     "recordings in the extension on CUDA", "saved graphs", "warm start", "workers", "eager's numbers",
 })  # fmt: skip
-_BY_INDUCTOR = frozenset({"compile_fx"})  # ... and symbols of features that others have, too
+_BY_INDUCTOR = frozenset({"compile_fx", "force_stride_order"})  # ... and symbols of features that others have, too
 
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 _SYMPY = "torch.utils._sympy"
@@ -182,6 +182,11 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("invoke_subgraph", "torch._higher_order_ops.invoke_subgraph", "invoke_subgraph", "repeated blocks"),
         _S("below_autograd", "torch._C", "_AutoDispatchBelowAutograd", "repeated blocks"),
         _S("force_stride_order", "torch._inductor.inductor_prims", "force_stride_order", "repeated blocks"),
+        _S("enter_autocast", "torch.amp.autocast_mode", "_enter_autocast", "repeated blocks"),
+        _S("exit_autocast", "torch.amp.autocast_mode", "_exit_autocast", "repeated blocks"),
+        _S("enter_inference_mode", "torch.autograd.grad_mode", "_enter_inference_mode", "repeated blocks"),
+        _S("exit_inference_mode", "torch.autograd.grad_mode", "_exit_inference_mode", "repeated blocks"),
+        _S("log_api_usage_once", "torch._C", "_log_api_usage_once", "repeated blocks"),
         _S("OpOverload", "torch._ops", "OpOverload", shape=("overloadpacket",), carried=("_schema", "_overloadname"),
            made=lambda cls: torch.ops.aten.add.Tensor),
         _S("OpOverloadPacket", "torch._ops", "OpOverloadPacket", shape=("overloads",)),

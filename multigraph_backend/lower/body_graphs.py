@@ -35,7 +35,6 @@ from multigraph_backend.lower.block_operator import (
 )
 from multigraph_backend.lower.steps_of_graph import (
     draws,
-    is_convolution,
     is_number,
     may_be_done_in_place,
     values_of,
@@ -103,15 +102,17 @@ def view_again(graph: Graph, view: Node, value: Node, symbols: Mapping[sympy.Sym
     return made
 
 
-def call_body(graph: Graph, module: GraphModule, attribute: Node, name: str, given: Sequence[Any]) -> Node:
-    """A call of the body `module`, which `graph` holds as `name`, where the graph inserts now.
+def call_body(
+    graph: Graph, module: GraphModule, attribute: Node, name: str, given: Sequence[Any], convolves: bool
+) -> Node:
+    """A call of the body `module`, which `graph` holds as `name`, where the graph inserts now.  `convolves`: whether
+    there are convolutions in the graph.
 
     Before Inductor lowers a graph it asks once more which strides its values have, and around convolutions not all are
     what AOTAutograd said, what the forward has saved among them.  A body is code for the strides that it was made for,
     so the call says which these are, and in a graph with convolutions what is given to it is brought to them.
     """
     values = [entry.meta["val"] if isinstance(entry, Node) else entry for entry in given]
-    convolves = any(is_convolution(node) for node in graph.nodes)
     taken = [_with_its_strides(graph, entry) if convolves else entry for entry in given]
     made = graph.call_function(_compat.invoke_subgraph, (attribute, name, *taken))
     made.meta["val"] = tuple(entry.meta["val"] for entry in _outputs(module))

@@ -98,7 +98,9 @@ def _traced_once(
         return None, "constants are frozen, or wrappers are in C++"
     beside = functools.partial(compile_fx_settings, dict(options.inductor))
     try:
-        return traced_once.lift(module, inputs, beside, not only_cached, _keeps_what_was_drawn(options)), None
+        return traced_once.lift(
+            module, inputs, beside, traces=not only_cached, may_draw=_keeps_what_was_drawn(options)
+        ), None
     except block_operator.Refused as refused:
         return None, str(refused)
 

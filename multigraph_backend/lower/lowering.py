@@ -173,15 +173,10 @@ def _repeat_tag(options: Options) -> str:
 
 @functools.cache
 def _sources_of_bodies() -> str:
-    names = (
-        "block_operator",
-        "body_graphs",
-        "modes_of_trace",
-        "one_body",
-        "repetition",
-        "steps_of_graph",
-        "traced_once",
-    )
+    names = [
+        *("block_operator", "body_graphs", "calls_before_packs", "modes_of_trace", "one_body", "repetition"),
+        *("steps_of_graph", "traced_once"),
+    ]
     paths = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in names)
     said: str = _compat.get_hash_for_files(paths).hex()[:16]
     return said
@@ -192,6 +187,8 @@ def _not_repeated(graph: CapturedGraph, options: Options) -> str | None:
     looked for.  What bodies were not yet shown to be right with, they are not used with."""
     if lacking := (*_compat.missing("repeated blocks"), *_compat.missing("changed inputs")):
         return f"this torch differs: {lacking[0]}"
+    if problem := _compat.without("set_grad_enabled"):
+        return f"this torch differs: {problem}"
     if graph.communicates:
         return "the graph has collectives"
     if any(isinstance(rule.pack, Offload) for rule in options.saved_tensors):

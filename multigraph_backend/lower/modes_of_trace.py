@@ -21,43 +21,44 @@ from typing import Any, Self
 import torch
 from torch.fx import Graph, Node
 
-_ENTER = frozenset(
-    (("torch.amp.autocast_mode", "_enter_autocast"), ("torch.autograd.grad_mode", "_enter_inference_mode"))
-)
-_EXIT = frozenset((("torch.amp.autocast_mode", "_exit_autocast"), ("torch.autograd.grad_mode", "_exit_inference_mode")))
-_SET = frozenset((("torch._C", "_set_grad_enabled"),))
-_NOTHING = frozenset((("torch._C", "_log_api_usage_once"),))  # calls that set nothing
+from multigraph_backend import _compat
 
 
 def sets_mode(node: Node) -> bool:
     """Whether `node` is a call that sets a mode, and nothing else."""
-    return _name(node) in _ENTER | _EXIT | _SET
+    return _enters(node) or _leaves(node) or _sets_grad(node)
 
 
 def does_nothing(node: Node) -> bool:
     """Whether `node` is a call without effect on what is traced, and without result."""
-    return _name(node) in _NOTHING
+    return node.op == "call_function" and node.target is _compat.log_api_usage_once
 
 
-def _name(node: Node) -> tuple[str, str]:
-    if node.op != "call_function":
-        return "", ""
-    return str(getattr(node.target, "__module__", "")), str(getattr(node.target, "__name__", ""))
+def _enters(node: Node) -> bool:
+    return node.op == "call_function" and node.target in (_compat.enter_autocast, _compat.enter_inference_mode)
+
+
+def _leaves(node: Node) -> bool:
+    return node.op == "call_function" and node.target in (_compat.exit_autocast, _compat.exit_inference_mode)
+
+
+def _sets_grad(node: Node) -> bool:
+    return node.op == "call_function" and node.target is _compat.set_grad_enabled
 
 
 def at_each_node(graph: Graph) -> dict[Node, Hashable]:
-    """The modes that calls in `graph` have set before each node: those entered, outermost first, and the grad mode."""
+    """The modes on at each node beside those that are on now: those entered, outermost first, and the grad mode."""
     entered: dict[Node, Hashable] = {}
-    grad: Any = None  # as the graph finds it
+    grad: Any = torch.is_grad_enabled()
     found: dict[Node, Hashable] = {}
     for node in graph.nodes:
-        if _name(node) in _ENTER:
-            entered[node] = (_name(node), str((node.args, node.kwargs)))
-        elif _name(node) in _EXIT:
+        if _enters(node):
+            entered[node] = (getattr(node.target, "__name__", ""), str((node.args, node.kwargs)))
+        elif _leaves(node):
             entered.pop(node.all_input_nodes[0], None)
-        elif _name(node) in _SET:
+        elif _sets_grad(node):
             grad = node.args[0]
-        found[node] = (*entered.values(), grad) if entered or grad is not None else None
+        found[node] = (*entered.values(), grad)
     return found
 
 
@@ -82,8 +83,8 @@ class Walk:
         target: Any = node.target
         args: Any = torch.fx.node.map_arg(node.args, values.__getitem__)
         value = target(*args, **node.kwargs)
-        if _name(node) in _ENTER:
+        if _enters(node):
             self._entered.append(value)
-        elif _name(node) in _EXIT:
+        elif _leaves(node):
             self._entered.remove(args[0])
         return value

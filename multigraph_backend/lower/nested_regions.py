@@ -78,12 +78,12 @@ def _rewrite(graph: Graph, inside: GraphModule, calls: Sequence[Node]) -> None:
         if isinstance(maker, Node) and maker in given and tensor(maker) is not None:
             found.append(("given", given.index(maker), views))
         else:
-            place = next((place for place, other in enumerate(handed_out) if other is maker), len(handed_out))
-            if place == len(handed_out) or not isinstance(maker, Node):
-                place = len(handed_out)
+            if not isinstance(maker, Node) or maker not in handed_out:  # a number, or None, for each result that is one
                 handed_out.append(maker)
-            found.append(("made", place, views))
-    if len(handed_out) == len(found) and not any(views for _, _, views in found):
+                found.append(("made", len(handed_out) - 1, views))
+            else:
+                found.append(("made", handed_out.index(maker), views))
+    if handed_out == list(results(inside.graph)):
         return
     output.args = (tuple(handed_out),)
     output.meta["user_visible_output_idxs"] = list(range(len(handed_out)))  # with the strides that they have here
@@ -96,7 +96,7 @@ def _rewrite(graph: Graph, inside: GraphModule, calls: Sequence[Node]) -> None:
 def _copied(graph: Graph, result: Node) -> Node:
     with graph.inserting_before(graph.output_node()):
         made = graph.call_function(torch.ops.aten.clone.default, (result,))
-    made.meta["val"] = result.meta["val"]
+    made.meta["val"] = result.meta["val"].clone()
     return made
 
 

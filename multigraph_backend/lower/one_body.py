@@ -45,6 +45,7 @@ from multigraph_backend.lower.block_operator import Bodies
 from multigraph_backend.lower.body_graphs import call_body, whatever_strides
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.steps_of_graph import (
+    convolves,
     is_number,
     is_of_call,
     is_plain,
@@ -302,6 +303,7 @@ class _Putting:
         self.names: list[str] = []
         sizes = gm.graph.find_nodes(op="placeholder")
         self._sizes = {symbol: node for node in reversed(sizes) if (symbol := _symbol(node)) is not None}
+        self._convolves = convolves(gm.graph)
         self._now: dict[Node, Node] = {}  # what stands for a step that is gone
 
     def refused(self, block: _Block) -> str | None:
@@ -359,7 +361,7 @@ class _Putting:
         with graph.inserting_after(block.steps[-1]):
             attribute = graph.get_attr(name)
         with graph.inserting_before(attribute.next):
-            made = call_body(graph, getattr(self._gm, name), attribute, name, [*given, *sizes])
+            made = call_body(graph, getattr(self._gm, name), attribute, name, [*given, *sizes], self._convolves)
         made.meta["val"] = tuple(block.steps[place].meta["val"] for place in results)
         places = {block.steps[place]: index for index, place in enumerate(results)}
         outside: dict[Node, Node] = {}

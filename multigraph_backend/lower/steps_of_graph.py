@@ -240,8 +240,9 @@ def is_of_call(node: Node) -> bool:
     return why_it_stays(node) == _CALL
 
 
-def is_convolution(node: Node) -> bool:
-    return node.op == "call_function" and _name(node) in _CONVOLUTIONS
+def convolves(graph: Graph) -> bool:
+    """Whether there are convolutions in a graph that Inductor is given."""
+    return any(node.op == "call_function" and _name(node) in _CONVOLUTIONS for node in graph.nodes)
 
 
 def is_step(node: Node) -> bool:

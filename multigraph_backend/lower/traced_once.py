@@ -64,6 +64,7 @@ from multigraph_backend.lower.block_operator import (
 from multigraph_backend.lower.body_graphs import call_body, kind_of, view_again
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.steps_of_graph import (
+    convolves,
     draws_in_a_trace,
     is_plain,
     is_tensor_of_trace,
@@ -479,6 +480,7 @@ def put_in(
     names: dict[tuple[Any, ...], str] = {}
     calls: dict[str, int] = {}
     steps: dict[str, int] = {}
+    convolving = convolves(gm.graph)
     for node in operators:
         given, numbers, symbols, body, graph, kind, _ = node.args
         values = [entry.meta["val"] for entry in given]
@@ -497,7 +499,7 @@ def put_in(
             names[body, graph, kind], steps[name] = name, part.steps
         name = names[body, graph, kind]
         calls[name] = calls.get(name, 0) + 1
-        _call_part(gm.graph, node, name, part, [*given, *symbols], _by_symbol(symbols))
+        _call_part(gm.graph, node, name, part, [*given, *symbols], _by_symbol(symbols), convolving)
     gm.graph.lint()
     gm.recompile()
     return PutIn(tuple(names.values()), tuple((steps[name], count) for name, count in calls.items()))
@@ -513,11 +515,17 @@ def _by_symbol(nodes: Sequence[Any]) -> dict[sympy.Symbol, Node]:
 
 
 def _call_part(
-    graph: Graph, node: Node, name: str, part: Part, given: list[Any], symbols: Mapping[sympy.Symbol, Node]
+    graph: Graph,
+    node: Node,
+    name: str,
+    part: Part,
+    given: list[Any],
+    symbols: Mapping[sympy.Symbol, Node],
+    convolving: bool,
 ) -> None:
     with graph.inserting_before(node):
         attribute = graph.get_attr(name)
-        made = call_body(graph, part.made, attribute, name, given)
+        made = call_body(graph, part.made, attribute, name, given, convolving)
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise CannotLower("results of a repeated block are taken as a list")

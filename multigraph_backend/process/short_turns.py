@@ -17,7 +17,7 @@ import threading
 from typing import Self
 
 #: seconds; beside a load, the median step of a decoder took 8 ms with this and 12 ms with ten times as much (2 ms
-#: alone, on two cores); whether the load itself takes longer is within the noise
+#: alone, on two cores); whether the load itself takes longer was within the noise
 SHORT = 1e-5
 
 _HALF = 5e-7  # microseconds are cut off when an interval is set: what is read and set again would become less each time

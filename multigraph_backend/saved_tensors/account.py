@@ -50,8 +50,8 @@ class SavedTensors:
 
     `order`: in forward and in backward "placed", "placed, repeated" or "stock"; `failed`: why nothing was packed
     although something was to be; `budget`: what was asked for, and what became of it; `memory`: what became of a memory
-    goal; `unmatched`: rules that decide
-    about no tensor of this graph, because none is as they say or others come before.
+    goal; `unmatched`: rules that decide about no tensor of this graph, because none is as they say or others come
+    before.
     """
 
     tensors: tuple[SavedTensor, ...]

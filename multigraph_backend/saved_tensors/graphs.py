@@ -222,8 +222,8 @@ def _within_kernels(graph: Graph) -> frozenset[Node]:
         node
         for node in graph.nodes
         if node.op == "call_function" and _inlined(node) and viewed(node) is None
-        and (readers := _readers(node))
-        and all((_inlined(reader) or reduces(reader)) and ends[reader] == ends[node] for reader in readers)
+        and (reading := readers(node))
+        and all((_inlined(reader) or reduces(reader)) and ends[reader] == ends[node] for reader in reading)
     )  # fmt: skip
 
 
@@ -231,11 +231,11 @@ def _inlined(node: Node) -> bool:
     return tensor(node) is not None and elementwise(node)
 
 
-def _readers(node: Node) -> list[Node]:
+def readers(node: Node) -> list[Node]:
     """What computes with a value, or returns it."""
     found: list[Node] = []
     for user in node.users:
-        found += _readers(user) if viewed(user) is node else [user]
+        found += readers(user) if viewed(user) is node else [user]
     return found
 
 

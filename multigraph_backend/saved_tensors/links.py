@@ -90,7 +90,7 @@ def ordered_after(node: Node) -> list[Node]:
     second: Node | None = None
     entry = node.prev
     while entry.op != "root":
-        if _computed(entry) and any(order[user] > order[node] for user in _readers(entry)):
+        if _computed(entry) and any(order[user] > order[node] for user in graphs.readers(entry)):
             if len(entry.users) > 1 or _returned(entry):
                 return [entry]
             second = second or entry
@@ -105,16 +105,8 @@ def _computed(node: Node) -> bool:
     return getattr(made.target, "overloadpacket", None) in flop_registry
 
 
-def _readers(node: Node) -> list[Node]:
-    """What computes with the memory of `node`."""
-    found: list[Node] = []
-    for user in node.users:
-        found += _readers(user) if graphs.viewed(user) is node else [user]
-    return found
-
-
 def _returned(node: Node) -> bool:
-    return all(user.op == "output" for user in _readers(node))
+    return all(user.op == "output" for user in graphs.readers(node))
 
 
 def _with_meta(node: Node, like: Node) -> Node:

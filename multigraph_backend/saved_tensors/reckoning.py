@@ -104,8 +104,7 @@ class MemoryPlan:
     """What became of a goal in one graph: for `explain()`, and for the cache of its code.
 
     `missed`: bytes by which the estimated peak `peak` is above the goal.  `rows`, `fit`: of the batch, and how many of
-    them would fit as it is planned.  `offloads`: whether all that can be copied
-    to the host may be.
+    them would fit as it is planned.  `offloads`: whether all that can be copied to the host may be.
     """
 
     goal: int | None

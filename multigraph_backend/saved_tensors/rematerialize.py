@@ -197,19 +197,11 @@ def costs_nothing(traced: Traced) -> bool:
             return False
     names = {member.name for member in traced.unit.members}
     inputs = traced.inputs[0].graph.find_nodes(op="placeholder") if traced.inputs else []
-    readers = {reader for node in inputs if node.name in names for reader in _readers(node)}
+    readers = {reader for node in inputs if node.name in names for reader in graphs.readers(node)}
     if not all(graphs.elementwise(reader) or graphs.reduces(reader) for reader in readers):
         return False
-    more = [node for node in traced.computed_from if not readers <= set(_readers(node))]
+    more = [node for node in traced.computed_from if not readers <= set(graphs.readers(node))]
     return sum(map(_bytes, more)) <= traced.unit.described.bytes
-
-
-def _readers(node: Node) -> list[Node]:
-    """What computes with the memory of an input."""
-    found: list[Node] = []
-    for user in node.users:
-        found += _readers(user) if graphs.viewed(user) is node else [user]
-    return found
 
 
 # ---------------------------------------------------------------- parameters that the backward is not given

@@ -32,6 +32,7 @@ from multigraph_backend.saved_tensors.units import Traced
 from multigraph_backend.saved_tensors.within_budget import Chosen, Plan, Speed, again, kept_of, moves_of, saved_bytes
 
 UNSEEN = 8  # a part for what no graph says: memory that kernels take for themselves, copies into other layouts
+_STEPS = {"int8": 254, "int4": 14}
 _ERRORS = {"bfloat16": "2^-8", "float16": "2^-11", "float8_e4m3fn": "2^-4", "float8_e5m2": "2^-3"}
 
 
@@ -149,14 +150,16 @@ def _ways(made: Sequence[Move], traced: Sequence[Traced]) -> tuple[Way, ...]:
 
 def _error(pack: object) -> str:
     """Of each element, at the most."""
+    if isinstance(pack, Offload) and pack.pack is not None:
+        return _error(pack.pack)
     if isinstance(pack, Bits | Offload):
         return "none"
     if isinstance(pack, Recompute):
         return "none but the compiler's rounding"
     if isinstance(pack, Cast) and pack.dtype in _ERRORS:
         return f"{_ERRORS[pack.dtype]} of its value"
-    if isinstance(pack, Scaled) and pack.dtype == "int8":
-        return f"1/254 of the largest in its {'row' if pack.per == 'row' else 'block'}"
+    if isinstance(pack, Scaled) and (steps := _STEPS.get(pack.dtype)) is not None:
+        return f"1/{steps} of the largest in its {'row' if pack.per == 'row' else 'block'}"
     if isinstance(pack, Scaled) and pack.dtype in _ERRORS:
         return f"{_ERRORS[pack.dtype]} of its value"
     return "that of the pack"

@@ -336,6 +336,8 @@ def test_keys_of_caches_tell_goals_prices_and_processes_apart() -> None:
 def test_errors_by_kind_of_pack() -> None:
     assert within_goal._error(Scaled("int8")) == "1/254 of the largest in its row"
     assert within_goal._error(Scaled("int8", per=64)) == "1/254 of the largest in its block"
+    assert within_goal._error(Scaled("int4", per=64)) == "1/14 of the largest in its block"
+    assert within_goal._error(Offload(Scaled("int4", per=64))) == "1/14 of the largest in its block"
     assert within_goal._error(Scaled("float8_e4m3fn")) == "2^-4 of its value"
     assert within_goal._error(Cast("bfloat16")) == "2^-8 of its value"
     assert within_goal._error(Recompute()) == "none but the compiler's rounding"

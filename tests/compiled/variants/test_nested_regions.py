@@ -145,3 +145,25 @@ t_default = torch.ops.aten.t.default(getitem_9)
 t_default_1 = torch.ops.aten.t.default(a)
 return (getitem_6, getitem_7, getitem_8, t_default, t_default_1, b)""",
     )
+
+
+def test_a_view_by_more_than_constants_is_handed_out_as_a_copy() -> None:
+    """Also where nothing else of a region is rewritten."""
+    inside = Graph()
+    x, rows = (inside.placeholder(name) for name in ("x", "rows"))
+    y = inside.call_function(torch.ops.aten.sin.default, (x,))
+    some = inside.call_function(torch.ops.aten.slice.Tensor, (y, 0, 0, rows))
+    inside.output((some,))
+    graph = Graph()
+    a, number = (graph.placeholder(name) for name in ("a", "number"))
+    call = graph.call_function(_compat.invoke_subgraph, (graph.get_attr("region"), "name", a, number))
+    part = graph.call_function(operator.getitem, (call, 0))
+    graph.output((part,))
+    for node in (x, y, some, a, part):
+        node.meta["val"] = torch.empty(2, 2)
+    call.meta["val"] = (torch.empty(2, 2),)
+    gm = GraphModule(torch.nn.ModuleDict({"region": GraphModule(torch.nn.Module(), inside)}), graph)
+    assert hand_out_once(gm)
+    (handed_out,) = gm.region.graph.output_node().args[0]
+    assert handed_out.target is torch.ops.aten.clone.default
+    assert handed_out.args == (some,)

@@ -274,6 +274,26 @@ def test_a_first_layer_for_data_is_another_block_than_those_behind() -> None:
     assert "1 calls" not in verdict.said[-1]
 
 
+def test_layers_before_and_behind_a_part_without_gradient_are_the_same() -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for place, layer in enumerate(self.layers):
+                x = layer(x)
+                if place == 2:
+                    with torch.no_grad():
+                        scale = x.abs().amax().sin().cos()
+                    x = x * scale
+            return x
+
+    verdict = Verdict()
+    compiled_of(Between(), verdict)(torch.randn(2, 8, 8, requires_grad=True)).sum().backward()
+    assert "forward: 6 calls of one body" in verdict.said[-1]
+
+
 def test_what_stands_in_the_way_of_tracing_once_is_said() -> None:
     class Alone(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
