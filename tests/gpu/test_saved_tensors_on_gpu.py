@@ -397,3 +397,46 @@ def test_a_budget_is_kept_in_memory() -> None:
     assert saved[0] > saved[1] > saved[2]
     # each budget has a graph with a gradient for x, and one without
     assert sum("budget" in str(said.budget) for said in accounts()) == 2 * 3
+
+
+# ---------------------------------------------------------------- a memory goal, and packs on their way to the host
+
+
+@pytest.mark.parametrize("recorded", [False, "require"], ids=["unrecorded", "recorded"])
+@pytest.mark.parametrize("pack", [Scaled("int8"), Scaled("int4", per=64), Cast("e4m3")], ids=str)
+def test_what_is_packed_for_the_host_comes_back_as_packed(pack: Pack, recorded: Any) -> None:
+    model, x = block(blocks=3), batch()
+    results = []
+    for asked in (pack, Offload(pack)):
+        fresh()
+        run = compiled(model, saved_tensors=everything(asked), cudagraphs=recorded)
+        results.append([gradients(model, run, x) for _ in range(4)][-1])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert any(entry.bytes_on_host for said in accounts() for entry in said.tensors)
+
+
+def test_a_step_within_a_memory_goal_takes_no_more_of_the_device() -> None:
+    model, x = block(blocks=8), batch()
+
+    def peak(run: Callable[..., Any]) -> int:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)  # the weights stay as they are
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            run(batch()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    plain, wanted = peak(compiled(model, cudagraphs=False)), gradients(model, model, x)
+    for part in (0.8, 0.6):
+        fresh()
+        goal = int(part * plain)
+        run = compiled(model, cudagraphs=False, memory_goal=goal)
+        measured = peak(run)
+        plans = [said.memory for said in accounts() if said.memory is not None]
+        said = "\n".join(line for plan in plans for line in plan.lines())
+        assert plans
+        assert all(plan.missed == 0 for plan in plans), said
+        assert measured <= goal, f"{measured} bytes\n{said}"
+        assert error(gradients(model, run, x), wanted) < 0.1

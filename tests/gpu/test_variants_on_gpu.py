@@ -253,3 +253,38 @@ def test_equal_blocks_are_calls_of_one_body_in_one_recording(grad: bool, repeat:
             assert (multigraph_backend.stats()["body_calls"] > 1) == bool(asked)
         recordings.append(multigraph_backend.stats()["recordings"])
     assert 0 < recordings[1] <= recordings[0]
+
+
+class Dropping(torch.nn.Module):
+    """Half of what it is given, doubled: its matrix is the identity."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.same = torch.nn.Linear(width, width, bias=False)
+        torch.nn.init.eye_(self.same.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(self.same(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("cudagraphs", ["require", False], ids=["recorded", "unrecorded"])
+def test_each_call_of_a_body_and_each_replay_draws_its_own_dropout(cudagraphs: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Dropping() for _ in range(6))).to(CUDA)
+    compiled = torch.compile(model, backend=multigraph, options={"repeat": "always", "cudagraphs": cudagraphs})
+    x = torch.ones(1024, 64, device=CUDA, requires_grad=True)
+    seen: list[torch.Tensor] = []
+    for _ in range(6):
+        x.grad = None
+        y = compiled(x)
+        y.sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, y)  # the backward has the forward's masks, of all six calls
+        left = y.detach().clone()
+        assert set(left.unique().tolist()) == {0.0, 64.0}
+        assert abs(float((left != 0).float().mean()) * 64 - 1) < 0.2  # 65,536 elements: six times the deviation
+        assert all(not torch.equal(left, before) for before in seen)
+        seen.append(left)
+    assert_nothing_fell_back()
+    assert multigraph_backend.stats()["body_calls"] >= 6
+    assert (multigraph_backend.stats()["recordings"] > 0) == bool(cudagraphs)

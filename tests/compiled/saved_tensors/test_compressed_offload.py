@@ -47,10 +47,11 @@ def halves(packed: Any) -> torch.Tensor:
     return (again + 0 * (turned.t() if turned.dim() == 2 else turned)).to(torch.float32)
 
 
-PACKS = [Scaled("int8", per=8), Scaled("int4", per=16), Cast("bf16"), Scaled("e4m3"), halves]
+PACKS = [Scaled("int4", per=16), halves]
+OTHERS = [pytest.param(pack, marks=pytest.mark.slow) for pack in (Scaled("int8", per=8), Cast("bf16"), Scaled("e4m3"))]
 
 
-@pytest.mark.parametrize("pack", PACKS, ids=str)
+@pytest.mark.parametrize("pack", [*PACKS, *OTHERS], ids=str)
 def test_gradients_are_bitwise_those_of_the_pack_alone(late: Transfers, pack: Any) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(Block(), Block())

@@ -284,7 +284,7 @@ class SavingLayer(nn.Module):
 class SavingLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(SavingLayer() for _ in range(5))
+        self.layers = nn.ModuleList(SavingLayer() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -311,7 +311,7 @@ def test_what_blocks_save_that_are_traced_once_is_packed_as_without() -> None:
             )
             found.append((packed, [parameter.grad for parameter in model.parameters()]))
     assert "traced once" in generic.repeated
-    assert len(found[0][0]) == 8
+    assert len(found[0][0]) == 6
     assert not any("layers.2" in module for _, module, _ in found[0][0])
     assert found[1][0] == found[0][0]
     for mine, theirs in zip(found[1][1], found[0][1], strict=True):
