@@ -10,7 +10,10 @@ two lengths        12 decoder blocks (width 1024, batch 8), AdamW, 40 steps in t
 accumulation       the same at 512 tokens, 10 steps of 4 micro-batches each
 sizes, ORDER       8 decoder blocks, inference, 32 batch sizes of 16 tokens, three calls each: ascending, descending, at
                    random, and the largest alone
-three models       three models of 4 blocks each, trained in turn, 10 steps each
+three models       three models of 4 blocks each, trained in turn, 10 steps each, gradients cleared after each step
+three models, gradients kept
+                   the same, but a model's gradients are cleared before its next step, and those of all are read at the
+                   end: stock's recordings have written over them by then
 at the edge        12 decoder blocks (width 1024, 256 tokens), AdamW, where something else holds 95 % of the device:
                    batches of 8, 10, 12, ... with three steps each, until memory runs out; "batch" is the last that ran
 fsdp2              12 blocks (width 1024, batch 4, 1024 tokens), sharded over two GPUs and compiled one by one, AdamW,
@@ -25,11 +28,12 @@ in one cache, which runs beside each other have filled before: kernels that are 
 since the process had its context, looked at after each step: what decides whether something else fits beside it.
 "graphs" is what the driver took for the graphs themselves, as far as that can be seen, "pool" and "live" what private
 pools hold in the end, and what of it is alive; the file has each form's `explain()`, too. Stock's loops raise without
-step marks; it gets one before each call (of a step, for fsdp2), and nobody else. The losses, or outputs, of the last
-steps are compared with eager's.
+step marks; it gets one before each call (for fsdp2 and accumulation, whose calls keep what others have made, before
+each step), and nobody else. The losses, or outputs, of the last steps are compared with eager's.
 
     python benchmarks/memory.py --json memory.json
     python benchmarks/memory.py --program "two lengths" --only multigraph
+    python benchmarks/memory.py --cache code --program "three models"    the code stays in the folder, for the next call
 """
 
 from __future__ import annotations
@@ -90,18 +94,18 @@ ORDERS = ("largest", "ascending", "descending", "at random")
 RANKS = 2
 SHARDED = "fsdp2"
 EDGE = "at the edge"
-PROGRAMS = ("two lengths", "accumulation", *(f"sizes, {order}" for order in ORDERS), "three models", EDGE, SHARDED)
+KEPT = "three models, gradients kept"
+SIZES = tuple(f"sizes, {order}" for order in ORDERS)
+PROGRAMS = ("two lengths", "accumulation", *SIZES, "three models", KEPT, EDGE, SHARDED)
 QUICK = PROGRAMS[:1]
 #: programs whose code the others of their kind find in the cache
 FILLED = ("two lengths", "accumulation", "sizes, ascending", "three models", EDGE)
 BALLAST = 0.95  # of the device
+FILLING = 12  # batches at the edge that have all the code that larger ones have
 NO_MORE = (Goal("reserved over stock", "reserved_over_stock", 1.0), Goal("used over stock", "over_stock", 1.0))
 GOALS = {
     "two lengths": (*NO_MORE, Goal("reserved over Inductor", "reserved_over_inductor", 1.1)),
-    **{
-        f"sizes, {order}": (*NO_MORE, Goal("reserved over the largest alone", "reserved_over_largest", 1.02))
-        for order in ORDERS
-    },
+    **{name: (*NO_MORE, Goal("reserved over the largest alone", "reserved_over_largest", 1.02)) for name in SIZES},
     EDGE: (Goal("batch over Inductor", "batch_over_inductor", 1.0, at_least=True),),
 }
 SECONDS = 300  # for the process of one form
@@ -156,15 +160,17 @@ def two_lengths(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
         value = loss(x)
         value.backward()
         optimizer.step()
-        yield float(value)
+        yield float(value.detach())
 
 
 def accumulation(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
     layers, width, batch, length, steps = (2, 64, 2, 8, 3) if quick else (12, 1024, 8, 512, 10)
     model = _model(layers, width, device)
-    loss, optimizer = compiled(_loss(model)), torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loss, mark = marked_by_step(compiled(_loss(model)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(steps):
         total = 0.0
+        mark()
         optimizer.zero_grad()
         for _ in range(4):
             x = torch.randn(batch, length, width, device=device, dtype=workloads.dtype_on(device))
@@ -194,10 +200,11 @@ def sizes(compiled: Compile, device: str, quick: bool, order: str) -> Iterator[f
         for batch in all_sizes:
             for _ in range(3):
                 x = torch.randn(batch, 16, width, device=device, dtype=workloads.dtype_on(device))
-                yield float(run(x).float().abs().mean())
+                # a mean that takes no memory of its own: that of other sizes would lie in other segments
+                yield float(torch.linalg.vector_norm(run(x), 1, dtype=torch.float32)) / x.numel()
 
 
-def three_models(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
+def three_models(compiled: Compile, device: str, quick: bool, kept: bool = False) -> Iterator[float]:
     layers, width, batch, length, steps = (1, 64, 2, 8, 3) if quick else (4, 1024, 8, 512, 10)
     models = [_model(layers, width, device) for _ in range(3)]
     losses = [compiled(_loss(model)) for model in models]
@@ -209,7 +216,13 @@ def three_models(compiled: Compile, device: str, quick: bool) -> Iterator[float]
             value = loss(x)
             value.backward()
             optimizer.step()
-            yield float(value)
+            if not kept:
+                optimizer.zero_grad()
+            yield float(value.detach())
+    if kept:
+        for model in models:
+            norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in model.parameters()]
+            yield float(torch.stack(norms).norm())
 
 
 def at_the_edge(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
@@ -247,12 +260,9 @@ def sharded(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
     layers, width, batch, length, steps = (1, 64, 2, 8, 3) if quick else (12, 1024, 4, 1024, 10)
     dtype = workloads.dtype_on(device)
     model: Any = torch.nn.Sequential(*(Block(width) for _ in range(layers))).to(device, dtype)
-    mark: Callable[[], object] = lambda: None  # noqa: E731
+    mark: Callable[[], object] = nothing
     for index, block in enumerate(model):
-        made: Any = compiled(block)
-        if isinstance(made, Marked):  # once a step: a block's outputs live until the backward
-            made, mark = made.function, torch.compiler.cudagraph_mark_step_begin
-        model[index] = made
+        model[index], mark = marked_by_step(compiled(block))
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -264,13 +274,14 @@ def sharded(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
         value = model(x).float().pow(2).mean()
         value.backward()
         optimizer.step()
-        yield float(value)
+        yield float(value.detach())
 
 
 def program(name: str) -> Callable[[Compile, str, bool], Iterator[float]]:
     if name.startswith("sizes, "):
         return partial(sizes, order=name.removeprefix("sizes, "))
     training = {"two lengths": two_lengths, "accumulation": accumulation, "three models": three_models}
+    training[KEPT] = partial(three_models, kept=True)
     return {**training, EDGE: at_the_edge, SHARDED: sharded}[name]
 
 
@@ -300,18 +311,30 @@ class Marked:
         return self.function(x)
 
 
-def measured(name: str, form: str, device: str, quick: bool) -> dict[str, Any]:
-    """The values of one row, in a process that does nothing else."""
+def nothing() -> None: ...
+
+
+def marked_by_step(function: Callable[..., Any]) -> tuple[Any, Callable[[], object]]:
+    """`function`, and what to call before each step: for programs whose calls keep what others of the step made."""
+    if isinstance(function, Marked):
+        return function.function, torch.compiler.cudagraph_mark_step_begin
+    return function, nothing
+
+
+def measured(name: str, form: str, device: str, quick: bool, fills: bool = False) -> dict[str, Any]:
+    """The values of one row, in a process that does nothing else.  `fills`: it is run for what it leaves in the cache,
+    beside others, which need the device's memory."""
     extension = form.endswith("over the extension")
     if extension and not (status := allocator.install()):
         raise RuntimeError(f"the extension is not in use: {status.reason}")
     watch = Watch(device)
-    if name == EDGE and device == "cuda":
+    if name == EDGE and device == "cuda" and not fills:
         take_ballast()
         watch = Watch(device)
     torch.manual_seed(0)
     numbers = []
-    for number in program(name)(compiled_as(form, device, dynamic=name != SHARDED), device, quick):
+    steps = program(name)(compiled_as(form, device, dynamic=name != SHARDED), device, quick)
+    for number in itertools.islice(steps, FILLING if fills and name == EDGE else None):
         numbers.append(number)
         watch.look()
     row: dict[str, Any] = {"numbers": numbers[-6:], "used_mib": watch.used / 2**20}
@@ -334,7 +357,7 @@ def measured(name: str, form: str, device: str, quick: bool) -> dict[str, Any]:
 def told(job: Mapping[str, Any]) -> dict[str, Any]:
     """What the process of one form measures; of several ranks, this one's."""
     if job["rank"] is None:
-        return measured(job["program"], job["form"], job["device"], job["quick"])
+        return measured(job["program"], job["form"], job["device"], job["quick"], job["fills"])
     import torch.distributed as dist
 
     if job["form"].endswith("over the extension"):  # before CUDA starts
@@ -368,11 +391,11 @@ def process() -> None:
 class Started:
     """A process that waits for its job, and what it said."""
 
-    def __init__(self, gpu: str | None, folder: Path, number: int, own_cache: bool) -> None:
+    def __init__(self, gpu: str | None, folder: Path, number: int, cache: Path | None) -> None:
         self.path, self.log = folder / f"answer.{number}", folder / f"log.{number}"
         environ = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
-        if own_cache:
-            environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+        if cache is not None:
+            environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), "--process"],
@@ -417,8 +440,9 @@ class Started:
 class Runner:
     """Runs jobs, one at a time on each GPU.  While one runs, the process of the next loads what it needs."""
 
-    def __init__(self, gpus: Sequence[str | None], common: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, gpus: Sequence[str | None], common: Mapping[str, Any], folder: Path, cache: Path) -> None:
         self.gpus, self.common, self.folder = gpus, common, folder
+        self.cache = None if common["quick"] else cache
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._waiting: dict[str | None, Started] = {}
@@ -429,7 +453,7 @@ class Runner:
 
     def _start(self, gpu: str | None) -> Started:
         with self._lock:
-            self._all.append(Started(gpu, self.folder, next(self._numbers), not self.common["quick"]))
+            self._all.append(Started(gpu, self.folder, next(self._numbers), self.cache))
             return self._all[-1]
 
     def run(self, name: str, form: str) -> tuple[dict[str, Any] | None, str | None]:
@@ -437,7 +461,7 @@ class Runner:
         gpu = self._free.get()
         try:
             started = self._waiting.pop(gpu, None) or self._start(gpu)
-            started.tell({**self.common, "program": name, "form": form, "rank": None})
+            started.tell({**self.common, "program": name, "form": form, "rank": None, "fills": False})
             if not self.common["quick"]:
                 self._waiting[gpu] = self._start(gpu)
             return started.answered(SECONDS)
@@ -447,7 +471,7 @@ class Runner:
     def run_beside(self, name: str, form: str, gpu: str | None) -> None:
         """One process beside others, for what it leaves in the cache."""
         started = self._start(gpu)
-        started.tell({**self.common, "program": name, "form": form, "rank": None})
+        started.tell({**self.common, "program": name, "form": form, "rank": None, "fills": True})
         started.answered(SECONDS)
 
     def run_on_ranks(self, name: str, form: str) -> tuple[dict[str, Any] | None, str | None]:
@@ -542,6 +566,7 @@ def main() -> int:
     parser.add_argument("--program", nargs="+", choices=PROGRAMS, help="which (all)")
     parser.add_argument("--only", metavar="TEXT", help=f"forms whose name has this in it: {'; '.join(FORMS)}")
     parser.add_argument("--repeats", type=int, default=3, help="processes of which a value is the median (3)")
+    parser.add_argument("--cache", type=Path, help="a folder for compiled code that outlasts this (one of its own)")
     parser.add_argument("--process", action="store_true", help=argparse.SUPPRESS)  # it waits for a job
     args = parser.parse_args()
     if args.process:
@@ -551,7 +576,7 @@ def main() -> int:
     device, chosen = results.device, args.program or (QUICK if args.quick else PROGRAMS)
     common = {"device": device, "quick": args.quick, "threads": args.threads}
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(visible(device), common, Path(folder))
+        runner = Runner(visible(device), common, Path(folder), args.cache or Path(folder, "cache"))
         try:
             measure_all(runner, chosen, forms(args, device), 1 if args.quick else args.repeats, results)
         finally:

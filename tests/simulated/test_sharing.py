@@ -13,7 +13,7 @@ from multigraph_backend.cudagraphs.devices.simulated import Segments
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import sharing
 from multigraph_backend.cudagraphs.recordings.piece import Piece
-from tests.support.simulated.pieces import Bench, call_right, values
+from tests.support.simulated.pieces import Bench, assert_equal, call_right, one, values
 
 SIZES = range(3, 34, 2)
 WORDS = 112  # of a row, so that blocks of the larger sizes lie in segments of their own
@@ -243,3 +243,52 @@ def test_nothing_gives_way_while_several_threads_call_or_collectives_are_recorde
             made.tree.collectives._held.update(made.tree.root.below())
         made.call(30)
         assert made["gave way"] == 0
+
+
+class Trained:
+    """A model that is trained: `width` weights of its own, code that all of its class share, and its last gradient."""
+
+    def __init__(self, forward: Piece, backward: Piece, width: int) -> None:
+        self.forward, self.backward = forward, backward
+        self.weight, self.right = torch.randn(width), torch.zeros(width)
+        self.gradient: torch.Tensor | None = None
+
+    def step(self) -> None:
+        self.gradient = None
+        x = values(self.weight.numel())
+        loss, saved = self.forward([x, self.weight])
+        assert_equal([loss], [(x * self.weight).sin().sum()])
+        (self.gradient,) = self.backward([one(), saved, self.weight, x])
+        self.right = (x * self.weight).cos() * x
+
+
+@pytest.mark.parametrize("models", [2, 3, 5])
+def test_models_that_take_turns_train_in_the_pool_of_one_and_keep_their_gradients(models: int) -> None:
+    def forward(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * w
+        return y.sin().sum(), y
+
+    def backward(grad: torch.Tensor, y: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (grad * y.cos() * x,)
+
+    def trained(count: int) -> tuple[int, Bench]:
+        made = Sized()
+        there = made.bench.piece(forward, 2, 2, visible=(True, False), static=[1])
+        back = made.bench.piece(backward, 4, 1, static=[2], is_backward=True)
+        several = [Trained(there, back, 40 * WORDS) for _ in range(count)]
+        for turn in range(6):
+            for model in several:
+                model.step()
+                for other in several[: several.index(model) + 1] if not turn else several:
+                    assert other.gradient is not None
+                    assert_equal([other.gradient], [other.right])
+            if turn == 2:  # two of their steps were alike
+                recorded = made.bench.recorded()
+        assert made.bench.recorded() == recorded == 2 * count
+        return made.device.most_reserved, made.bench
+
+    alone, _ = trained(1)
+    taken, bench = trained(models)
+    assert taken <= alone + (2 << 10)
+    roots = sum(len(nodes) for nodes in bench.tree.root.children.values())
+    assert roots == models  # one after the other would keep the gradients of those before

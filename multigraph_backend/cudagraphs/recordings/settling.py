@@ -15,8 +15,9 @@ or whose others moved between two such.  After some steps it is recorded all the
     step 3   a at 0x300, but b may still move: warms up     0x300, 0x400
     step 4   a at 0x300, steps 2 and 3 were alike: recorded
 
-A step whose first parameters lie where they lay is recorded at its second time, as any was before; and so is each of
-several models of one class that take turns.
+A step whose first parameters lie where they lay is recorded at its second time, as any was before.  Of several models
+of one class that take turns, each has first parameters of its own: one whose step is a single call is recorded at its
+second turn, one whose step has more calls (it is trained) at its third, when two of its own were alike.
 
 In:  the calls of steps that warm up.  Out: whether the next one is to warm up, too; and of inputs of backwards, which
 may be anything that was saved, which lay where they lay.
@@ -38,18 +39,24 @@ MOST_STEPS = 8
 
 #: of one call: which piece, and of its static inputs, by position, the addresses
 _Call = tuple[int, dict[int, int]]
+#: where the static inputs of a step's first call lay, by position
+_First = tuple[tuple[int, int], ...]
 
 
 class _Steps:
-    """Steps that begin with one piece.  `last`: by where the static inputs of the first call lay, the calls of the last
-    such step; `before`: those of the one before.  `now`: the last of all.  `calls`: its pieces, in order.  `passing`:
-    addresses of inputs of its forwards that are not static.  `more`: how many steps have warmed up although they could
-    have been recorded."""
+    """Steps that begin with one piece.
+
+    last: by where the static inputs of the first call lay, the calls of the last such step; before: those of the one
+    before that.  now: the calls of the last step of all, which began at `first`.  calls: its pieces, in order.
+    passing: addresses of inputs of its forwards that are not static.  more: how many steps have warmed up although they
+    could have been recorded.
+    """
 
     def __init__(self) -> None:
-        self.last: dict[tuple[tuple[int, int], ...], list[_Call]] = {}
-        self.before: list[_Call] | None = None
+        self.last: dict[_First, list[_Call]] = {}
+        self.before: dict[_First, list[_Call] | None] = {}
         self.now: list[_Call] = []
+        self.first: _First = ()
         self.calls: list[weakref.ref[KeyedPiece]] = []
         self.passing: set[int] = set()
         self.more = 0
@@ -59,8 +66,8 @@ class _Steps:
 
     def called(self, call: _Call) -> None:
         if not self.now:
-            first = tuple(call[1].items())
-            self.before, self.last[first] = self.last.get(first), self.now
+            self.first = first = tuple(call[1].items())
+            self.before[first], self.last[first] = self.last.get(first), self.now
         self.now.append(call)
 
 
@@ -96,10 +103,9 @@ class Settling:
         steps = self._by_first.get(keyed)
         if steps is None or steps.more >= MOST_STEPS or keyed.piece.spec.groups:
             return False
-        last = steps.last.get(tuple(self._lie(keyed, inputs, ()).items()))
-        if last is not None and (
-            len(steps.last) == 1 or len(last) == 1 or (last is steps.now and last == steps.before)
-        ):
+        first = tuple(self._lie(keyed, inputs, ()).items())
+        last = steps.last.get(first)
+        if last is not None and (len(steps.last) == 1 or len(last) == 1 or last == steps.before[first]):
             return False
         if any((called := call()) is not None and called.piece.spec.groups for call in steps.calls):
             return False  # all ranks record collectives as often, and each sees addresses of its own
@@ -109,7 +115,7 @@ class Settling:
     def recorded(self, keyed: KeyedPiece) -> None:
         """A step that begins with `keyed` is recorded: keep where inputs have come to rest, and nothing else."""
         steps = self._by_first.pop(keyed, None)
-        if steps is None or steps.before != steps.now:
+        if steps is None or steps.before.get(steps.first) != steps.now:
             return
         for call, (_, addresses) in zip(steps.calls, steps.now, strict=True):
             if (called := call()) is not None:

@@ -514,7 +514,19 @@ class Tree(Nodes):
                 lasting = [index for index in plan.fixed if index not in plan.managed]
                 if self.device.same_addresses(inputs, plan.addresses, lasting):
                     return True
-        return self._child(self.root, keyed, inputs) is not None
+        return self._child(self.root, keyed, inputs) is not None or self._begins_as_one_did(keyed, inputs, alive)
+
+    def _begins_as_one_did(self, keyed: KeyedPiece, inputs: list[object], alive: Sequence[Slot]) -> bool:
+        """Whether this forward, of code that begins recorded training steps, comes behind one whose backward is done:
+        of another model of the same class.  Recorded behind that one, it would keep the gradients of all models that
+        take turns in the pool; and as these are still there when the first comes again, they would have memory of
+        their own as well."""
+        if keyed.piece.spec.is_backward or keyed not in self.root.children:
+            return False
+        if not any(node.keyed is not None and node.keyed.piece.spec.is_backward for node in self.path):
+            return False
+        slots = {slot.handle: slot for slot in alive}
+        return not any(_lies_in(slots, value, self.device) for value in inputs)
 
     def _restart(self) -> None:
         """Begin a new step: move out what is alive, if all of it can be moved, and nobody is about to read it."""
