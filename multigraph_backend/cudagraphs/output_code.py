@@ -392,12 +392,14 @@ def _check_all_recorded(spec: GraphSpec, label: str) -> None:
     cuts = [cut for cut in spec.cuts if cut.reason != CPU_OP]
     if not spec.devices or (spec.refused is None and not cuts and len(spec.devices) == 1):
         return
-    lines = [f"{label}: cudagraphs='require', but not all of it can be recorded:"]
-    if spec.refused is not None:
-        lines.append(f"  {spec.refused}")
+    causes = [] if spec.refused is None else [(spec.refused, "")]
     if len(spec.devices) > 1:
-        lines.append(f"  it spans {len(spec.devices)} devices")
-    for cut in cuts:
-        lines.append(f"  {', '.join(cut.ops)}: {cut.reason}")
-        lines += [f"    {line}" for line in (cut.stack_trace or "").strip().splitlines()]
+        causes.append((f"it spans {len(spec.devices)} devices", ""))
+    causes += [(f"{', '.join(cut.ops)}: {cut.reason}", cut.stack_trace or "") for cut in cuts]
+    # the first cause is on the first line: some who report an error show that line alone
+    more = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
+    lines = [f"{label}: cudagraphs='require', but not all of it can be recorded: {causes[0][0]}{more}"]
+    for number, (cause, trace) in enumerate(causes):
+        lines += [f"  {cause}"] if number else []
+        lines += [f"    {line}" for line in trace.strip().splitlines()]
     raise NotAllRecorded("\n".join(lines))

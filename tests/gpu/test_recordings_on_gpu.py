@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -268,6 +269,7 @@ def test_require_names_each_op_that_cannot_be_recorded() -> None:
         compiled(fetches, cudagraphs="require")(torch.randn(8, device=CUDA))
     text = str(caught.value)
     assert text.count("device_put") + text.count("_to_copy") >= 2
+    assert re.search(r"(device_put|_to_copy).* \(and \d+ more\)$", text.splitlines()[0])  # some show that line alone
     assert "x.mean().cpu()" in text
     run = compiled(lambda x: x.sin() + 1, cudagraphs="require")
     for _ in range(3):

@@ -402,17 +402,18 @@ def test_a_budget_is_kept_in_memory() -> None:
 # ---------------------------------------------------------------- a memory goal, and packs on their way to the host
 
 
-@pytest.mark.parametrize("recorded", [False, "require"], ids=["unrecorded", "recorded"])
+@pytest.mark.parametrize("recorded", [False, "auto"], ids=["unrecorded", "recorded"])
 @pytest.mark.parametrize("pack", [Scaled("int8"), Scaled("int4", per=64), Cast("e4m3")], ids=str)
 def test_what_is_packed_for_the_host_comes_back_as_packed(pack: Pack, recorded: Any) -> None:
     model, x = block(blocks=3), batch()
-    results = []
+    results, before = [], tree_counts("recordings")
     for asked in (pack, Offload(pack)):
         fresh()
         run = compiled(model, saved_tensors=everything(asked), cudagraphs=recorded)
         results.append([gradients(model, run, x) for _ in range(4)][-1])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert any(entry.bytes_on_host for said in accounts() for entry in said.tensors)
+    assert (tree_counts("recordings") > before + 2) == bool(recorded)  # copies to the host lie between them
 
 
 def test_a_step_within_a_memory_goal_takes_no_more_of_the_device() -> None:
@@ -429,7 +430,7 @@ def test_a_step_within_a_memory_goal_takes_no_more_of_the_device() -> None:
         return torch.cuda.max_memory_allocated()
 
     plain, wanted = peak(compiled(model, cudagraphs=False)), gradients(model, model, x)
-    for part in (0.8, 0.6):
+    for part in (0.95, 0.85):
         fresh()
         goal = int(part * plain)
         run = compiled(model, cudagraphs=False, memory_goal=goal)
