@@ -33,7 +33,7 @@ each step), and nobody else. The losses, or outputs, of the last steps are compa
 
     python benchmarks/memory.py --json memory.json
     python benchmarks/memory.py --program "two lengths" --only multigraph
-    python benchmarks/memory.py --cache code --program "three models"    the code stays in the folder, for the next call
+    python benchmarks/memory.py --keep kept     what has been measured stays in the folder; the next call goes on there
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ import gc
 import itertools
 import json
 import os
-import random
 import signal
 import socket
 import statistics
@@ -54,7 +53,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -62,12 +62,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-import workloads
-from measure import Column, Goal, Results, answer, arguments, goals_text, pool_bytes
+from measure import Column, Goal, Results, answer, arguments, facts, goals_text, pool_bytes
+from memory_programs import EDGE, FORMS, PROGRAMS, SHARDED, SIZES, compiled_as, program
 
 import multigraph_backend
 from multigraph_backend import allocator
-from multigraph_backend.backend import multigraph
 
 COLUMNS = (
     Column("program", "program"),
@@ -89,17 +88,10 @@ COLUMNS = (
     Column("runs", "runs"),
     Column("goals", "goals"),
 )
-FORMS = ("eager", "inductor", "stock", "multigraph", "multigraph, over the extension")
-ORDERS = ("largest", "ascending", "descending", "at random")
 RANKS = 2
-SHARDED = "fsdp2"
-EDGE = "at the edge"
-KEPT = "three models, gradients kept"
-SIZES = tuple(f"sizes, {order}" for order in ORDERS)
-PROGRAMS = ("two lengths", "accumulation", *SIZES, "three models", KEPT, EDGE, SHARDED)
 QUICK = PROGRAMS[:1]
 #: programs whose code the others of their kind find in the cache
-FILLED = ("two lengths", "accumulation", "sizes, ascending", "three models", EDGE)
+FILLED = ("two lengths", "accumulation", "sizes, ascending", "three models", EDGE, SHARDED)
 BALLAST = 0.95  # of the device
 FILLING = 12  # batches at the edge that have all the code that larger ones have
 NO_MORE = (Goal("reserved over stock", "reserved_over_stock", 1.0), Goal("used over stock", "over_stock", 1.0))
@@ -111,9 +103,6 @@ GOALS = {
 SECONDS = 300  # for the process of one form
 AT_ONCE = 6  # processes on each GPU that fill the cache
 AGREED_MIB = 2  # what two runs may differ by: a page of the driver's
-
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Watch:
@@ -136,112 +125,7 @@ class Watch:
         return now
 
 
-# ---------------------------------------------------------------- programs: each yields a number after each step
-
-
-def _model(layers: int, width: int, device: str) -> workloads.Decoder:
-    return workloads.Decoder(layers, width, width // 64).to(device, workloads.dtype_on(device))
-
-
-def _loss(model: torch.nn.Module) -> Loss:
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return model(x).float().pow(2).mean()  # type: ignore[no-any-return]
-
-    return loss
-
-
-def two_lengths(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
-    layers, width, batch, lengths, steps = (2, 64, 2, (8, 4), 4) if quick else (12, 1024, 8, (1024, 512), 40)
-    model = _model(layers, width, device)
-    loss, optimizer = compiled(_loss(model)), torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for step in range(steps):
-        x = torch.randn(batch, lengths[step % 2], width, device=device, dtype=workloads.dtype_on(device))
-        optimizer.zero_grad()
-        value = loss(x)
-        value.backward()
-        optimizer.step()
-        yield float(value.detach())
-
-
-def accumulation(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
-    layers, width, batch, length, steps = (2, 64, 2, 8, 3) if quick else (12, 1024, 8, 512, 10)
-    model = _model(layers, width, device)
-    loss, mark = marked_by_step(compiled(_loss(model)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for _ in range(steps):
-        total = 0.0
-        mark()
-        optimizer.zero_grad()
-        for _ in range(4):
-            x = torch.randn(batch, length, width, device=device, dtype=workloads.dtype_on(device))
-            value = loss(x) / 4
-            value.backward()
-            total += float(value.detach())
-        optimizer.step()
-        yield total
-
-
-def sizes(compiled: Compile, device: str, quick: bool, order: str) -> Iterator[float]:
-    layers, width = (1, 64) if quick else (8, 1024)
-    all_sizes = [2, 3, 4] if quick else [2, 4, *range(8, 241, 8)]
-    if order == "largest":
-        all_sizes = all_sizes[-1:]
-    if order == "descending":
-        all_sizes.reverse()
-    if order == "at random":
-        random.Random(0).shuffle(all_sizes)
-    model = _model(layers, width, device)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return model(x)  # type: ignore[no-any-return]
-
-    run = compiled(forward)
-    with torch.no_grad():
-        for batch in all_sizes:
-            for _ in range(3):
-                x = torch.randn(batch, 16, width, device=device, dtype=workloads.dtype_on(device))
-                # a mean that takes no memory of its own: that of other sizes would lie in other segments
-                yield float(torch.linalg.vector_norm(run(x), 1, dtype=torch.float32)) / x.numel()
-
-
-def three_models(compiled: Compile, device: str, quick: bool, kept: bool = False) -> Iterator[float]:
-    layers, width, batch, length, steps = (1, 64, 2, 8, 3) if quick else (4, 1024, 8, 512, 10)
-    models = [_model(layers, width, device) for _ in range(3)]
-    losses = [compiled(_loss(model)) for model in models]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in models]
-    for _ in range(steps):
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            x = torch.randn(batch, length, width, device=device, dtype=workloads.dtype_on(device))
-            optimizer.zero_grad()
-            value = loss(x)
-            value.backward()
-            optimizer.step()
-            if not kept:
-                optimizer.zero_grad()
-            yield float(value.detach())
-    if kept:
-        for model in models:
-            norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in model.parameters()]
-            yield float(torch.stack(norms).norm())
-
-
-def at_the_edge(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
-    """Yields batch sizes, each when its steps have run."""
-    layers, width, length, batches = (1, 64, 4, (2, 3)) if quick else (12, 1024, 256, range(8, 1024, 2))
-    model = _model(layers, width, device)
-    loss, optimizer = compiled(_loss(model)), torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for batch in batches:
-        try:
-            for _ in range(3):
-                x = torch.randn(batch, length, width, device=device, dtype=workloads.dtype_on(device))
-                optimizer.zero_grad()
-                loss(x).backward()
-                optimizer.step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
-            return
-        yield float(batch)
+# ---------------------------------------------------------------- one process
 
 
 def take_ballast() -> None:
@@ -251,74 +135,6 @@ def take_ballast() -> None:
     nbytes = ctypes.c_size_t(max(int(free - (1 - BALLAST) * total), 1))
     if status := driver.cuMemAlloc_v2(ctypes.byref(address), nbytes):
         raise RuntimeError(f"the driver gave no ballast: error {status}")
-
-
-def sharded(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
-    from distributed_programs import Block
-    from torch.distributed.fsdp import fully_shard
-
-    layers, width, batch, length, steps = (1, 64, 2, 8, 3) if quick else (12, 1024, 4, 1024, 10)
-    dtype = workloads.dtype_on(device)
-    model: Any = torch.nn.Sequential(*(Block(width) for _ in range(layers))).to(device, dtype)
-    mark: Callable[[], object] = nothing
-    for index, block in enumerate(model):
-        model[index], mark = marked_by_step(compiled(block))
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for _ in range(steps):
-        x = torch.randn(batch, length, width, device=device, dtype=dtype)
-        mark()
-        optimizer.zero_grad()
-        value = model(x).float().pow(2).mean()
-        value.backward()
-        optimizer.step()
-        yield float(value.detach())
-
-
-def program(name: str) -> Callable[[Compile, str, bool], Iterator[float]]:
-    if name.startswith("sizes, "):
-        return partial(sizes, order=name.removeprefix("sizes, "))
-    training = {"two lengths": two_lengths, "accumulation": accumulation, "three models": three_models}
-    training[KEPT] = partial(three_models, kept=True)
-    return {**training, EDGE: at_the_edge, SHARDED: sharded}[name]
-
-
-# ---------------------------------------------------------------- forms
-
-
-def compiled_as(form: str, device: str, dynamic: bool) -> Compile:
-    """What compiles a function as `form` says; a function of its own each time, as users have."""
-    if form == "eager":
-        return lambda function: function
-    if form == "inductor":
-        return lambda function: torch.compile(function, dynamic=dynamic)
-    if form == "stock":
-        return lambda function: Marked(torch.compile(function, mode="reduce-overhead", dynamic=dynamic))
-    options: dict[str, Any] = {"cudagraphs": "auto"} if device == "cuda" else {}
-    return lambda function: torch.compile(function, backend=multigraph, dynamic=dynamic, options=options)
-
-
-class Marked:
-    """`function`, with a mark before each call that a step begins."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return self.function(x)
-
-
-def nothing() -> None: ...
-
-
-def marked_by_step(function: Callable[..., Any]) -> tuple[Any, Callable[[], object]]:
-    """`function`, and what to call before each step: for programs whose calls keep what others of the step made."""
-    if isinstance(function, Marked):
-        return function.function, torch.compiler.cudagraph_mark_step_begin
-    return function, nothing
 
 
 def measured(name: str, form: str, device: str, quick: bool, fills: bool = False) -> dict[str, Any]:
@@ -387,13 +203,41 @@ def process() -> None:
 
 # ---------------------------------------------------------------- processes
 
+#: the values of a process, or why there are none
+Answer = tuple[dict[str, Any] | None, str | None]
+
+
+class Kept:
+    """A folder for compiled code, and for what processes of this commit have answered on a machine like this one."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self.code, self._answers, self._about = folder / "code", folder / "answers", dict(about)
+
+    def _path(self, name: str, form: str, number: int) -> Path:
+        return self._answers / f"{name}, {form}, {number}.json".replace(" ", "_").replace(",", "")
+
+    def answer(self, name: str, form: str, number: int) -> dict[str, Any] | None:
+        path = self._path(name, form, number)
+        if not path.exists():
+            return None
+        found = json.loads(path.read_text())
+        value: dict[str, Any] = found["value"]
+        return value if found["about"] == self._about else None
+
+    def keep(self, name: str, form: str, number: int, value: Mapping[str, Any]) -> None:
+        path = self._path(name, form, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"about": self._about, "value": value}))
+        part.replace(path)
+
 
 class Started:
     """A process that waits for its job, and what it said."""
 
-    def __init__(self, gpu: str | None, folder: Path, number: int, cache: Path | None) -> None:
+    def __init__(self, folder: Path, number: int, cache: Path | None, **environment: str) -> None:
         self.path, self.log = folder / f"answer.{number}", folder / f"log.{number}"
-        environ = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+        environ = {**os.environ, **environment}
         if cache is not None:
             environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         with self.log.open("wb") as log:
@@ -412,7 +256,7 @@ class Started:
             self.process.stdin.write(json.dumps({**job, "answer": str(self.path)}).encode() + b"\n")
             self.process.stdin.flush()
 
-    def answered(self, seconds: float) -> tuple[dict[str, Any] | None, str | None]:
+    def answered(self, seconds: float) -> Answer:
         """The values, or why there are none; the process has ended then, and its memory is the device's again."""
         try:
             status: int | None = self.process.wait(seconds)
@@ -440,9 +284,8 @@ class Started:
 class Runner:
     """Runs jobs, one at a time on each GPU.  While one runs, the process of the next loads what it needs."""
 
-    def __init__(self, gpus: Sequence[str | None], common: Mapping[str, Any], folder: Path, cache: Path) -> None:
-        self.gpus, self.common, self.folder = gpus, common, folder
-        self.cache = None if common["quick"] else cache
+    def __init__(self, gpus: Sequence[str | None], common: Mapping[str, Any], folder: Path, kept: Kept) -> None:
+        self.gpus, self.common, self.folder, self.kept = gpus, common, folder, kept
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._waiting: dict[str | None, Started] = {}
@@ -451,13 +294,27 @@ class Runner:
         for gpu in gpus:
             self._free.put(gpu)
 
-    def _start(self, gpu: str | None) -> Started:
+    def _start(self, gpu: str | None, **environment: str) -> Started:
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        cache = None if self.common["quick"] else self.kept.code
         with self._lock:
-            self._all.append(Started(gpu, self.folder, next(self._numbers), self.cache))
+            self._all.append(Started(self.folder, next(self._numbers), cache, **environment))
             return self._all[-1]
 
-    def run(self, name: str, form: str) -> tuple[dict[str, Any] | None, str | None]:
-        """One process alone on a GPU, whichever is free."""
+    def run(self, name: str, form: str, number: int) -> Answer:
+        """The `number`th run of a program: alone on a GPU, whichever is free, or on all of them; once and for all."""
+        if (known := self.kept.answer(name, form, number)) is not None:
+            return known, None
+        began = time.monotonic()
+        row, error = self.run_on_ranks(form) if name == SHARDED else self.run_alone(name, form)
+        if row is not None and error is None:
+            self.kept.keep(name, form, number, row)
+        said = "failed" if row is None else f"{row.get('reserved_mib', 0):.0f} MiB reserved"
+        print(f"{name}, {form}, run {number}: {said}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return row, error
+
+    def run_alone(self, name: str, form: str) -> Answer:
         gpu = self._free.get()
         try:
             started = self._waiting.pop(gpu, None) or self._start(gpu)
@@ -469,20 +326,23 @@ class Runner:
             self._free.put(gpu)
 
     def run_beside(self, name: str, form: str, gpu: str | None) -> None:
-        """One process beside others, for what it leaves in the cache."""
+        """A run beside others, for what it leaves in the cache."""
+        if name == SHARDED:
+            self.run_on_ranks(form)
+            return
         started = self._start(gpu)
         started.tell({**self.common, "program": name, "form": form, "rank": None, "fills": True})
         started.answered(SECONDS)
 
-    def run_on_ranks(self, name: str, form: str) -> tuple[dict[str, Any] | None, str | None]:
+    def run_on_ranks(self, form: str) -> Answer:
         """One process on each of the first GPUs; of each number, the larger one."""
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        started = [self._start(None) for _ in range(RANKS)]  # each sees all, as NCCL likes it
+            port = str(taken.getsockname()[1])
+        # each sees all, as NCCL likes it
+        started = [self._start(None, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for _ in range(RANKS)]
         for rank, entry in enumerate(started):
-            entry.tell({**self.common, "program": name, "form": form, "rank": rank})
+            entry.tell({**self.common, "program": SHARDED, "form": form, "rank": rank})
         found = [entry.answered(SECONDS) for entry in started]
         error = next((error for _, error in found if error is not None), None)
         values = [value for value, _ in found if value is not None]
@@ -508,11 +368,11 @@ def agree(rows: Sequence[Mapping[str, Any]]) -> bool:
     return len(rows) == 2 and all(abs(rows[0].get(key, 0) - rows[1].get(key, 0)) <= AGREED_MIB for key in keys)
 
 
-def series(run: Callable[[], tuple[dict[str, Any] | None, str | None]], most: int) -> tuple[dict[str, Any], str | None]:
+def series(run: Callable[[int], Answer], most: int) -> tuple[dict[str, Any], str | None]:
     """The medians of so many runs, or of two that agree; the first error ends it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < most and not agree(rows):
-        row, error = run()
+        row, error = run(len(rows))
         if error is not None or row is None:
             return row or {}, error
         rows.append(row)
@@ -566,7 +426,7 @@ def main() -> int:
     parser.add_argument("--program", nargs="+", choices=PROGRAMS, help="which (all)")
     parser.add_argument("--only", metavar="TEXT", help=f"forms whose name has this in it: {'; '.join(FORMS)}")
     parser.add_argument("--repeats", type=int, default=3, help="processes of which a value is the median (3)")
-    parser.add_argument("--cache", type=Path, help="a folder for compiled code that outlasts this (one of its own)")
+    parser.add_argument("--keep", type=Path, help="a folder where a call that was cut off can go on")
     parser.add_argument("--process", action="store_true", help=argparse.SUPPRESS)  # it waits for a job
     args = parser.parse_args()
     if args.process:
@@ -576,7 +436,9 @@ def main() -> int:
     device, chosen = results.device, args.program or (QUICK if args.quick else PROGRAMS)
     common = {"device": device, "quick": args.quick, "threads": args.threads}
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(visible(device), common, Path(folder), args.cache or Path(folder, "cache"))
+        about = {**facts(device), **common}
+        del about["date"], about["cpu"]
+        runner = Runner(visible(device), common, Path(folder), Kept(args.keep or Path(folder, "kept"), about))
         try:
             measure_all(runner, chosen, forms(args, device), 1 if args.quick else args.repeats, results)
         finally:
@@ -588,11 +450,19 @@ def measure_all(runner: Runner, chosen: Sequence[str], wanted: Sequence[str], re
     """The rows of all programs, in their order."""
     gpus, cuda = len(runner.gpus), results.device == "cuda"
     if cuda and repeats > 1:
-        kinds = {name.split(",")[0] for name in chosen}
         codes = [form for form in wanted if form != "eager" and not form.endswith("over the extension")]
         if not codes and any(form.endswith("over the extension") for form in wanted):
             codes = ["multigraph"]
-        jobs = [(name, form) for name in FILLED if name.split(",")[0] in kinds for form in codes]
+        jobs = [
+            (name, form)
+            for name in FILLED
+            for form in codes
+            if (name != SHARDED or gpus >= RANKS)
+            and any(
+                other.split(",")[0] == name.split(",")[0] and runner.kept.answer(other, form, 0) is None
+                for other in chosen
+            )
+        ]
         with ThreadPoolExecutor(AT_ONCE * gpus) as filling:
             placed = [(*job, runner.gpus[number % gpus]) for number, job in enumerate(jobs)]
             list(filling.map(lambda job: runner.run_beside(*job), placed))
@@ -618,7 +488,7 @@ def measure_all(runner: Runner, chosen: Sequence[str], wanted: Sequence[str], re
     found = {}
     for form in wanted:
         most = 1 if form == "eager" else repeats
-        found[form] = series(partial(runner.run_on_ranks, SHARDED, form), most)
+        found[form] = series(partial(runner.run, SHARDED, form), most)
     add_rows(SHARDED, found, results, largest)
 
 

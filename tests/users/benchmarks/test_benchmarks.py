@@ -145,11 +145,11 @@ def test_memory_of_a_series_of_processes(load: Callable[[str], Any]) -> None:
 
     def taken(*used: float) -> tuple[dict[str, Any], str | None]:
         runs = iter(used)
-        return memory.series(lambda: ({"used_mib": next(runs), "reserved_mib": 10, "numbers": [1.0]}, None), 3)  # type: ignore[no-any-return]
+        return memory.series(lambda _: ({"used_mib": next(runs), "reserved_mib": 10, "numbers": [1.0]}, None), 3)  # type: ignore[no-any-return]
 
     assert taken(100.0, 101.0) == ({"used_mib": 101.0, "reserved_mib": 10, "numbers": [1.0], "runs": 2}, None)
     assert taken(100.0, 120.0, 110.0)[0]["used_mib"] == 110.0
-    assert memory.series(lambda: (None, "it broke"), 3) == ({}, "it broke")
+    assert memory.series(lambda _: (None, "it broke"), 3) == ({}, "it broke")
     largest: dict[str, dict[str, Any]] = {}
     memory.compare("sizes, largest", {"multigraph": {"used_mib": 100.0, "reserved_mib": 50.0}}, largest)
     rows = {form: {"used_mib": 102.0, "reserved_mib": 52.0} for form in ("inductor", "stock", "multigraph")}
@@ -167,9 +167,35 @@ def test_memory_of_a_series_of_processes(load: Callable[[str], Any]) -> None:
 def test_two_gpus_are_needed_where_it_is_sharded(load: Callable[[str], Any], tmp_path: Path) -> None:
     memory, rows = load("memory"), []
     results = SimpleNamespace(device="cuda", add=lambda about, values, *more, **named: rows.append((about, values)))
-    memory.measure_all(memory.Runner(["0"], {"quick": True}, tmp_path), ["fsdp2"], [], 1, results)
+    runner = memory.Runner(["0"], {"quick": True}, tmp_path, memory.Kept(tmp_path, {}))
+    memory.measure_all(runner, ["fsdp2"], [], 1, results)
     said = "skipped: 2 GPUs are needed, and there is 1 GPU"
     assert rows == [({"program": "fsdp2", "form": "-"}, {"goals": said})]
+
+
+def test_memory_goes_on_where_it_was_cut_off(
+    load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, ran = load("memory"), list[tuple[str, str]]()
+
+    def process(runner: Any, name: str, form: str) -> tuple[dict[str, Any] | None, str | None]:
+        ran.append((name, form))
+        return (None, "out of time") if len(ran) == 3 else ({"used_mib": 7.0, "reserved_mib": 5.0}, None)
+
+    monkeypatch.setattr(memory.Runner, "run_alone", process)
+
+    def measured(commit: str) -> list[str | None]:
+        rows = list[str | None]()
+        results = SimpleNamespace(device="cpu", add=lambda about, values, error, **named: rows.append(error))
+        runner = memory.Runner(["0"], {"quick": True}, tmp_path, memory.Kept(tmp_path, {"commit": commit}))
+        memory.measure_all(runner, ["two lengths"], ["inductor", "multigraph"], 3, results)
+        return rows
+
+    assert measured("a") == [None, "out of time"]  # two that agree, and one that fails
+    assert measured("a") == [None, None]
+    assert ran == [("two lengths", "inductor")] * 2 + [("two lengths", "multigraph")] * 3
+    measured("b")
+    assert len(ran) == 9
 
 
 def test_staging(tmp_path: Path) -> None:
