@@ -3,11 +3,11 @@
 On a GPU: torch's allocated bytes of the device, all of them, those of other models and of saved tensors that wait too.
 On the CPU nobody counts; there the graph says what it is given.
 
-State of an optimizer comes with its first step, after the first compile.  So an optimizer is looked for that has one of
-the graph's parameters.  What state it has is held already; what it is yet to make is known of torch's own: as many
-tensors as `_STATES` says, like the parameters.  Where the user says bytes for each number of a parameter, that is
-taken; where no optimizer is found, or one that is not torch's, two such tensors are assumed, Adam's, and the report
-says so.
+State of an optimizer comes with its first step, after the first compile.  So optimizers are looked for that have any of
+the graph's parameters; where two have the same one, the one with more parameters counts, for the other is likely to be
+one of before.  What state they have is held already; what they are yet to make is known of torch's own: as many tensors
+as `_STATES` says, like the parameters.  Where the user says bytes for each number of a parameter, that is taken; where
+no optimizer is found, or one that is not torch's, two such tensors are assumed, Adam's, and the report says so.
 
 In: a goal, the arguments of a graph.  Out: a `Reckoned`.  Nothing is changed.
 """
@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from multigraph_backend.saved_tensors import speeds
 from multigraph_backend.saved_tensors.memory_goal import Goal
 from multigraph_backend.saved_tensors.reckoning import Reckoned, rounded_up
 
 _ADAM = 2
+_FLAT = "LBFGS"  # the one that has its state, of all parameters, with the first of them
 #: tensors like a parameter that torch's optimizers keep for it, by their settings
 _STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "SGD": lambda group: 1 if group.get("momentum") else 0,
@@ -35,6 +37,8 @@ _STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
     "Adafactor": lambda group: 0,  # a row and a column of each
     "ASGD": lambda group: 1,
+    "SparseAdam": lambda group: 2,
+    _FLAT: lambda group: 2 * group["history_size"] + 2,  # steps, differences of gradients, the last of each
 }
 
 
@@ -45,8 +49,8 @@ def reckon(goal: Goal, args: Sequence[object]) -> Reckoned:
     wanted = goal.wanted(memory(device))
     machine, link = speeds.of(device)
     trained = {id(arg): arg for arg in tensors if arg.requires_grad and arg.is_leaf}
-    found = _optimizer(trained)
-    others = {id(entry): entry for entry in _parameters(found) if id(entry) not in trained}
+    found = _optimizers(trained)
+    others = {id(entry): entry for one in found for entry in _parameters(one) if id(entry) not in trained}
     held = allocated(device)
     counted = held is None  # then what is there counts with what will be
     parameters = [arg for arg in trained.values() if isinstance(arg, torch.nn.Parameter)]
@@ -89,49 +93,59 @@ def _gradients(parameters: Iterable[torch.Tensor], counted: bool) -> int:
 
 
 def _state(
-    goal: Goal, found: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor], counted: bool
+    goal: Goal, found: Sequence[torch.optim.Optimizer], parameters: Sequence[torch.Tensor], counted: bool
 ) -> tuple[int, str]:
     """Bytes of state that are not held, and how that is known."""
     if goal.optimizer is not None:
-        missing = [entry for entry in parameters if counted or not _has_state(found, entry)]
+        missing = [entry for entry in parameters if counted or not any(_has_state(one, entry) for one in found)]
         return int(goal.optimizer * sum(entry.numel() for entry in missing)), f"{goal.optimizer:g} bytes a number"
-    if found is None:
+    if not found:
         return _ADAM * sum(map(_bytes, parameters)), "none is found; as Adam's"
-    name = type(found).__name__
-    of_torch = type(found).__module__.startswith("torch.optim")
+    states = [_state_of(one, counted) for one in found]
+    return sum(total for total, _ in states), "; ".join(dict.fromkeys(by for _, by in states))
+
+
+def _state_of(one: torch.optim.Optimizer, counted: bool) -> tuple[int, str]:
+    name = type(one).__name__
+    known = type(one).__module__.startswith("torch.optim") and name in _STATES
     total, there = 0, 0
-    for group in found.param_groups:
+    for group in one.param_groups:
         for entry in group["params"]:
-            if _has_state(found, entry):
+            if _has_state(one, entry):
                 there += 1
-                total += _tensors(found.state[entry]) if counted else 0
+                total += _tensors(one.state.get(entry)) if counted else 0
             elif entry.requires_grad:
-                tensors = _STATES[name](group) if of_torch and name in _STATES else _ADAM
-                total += tensors * _bytes(entry)
+                total += (_STATES[name](group) if known else _ADAM) * _bytes(entry)
     if there:
         return total, f"{name}, which has its state"
-    return total, f"{name}'s, to come" if of_torch and name in _STATES else f"{name}, to come; as Adam's"
+    return total, f"{name}'s, to come" if known else f"{name}, to come; as Adam's"
 
 
-def _has_state(found: torch.optim.Optimizer | None, parameter: torch.Tensor) -> bool:
-    return found is not None and bool(found.state.get(parameter))
+def _has_state(one: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    return bool(one.state) if type(one).__name__ == _FLAT else bool(one.state.get(parameter))
 
 
-def _tensors(state: Mapping[str, object]) -> int:
-    return sum(_bytes(entry) for entry in state.values() if isinstance(entry, torch.Tensor))
+def _tensors(state: object) -> int:
+    """Bytes of all tensors in what an optimizer keeps for a parameter."""
+    return sum(_bytes(entry) for entry in pytree.tree_leaves(state) if isinstance(entry, torch.Tensor))
 
 
-def _optimizer(trained: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer | None:
-    """One that has a parameter of the graph.  Of several, the one that has most parameters."""
+def _optimizers(trained: Mapping[int, torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Those that have any parameter of the graph, and none that another of them has."""
     if not trained:
-        return None
+        return []
     made = [entry for entry in gc.get_objects() if issubclass(type(entry), torch.optim.Optimizer)]
-    having = [entry for entry in made if any(id(parameter) in trained for parameter in _parameters(entry))]
-    return max(having, key=lambda entry: len(_parameters(entry)), default=None)
+    chosen, taken = list[torch.optim.Optimizer](), set[int]()
+    for one in sorted(made, key=lambda entry: -len(_parameters(entry))):
+        having = {id(parameter) for parameter in _parameters(one)}
+        if not having.isdisjoint(trained) and having.isdisjoint(taken):
+            chosen.append(one)
+            taken |= having
+    return chosen
 
 
-def _parameters(found: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    groups = [] if found is None else getattr(found, "param_groups", [])
+def _parameters(one: torch.optim.Optimizer) -> list[torch.Tensor]:
+    groups = getattr(one, "param_groups", [])
     return [entry for group in groups for entry in group["params"] if entry.requires_grad]
 
 

@@ -5,8 +5,9 @@ packed tensors` and `unpack(packed) -> x again`, up to rounding (bits, offloaded
 and shape.  A hook of the user's is taken as it is.
 
 Invariants, by element: bfloat16 within 2^-8 of the value, e4m3 within 2^-4 and e5m2 within 2^-3 in their normal
-range; int8 within amax / 254 and int4 within amax / 14 of its row or block.  A value that is infinite or NaN never
-comes back finite: with scales its whole row or block becomes NaN.  Arithmetic is in float32.
+range; int8 within amax / 254 and int4 within amax / 14 of its row or block, or within the smallest normal number where
+that is more.  What is finite comes back finite, and a value that is infinite or NaN never does: with scales its whole
+row or block becomes NaN.  Arithmetic is in float32; scales of float64 are too wide for it, and are float64.
 """
 
 from __future__ import annotations
@@ -69,16 +70,22 @@ def _scaled(asked: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFun
     if value.dim() == 0:
         return "it has no dimension to scale along"
     row: Any = value.shape[-1]
-    pack = replace(asked, per="row") if asked.per == row else carried_out(asked, value)
+    whole_row = isinstance(row, int) and asked.per == row  # what is compared with a dynamic length fixes that
+    pack = replace(asked, per="row") if whole_row else carried_out(asked, value)
     dtype, most = value.dtype, _LARGEST[pack.dtype]
     length = row if pack.per == "row" else pack.per
-    if isinstance(length, int) and _packed_bytes(pack, length) >= length * dtype.itemsize:
+    inside = torch.float64 if dtype == torch.float64 else torch.float32  # where scales are found
+    numbers = torch.finfo(inside)
+    if isinstance(length, int) and _packed_bytes(pack, length, inside) >= length * dtype.itemsize:
         return f"with a scale per {length} elements it would not become smaller"
 
     def scale_of(largest: torch.Tensor) -> torch.Tensor:
-        # so that its reciprocal is a normal number too
-        scale = largest.clamp(min=2 * torch.finfo(torch.float32).tiny * most) / most
-        return torch.where(torch.isfinite(scale), scale, math.nan)
+        # so that its reciprocal is a normal number too, and what comes back of the largest is finite
+        scale = largest.clamp(2 * numbers.tiny * most, numbers.max * (1 - 2 * numbers.eps)) / most
+        return torch.where(torch.isfinite(largest), scale, math.nan)
+
+    def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x * scale.reciprocal()).to(torch.float32)
 
     def blocks(x: torch.Tensor) -> torch.Tensor:
         return x if pack.per == "row" else x.unflatten(-1, (row // pack.per, pack.per))
@@ -87,13 +94,13 @@ def _scaled(asked: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFun
         return (x if pack.per == "row" else x.flatten(-2)).to(dtype)
 
     if pack.dtype == "int4":
-        return _halves(pack, length, scale_of, blocks, whole)
+        return _halves(pack, length, inside, scale_of, scaled, blocks, whole)
     target: torch.dtype = getattr(torch, pack.dtype)
 
     def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = blocks(x.to(torch.float32))
+        x = blocks(x.to(inside))
         scale = scale_of(x.abs().amax(-1, keepdim=True))
-        x = x * scale.reciprocal()
+        x = scaled(x, scale)
         if pack.stochastic:
             x = torch.floor(x + torch.rand_like(x)) if pack.dtype == "int8" else _round_at_random(x, pack.dtype)
             x = x.clamp(-most, most)
@@ -101,13 +108,15 @@ def _scaled(asked: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFun
             return _integers(x).to(target), scale
         return x.to(target), scale  # rounding may have put it just beyond `most`, to which it is rounded here
 
-    return quantize, lambda packed: whole(packed[0].to(torch.float32) * packed[1])
+    return quantize, lambda packed: whole(packed[0].to(inside) * packed[1])
 
 
 def _halves(
     pack: Scaled,
     length: int,
+    inside: torch.dtype,
     scale_of: Callable[[torch.Tensor], torch.Tensor],
+    scaled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     blocks: Callable[[torch.Tensor], torch.Tensor],
     whole: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[PackFunction, UnpackFunction]:
@@ -119,11 +128,11 @@ def _halves(
     half, most = -(-length // 2), _LARGEST[pack.dtype]
 
     def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = blocks(x.to(torch.float32))
+        x = blocks(x.to(inside))
         x = torch.nn.functional.pad(x, (0, 1)) if length % 2 else x
         parts = [x.narrow(-1, 0, half), x.narrow(-1, half, half)]
         scale = scale_of(torch.maximum(parts[0].abs(), parts[1].abs()).amax(-1, keepdim=True))
-        parts = [part * scale.reciprocal() for part in parts]
+        parts = [scaled(part, scale) for part in parts]
         if pack.stochastic:
             parts = [torch.floor(part + torch.rand_like(part)).clamp(-most, most) for part in parts]
         low, high = map(_integers, parts)
@@ -132,7 +141,7 @@ def _halves(
     def restore(packed: Sequence[torch.Tensor]) -> torch.Tensor:
         both = packed[0].to(torch.int32).unsqueeze(-2)
         places = torch.arange(0, 8, 4, device=both.device, dtype=torch.int32).unsqueeze(-1)
-        x = ((((both >> places) & 15) ^ 8) - 8).to(torch.float32).flatten(-2)
+        x = ((((both >> places) & 15) ^ 8) - 8).to(inside).flatten(-2)
         return whole((x.narrow(-1, 0, length) if length % 2 else x) * packed[1])
 
     return quantize, restore
@@ -143,10 +152,10 @@ def _integers(x: torch.Tensor) -> torch.Tensor:
     return (x + _ONES_LAST).view(torch.int32)
 
 
-def _packed_bytes(pack: Scaled, length: int) -> int:
+def _packed_bytes(pack: Scaled, length: int, of_scale: torch.dtype) -> int:
     """Of a row or block of `length` elements, with its scale."""
     values = -(-length // 2) if pack.dtype == "int4" else length * getattr(torch, pack.dtype).itemsize
-    return int(values) + torch.float32.itemsize
+    return int(values) + of_scale.itemsize
 
 
 def _bits(value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:

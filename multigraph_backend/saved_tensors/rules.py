@@ -74,10 +74,12 @@ class Cast:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Save as "int4", "int8", "float8_e4m3fn" or "float8_e5m2" with a float32 scale per row or per block.
+    """Save as "int4", "int8", "float8_e4m3fn" or "float8_e5m2" with a scale per row or per block.
 
-    `per`: "row", the last dimension in memory, or the number of elements that lie side by side and share a scale.  A
-    last dimension that is no multiple of the block, or that is dynamic, is scaled per row, and `explain()` says so.
+    Scales are float32, and float64 where the tensor is.
+    `per`: "row", the last dimension in memory that has more than one element (so of `[N, 1]` all of it), or the number
+    of elements that lie side by side and share a scale.  A last dimension that is no multiple of the block, or that is
+    dynamic, is scaled per row, and `explain()` says so.
     "int4" has two elements in a byte, from -7 to 7 times their scale; where the last dimension is dynamic it is "int8".
     `stochastic`: round up or down at random, so that the mean of many roundings is the value.
     """

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import multigraph_backend
 from multigraph_backend import Match, Rule, Scaled
 from multigraph_backend.options import Options, OptionsError
 from tests.support.saved_tensors.models import Block, Mlp, accounts, assert_step, compiled, rules, step
@@ -57,6 +58,23 @@ def test_sizes_that_change() -> None:
         assert_step(model, run, torch.randn(rows, 32), 0.5)
     assert packed() == {"int4, scaled per block of 8"}
     assert any("s" in entry.shape for entry in accounts()[0].tensors)
+
+
+class Sums(torch.nn.Module):
+    """Saves what is as long as its rows, which no parameter fixes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x.cos().cumsum(0) * 0.01).sin().cumsum(0) * 0.01).sin().cumsum(0)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_rows_that_differ_are_not_fixed_to_the_length_of_a_block(kind: str) -> None:
+    model = Sums()
+    run = compiled(model, rules(Scaled(kind, per=64)), dynamic=True)
+    for length in (64, 100, 128, 64):
+        assert_step(model, run, torch.randn(480, length), 0.05)
+    assert len(multigraph_backend.explain().regions) == 1
+    assert packed() == {"int8, scaled per row, for its rows differ from call to call"}
 
 
 def test_rows_whose_length_changes_are_int8() -> None:

@@ -210,6 +210,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
     "Adadelta": (lambda ps: torch.optim.Adadelta(ps), 2),
     "Rprop": (lambda ps: torch.optim.Rprop(ps), 2),
     "ASGD": (lambda ps: torch.optim.ASGD(ps), 1),
+    "LBFGS": (lambda ps: torch.optim.LBFGS(ps, history_size=3), 8),
 }
 
 
@@ -224,8 +225,16 @@ def test_the_state_that_an_optimizer_will_have_is_the_state_it_then_has(kind: st
     before = holding.reckon(Goal(), [torch.randn(4, 64), *parameters])
     assert before.optimizer == rounded_up(tensors * size)
     assert "to come" in before.optimizer_by
-    model(torch.randn(4, 64)).sum().backward()
-    optimizer.step()
+
+    def loss() -> float:
+        optimizer.zero_grad()
+        value = model(torch.randn(4, 64)).square().sum()
+        value.backward()
+        return float(value.detach())
+
+    for _ in range(1 + 3 * (kind == "LBFGS")):  # which fills its history as it goes
+        loss()
+        optimizer.step(loss if kind == "LBFGS" else None)
     after = holding.reckon(Goal(), [torch.randn(4, 64), *parameters])
     assert after.optimizer == pytest.approx(before.optimizer, rel=0.02, abs=64)  # beside tensors that count steps
     if tensors:
@@ -245,6 +254,21 @@ def test_an_optimizer_that_is_not_there_is_assumed_or_said_and_others_are_not_ta
     assert found.gradients == rounded_up(size)
     assert found.elsewhere == 0
     del stranger
+
+
+@pytest.mark.usefixtures("fixed_speeds")
+def test_of_several_optimizers_each_counts_but_not_for_the_same_parameter() -> None:
+    first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 32)
+    parameters = [*first.parameters(), *second.parameters()]
+    mine = torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), momentum=0.9)
+    found = holding.reckon(Goal(), parameters)
+    sizes = [sum(entry.numel() * 4 for entry in layer.parameters()) for layer in (first, second)]
+    assert found.optimizer == rounded_up(2 * sizes[0] + sizes[1])
+    assert found.optimizer_by == "AdamW's, to come; SGD's, to come"
+    again = torch.optim.Adagrad(parameters)  # takes the place of both
+    found = holding.reckon(Goal(), parameters)
+    assert (found.optimizer, found.optimizer_by) == (rounded_up(sum(sizes)), "Adagrad, which has its state")
+    del mine, again
 
 
 @pytest.mark.usefixtures("fixed_speeds")
