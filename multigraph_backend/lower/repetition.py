@@ -47,6 +47,7 @@ class Step:
     stays: whether it may not be a part of a body
     taken: whether it only takes one out of several values, which no cut may keep from each other
     free: whether it computes nothing, but is a view of its first operand
+    weight: how many steps it stands for: a checkpointed region is one step with a graph of its own
     """
 
     description: Hashable
@@ -56,6 +57,7 @@ class Step:
     stays: bool = False
     taken: bool = False
     free: bool = False
+    weight: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Body:
-    """`results`: which of its steps, counted from its first, are used behind one of the calls."""
+    """`length`: in steps of the graph; `weight`: how many these stand for.  `results`: which of its steps, counted from
+    its first, are used behind one of the calls."""
 
     length: int
     calls: tuple[Call, ...]
     results: tuple[int, ...]
+    weight: int
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """See the module's text.  `steps`: how many the graph has.  Bodies in the order of their first calls."""
+    """See the module's text.  `steps`: how many those of the graph stand for.  Bodies in the order of first calls."""
 
     steps: int
     bodies: tuple[Body, ...] = ()
@@ -85,7 +89,7 @@ class Repetition:
     @property
     def compiled(self) -> int:
         """Steps that are left to compile, when each body is compiled once."""
-        return self.steps - sum((len(body.calls) - 1) * body.length for body in self.bodies)
+        return self.steps - sum((len(body.calls) - 1) * body.weight for body in self.bodies)
 
     @property
     def calls(self) -> list[tuple[int, int]]:
@@ -99,7 +103,7 @@ class Repetition:
             given = len(body.calls[0].arguments)
             results = ", ".join(map(str, body.results))
             lines.append(
-                f"body {number}: {body.length} steps, {given} arguments, results {results}; called at {starts}"
+                f"body {number}: {body.weight} steps, {given} arguments, results {results}; called at {starts}"
             )
         return "\n".join(lines)
 
@@ -110,7 +114,7 @@ def find(steps: Sequence[Step], lossless: bool = False) -> Repetition:
     `lossless`: only calls that begin and end where nothing is lost.
     """
     graph = _Graph.of(steps)
-    best, least = Repetition(len(steps)), float(len(steps))
+    best, least = Repetition(graph.weight(0, len(steps))), float(graph.weight(0, len(steps)))
     for tried in _tried(graph, lossless):
         blocks = tried.lossless(graph) if lossless else tried
         cost = _cost(graph, blocks)
@@ -123,7 +127,7 @@ def between_entries(steps: Sequence[Step]) -> Repetition:
     """Only bodies that are whole entries of a list of modules, or lie between two: there programs hand on results."""
     graph = _Graph.of(steps)
     if not any(graph.boundary[:-1]):
-        return Repetition(len(steps))
+        return Repetition(graph.weight(0, len(steps)))
     return _repetition(graph, _between(graph, [place for place, here in enumerate(graph.boundary) if here]))
 
 
@@ -180,6 +184,7 @@ def _verify_call(steps: Sequence[Step], body: Body, call: Call) -> None:
 @dataclass(frozen=True, eq=False)
 class _Graph:
     """`tokens`: numbers of the descriptions, and of each step that stays its own.  `last`: the last use of each result.
+    `before`: how many steps those before each place stand for.
 
     For each place before a step: what is `lost` by a cut there, how many values are `alive` across it, and whether
     modules of one list (`layers.3`, `layers.4`) meet there.
@@ -191,6 +196,7 @@ class _Graph:
     alive: Sequence[int]
     boundary: Sequence[bool]
     last: Sequence[int]
+    before: Sequence[int]
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> _Graph:
@@ -219,7 +225,12 @@ class _Graph:
                     fused[operand] = index
         entries = [_entry(step.path) for step in steps]
         boundary = [index > 0 and entry != entries[index - 1] for index, entry in enumerate(entries)]
-        return cls(steps, tokens, _across(fused), _across(last), [*boundary, True], last)
+        before = [0, *itertools.accumulate(step.weight for step in steps)]
+        return cls(steps, tokens, _across(fused), _across(last), [*boundary, True], last, before)
+
+    def weight(self, start: int, end: int) -> int:
+        """How many steps those between two places stand for."""
+        return self.before[end] - self.before[start]
 
     def block(self, start: int, length: int) -> tuple[Hashable, tuple[int | str, ...]]:
         """What the steps from `start` on do, as a value that is equal where they do the same; and their arguments."""
@@ -272,7 +283,8 @@ def _periods(graph: _Graph) -> list[int]:
         *(period for period, _ in named.most_common(PERIODS // 3)),
         *(period for period, _ in found.most_common()),
     ]
-    long_enough = (period if period >= LEAST else period * -(-LEAST // period) for period in likely)
+    least = max(-(-LEAST * len(tokens) // max(graph.before[-1], 1)), 1)  # in steps that stand for as many as most do
+    long_enough = (period if period >= least else period * -(-least // period) for period in likely)
     return list(itertools.islice(dict.fromkeys(long_enough), PERIODS))
 
 
@@ -299,14 +311,16 @@ def _stretches(tokens: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class _Blocks:
-    """Equal blocks under the value that tells what they do: their length, where they begin, with which arguments."""
+    """Equal blocks under the value that tells what they do: their length and weight, where they begin, with which
+    arguments."""
 
     starts: dict[Hashable, list[tuple[int, tuple[int | str, ...]]]] = field(default_factory=dict)
     lengths: dict[Hashable, int] = field(default_factory=dict)
+    weights: dict[Hashable, int] = field(default_factory=dict)
 
     def add(self, graph: _Graph, start: int, length: int) -> None:
         key, arguments = graph.block(start, length)
-        self.lengths[key] = length
+        self.lengths[key], self.weights[key] = length, graph.weight(start, start + length)
         self.starts.setdefault(key, []).append((start, arguments))
 
     def pay(self) -> _Blocks:
@@ -314,9 +328,9 @@ class _Blocks:
         kept = {
             key: sorted(starts)
             for key, starts in self.starts.items()
-            if self.lengths[key] >= LEAST and (len(starts) - 1) * self.lengths[key] > len(starts) * CALL
+            if self.weights[key] >= LEAST and (len(starts) - 1) * self.weights[key] > len(starts) * CALL
         }
-        return _Blocks(kept, {key: self.lengths[key] for key in kept})
+        return _Blocks(kept, {key: self.lengths[key] for key in kept}, {key: self.weights[key] for key in kept})
 
     def lossless(self, graph: _Graph) -> _Blocks:
         """Only those that begin and end where nothing is lost."""
@@ -324,7 +338,7 @@ class _Blocks:
             key: [entry for entry in starts if not graph.lost[entry[0]] + graph.lost[entry[0] + self.lengths[key]]]
             for key, starts in self.starts.items()
         }
-        return _Blocks(kept, self.lengths).pay()
+        return _Blocks(kept, self.lengths, self.weights).pay()
 
     def spans(self) -> list[tuple[int, int]]:
         return sorted((start, start + self.lengths[key]) for key, starts in self.starts.items() for start, _ in starts)
@@ -334,7 +348,7 @@ def _between(graph: _Graph, places: Sequence[int]) -> _Blocks:
     """What lies between `places`: the entries of a list of modules, in whatever order, and what lies between them."""
     blocks = _Blocks()
     for start, end in itertools.pairwise([0, *places, len(graph.steps)]):
-        if end - start >= LEAST:
+        if graph.weight(start, end) >= LEAST:
             blocks.add(graph, start, end - start)
     return _with_rest(graph, blocks.pay())
 
@@ -356,7 +370,7 @@ def _blocks(graph: _Graph, period: int, named: bool, lossless: bool = False) -> 
 def _with_rest(graph: _Graph, blocks: _Blocks) -> _Blocks:
     """Also what lies between blocks, where it comes again as a whole."""
     for start, end in list(_free(graph, blocks)):
-        if end - start >= LEAST:
+        if graph.weight(start, end) >= LEAST:
             blocks.add(graph, start, end - start)
     return blocks.pay()
 
@@ -387,11 +401,15 @@ def _phases(graph: _Graph, period: int, begin: int, end: int, named: bool, lossl
 def _cut(graph: _Graph, period: int, first: int, end: int, blocks: _Blocks) -> tuple[float, list[int]]:
     """What is compiled of a stretch that is cut at `first` and then after each `period`, weighed; and the cuts."""
     starts = list(range(first, end - period + 1, period))
-    keys = collections.Counter(graph.block(start, period)[0] for start in starts)
-    calls = sum(count for key, count in keys.items() if count > 1 or key in blocks.starts)
-    bodies = sum(1 for key, count in keys.items() if count > 1 and key not in blocks.starts)
-    lost = sum(graph.lost[start] for start in starts[1:])
-    return (bodies - calls) * period + calls * CALL + lost * LOST, starts
+    keys: dict[Hashable, list[int]] = {}
+    for start in starts:
+        keys.setdefault(graph.block(start, period)[0], []).append(start)
+    cost: float = LOST * sum(graph.lost[start] for start in starts[1:])
+    for key, places in keys.items():
+        weight, known = graph.weight(places[0], places[0] + period), key in blocks.starts
+        if known or len(places) > 1:
+            cost += (not known) * weight + len(places) * (CALL - weight)
+    return cost, starts
 
 
 def _free(graph: _Graph, blocks: _Blocks) -> Iterator[tuple[int, int]]:
@@ -440,10 +458,9 @@ def _window_hash(tokens: Sequence[int]) -> int:
 
 def _cost(graph: _Graph, blocks: _Blocks) -> float:
     """Steps that are compiled, with what calls cost and what cuts lose, in steps."""
-    cost = len(graph.steps)
+    cost = graph.weight(0, len(graph.steps))
     for key, starts in blocks.starts.items():
-        length = blocks.lengths[key]
-        cost += len(starts) * CALL - (len(starts) - 1) * length
+        cost += len(starts) * CALL - (len(starts) - 1) * blocks.weights[key]
         cost += LOST * sum(graph.lost[start] for start, _ in starts)
     return cost
 
@@ -455,5 +472,6 @@ def _repetition(graph: _Graph, blocks: _Blocks) -> Repetition:
         used: Mapping[int, None] = dict.fromkeys(
             offset for start, _ in starts for offset in range(length) if graph.last[start + offset] >= start + length
         )
-        bodies.append(Body(length, tuple(Call(*entry) for entry in starts), tuple(sorted(used))))
-    return Repetition(len(graph.steps), tuple(sorted(bodies, key=lambda body: body.calls[0].start)))
+        calls = tuple(Call(*entry) for entry in starts)
+        bodies.append(Body(length, calls, tuple(sorted(used)), blocks.weights[key]))
+    return Repetition(graph.weight(0, len(graph.steps)), tuple(sorted(bodies, key=lambda body: body.calls[0].start)))

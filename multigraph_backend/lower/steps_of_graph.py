@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.lower import modes_of_trace
@@ -76,6 +76,7 @@ def steps_of_trace(
 ) -> tuple[list[Step], list[Node]]:
     """The same of a captured graph of Dynamo's, before AOTAutograd: functions and methods as the program calls them.
 
+    A checkpointed region (`torch.utils.checkpoint`) is one step, which does what its own graph does.
     It has no values on its nodes: descriptions say nothing of types and sizes, which `traced_once` asks of each call.
     Numbers that are computed from numbers are no steps: Dynamo computes each once, for whatever needs it.  Steps under
     other modes, autocast for one, are others.  `may_draw`: whether a call may stand for steps that draw random numbers.
@@ -85,32 +86,65 @@ def steps_of_trace(
     for node in graph.nodes:
         if not is_tensor_of_trace(node) and (node.op == "placeholder" or _computes_number(node, told)):
             told.add(node)
-    called = ("call_function", "call_method", "call_module")
     told.update(filter(modes_of_trace.does_nothing, graph.nodes))
-    nodes = [node for node in graph.nodes if node.op in called and node not in told]
+    nodes = [node for node in graph.nodes if _called(node) and node not in told]
     numbers = {node: index for index, node in enumerate(nodes)}
     modes = modes_of_trace.at_each_node(graph)
     needing = set(differentiated)
     steps = []
     for node in nodes:
-        operands = _operands(node)
+        region = checkpointed(node)
+        operands = [operand for operand in _operands(node) if region is None or operand is not node.args[0]]
         name = _name(node)
         needs = tuple(operand in needing for operand in operands)
         if any(needs):
             needing.add(node)
         stays = _why_it_stays_in_a_trace(node, name, may_draw) is not None
+        taken = node.target is operator.getitem and not is_tensor_of_trace(operands[0])
         steps.append(
             Step(
-                (_said_in_a_trace(node), modes[node], needs),
+                (_said_in_a_trace(node), region and _said_of_region(region), modes[node], needs),
                 tuple(numbers.get(operand, operand.name) for operand in operands),
-                stays or name in _ALONE or name in _ALONE_IN_A_TRACE or "attention" in name,
-                _path(node),
+                bool(stays or region) or name in _ALONE or name in _ALONE_IN_A_TRACE or "attention" in name,
+                _path_in_a_trace(operands[0] if taken else node),
                 stays,
-                node.target is operator.getitem and not is_tensor_of_trace(operands[0]),
+                taken,
                 name in _VIEWS,
+                1 if region is None else sum(_called(inner) for inner in region.graph.nodes),
             )
         )
     return steps, nodes
+
+
+def checkpointed(node: Node) -> GraphModule | None:
+    """The graph of a checkpointed region of a captured graph, if `node` is one."""
+    target: Any = node.target
+    if not isinstance(target, _compat.HigherOrderOperator) or target.name() != "tag_activation_checkpoint":
+        return None
+    holder, attribute = node.graph.owning_module, node.args[0] if node.args else None
+    if holder is None or not isinstance(attribute, Node) or attribute.op != "get_attr":
+        return None
+    region = getattr(holder, str(attribute.target), None)
+    return region if isinstance(region, GraphModule) else None
+
+
+def _called(node: Node) -> bool:
+    return node.op in ("call_function", "call_method", "call_module")
+
+
+def _said_of_region(region: GraphModule) -> Hashable:
+    """What the graph of a region does, as a value to compare."""
+    numbers = {node: number for number, node in enumerate(region.graph.nodes)}
+    return tuple(
+        (node.op if node.op == "placeholder" else _said_in_a_trace(node), tuple(numbers[of] for of in _operands(node)))
+        for node in numbers
+    )
+
+
+def _path_in_a_trace(node: Node) -> str:
+    region = checkpointed(node)
+    inner = next((path for entry in region.graph.nodes if (path := _path(entry))), "") if region else ""
+    return inner or _path(node)
 
 
 def is_tensor_of_trace(node: Node) -> bool:
@@ -189,6 +223,8 @@ def _why_it_stays_in_a_trace(node: Node, name: str, may_draw: bool) -> str | Non
             return "it is no operator of torch's own"
         if target._schema.is_mutable:
             return "it writes to what it takes"
+    elif (region := checkpointed(node)) is not None:
+        return _why_a_region_stays(node, region)
     elif isinstance(target, _compat.HigherOrderOperator | _compat.OpOverloadPacket):
         return "it is no function"
     elif name not in _OPERATORS and (getattr(target, "__module__", None) == "_operator" or name.endswith("_")):
@@ -202,6 +238,42 @@ def _why_it_stays_in_a_trace(node: Node, name: str, may_draw: bool) -> str | Non
     if not may_draw or not any(word in name for word in _DRAW_FOR_A_CALL) or node.kwargs.get("generator") is not None:
         return _DRAWS
     return None
+
+
+def _why_a_region_stays(node: Node, region: GraphModule) -> str | None:
+    """Of a checkpointed region.  What it computes is computed again in the backward: nothing may be drawn in it."""
+    if any("context_fn" in str(key) for key in (*region.meta, *node.meta, *node.kwargs)):
+        return "it has a policy of its own for what is saved"  # whose state, and equality, nobody can see
+    for inner in region.graph.nodes:
+        if inner.op == "get_attr":
+            return "it holds something"
+        if _called(inner) and not modes_of_trace.does_nothing(inner):
+            if changes_state(inner):
+                return f"its {_name(inner)} may change what a trace depends on"
+            if (why := _why_it_stays_in_a_trace(inner, _name(inner), may_draw=False)) is not None:
+                return f"of its {_name(inner)}, {why}"
+    return None
+
+
+_STATELESS = frozenset((
+    "torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "torch._C._linalg", "torch._C._fft",
+    "torch._C._special", "_operator", "math", "builtins",
+))  # fmt: skip
+
+
+def changes_state(node: Node) -> bool:
+    """Whether a step of a captured graph may change what a trace depends on, such as autocast or grad mode: it is no
+    plain function of torch's."""
+    target: Any = node.target
+    if node.op != "call_function" or isinstance(target, _compat.OpOverload | _compat.OpOverloadPacket):
+        return node.op == "call_module"
+    if modes_of_trace.sets_mode(node) or modes_of_trace.does_nothing(node):
+        return False
+    if isinstance(target, _compat.HigherOrderOperator):
+        return False
+    name = str(getattr(target, "__name__", ""))
+    private = name.startswith(("_", "set_"))
+    return getattr(target, "__module__", None) not in _STATELESS or private
 
 
 def draws_in_a_trace(node: Node) -> bool:

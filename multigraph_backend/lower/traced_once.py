@@ -64,6 +64,8 @@ from multigraph_backend.lower.block_operator import (
 from multigraph_backend.lower.body_graphs import call_body, kind_of, view_again
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.steps_of_graph import (
+    changes_state,
+    checkpointed,
     convolves,
     draws_in_a_trace,
     is_plain,
@@ -139,7 +141,7 @@ def lift(
         raise Refused(here.why_not)
     differentiated = [node for node, value in _given(module, inputs) if getattr(value, "requires_grad", False)]
     steps, nodes = steps_of_trace(module.graph, may_draw, differentiated)
-    if (unknown := next((node for node in nodes if _changes_state(node)), None)) is not None:
+    if (unknown := next((node for node in nodes if changes_state(node)), None)) is not None:
         name = getattr(unknown.target, "__name__", unknown.target)
         raise Refused(f"the graph calls {name}, which may change what a trace depends on")
     named = {node.name: node for node in module.graph.nodes}
@@ -191,26 +193,6 @@ def _worth_trying(steps: Sequence[repetition.Step]) -> list[repetition.Repetitio
     return [*found, most] if most.bodies else found
 
 
-_STATELESS = frozenset((
-    "torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "torch._C._linalg", "torch._C._fft",
-    "torch._C._special", "_operator", "math", "builtins",
-))  # fmt: skip
-
-
-def _changes_state(node: Node) -> bool:
-    """Whether it may change what a trace depends on, such as autocast or grad mode: no plain function of torch's."""
-    target: Any = node.target
-    if node.op != "call_function" or isinstance(target, _compat.OpOverload | _compat.OpOverloadPacket):
-        return node.op == "call_module"
-    if modes_of_trace.sets_mode(node) or modes_of_trace.does_nothing(node):
-        return False
-    if isinstance(target, _compat.HigherOrderOperator):
-        return False
-    name = str(getattr(target, "__name__", ""))
-    private = name.startswith(("_", "set_"))
-    return getattr(target, "__module__", None) not in _STATELESS or private
-
-
 def _symbols(graph: Graph, inputs: Sequence[Any]) -> dict[sympy.Symbol, Node]:
     """The inputs that are symbols, in order."""
     found: dict[sympy.Symbol, Node] = {}
@@ -245,18 +227,23 @@ def _block(
     order = sorted(range(len(tensors)), key=lambda place: not tensors[place])
     calls = [(mine, [arguments[place] for place in order]) for mine, arguments in calls]
     mine, arguments = calls[0]
-    graph = Graph()
+    graph, root = Graph(), torch.nn.Module()
     inside: dict[Node, Node] = {}
     for place, argument in enumerate(arguments):
         inside[argument] = graph.placeholder(f"argument_{place}")
         if is_tensor_of_trace(argument):
             inside[argument].meta["example_value"] = None
+    regions = []
     for place, node in enumerate(mine):
+        if (region := checkpointed(node)) is not None:
+            root.add_module(f"region_{place}", region)
+            inside[node.args[0]] = graph.get_attr(f"region_{place}")  # type: ignore[index]
+            regions.append(region.code)
         inside[node] = graph.node_copy(node, lambda operand: inside[operand])
         inside[node].name = f"step_{place}"
     graph.output(tuple(inside[mine[place]] for place in results))
-    module = GraphModule(torch.nn.Module(), graph, "repeated")
-    name = hashlib.sha256(f"{module.code}{modes[mine[0]]}".encode()).hexdigest()[:16]
+    module = GraphModule(root, graph, "repeated")
+    name = hashlib.sha256(f"{module.code}{regions}{modes[mine[0]]}".encode()).hexdigest()[:16]
     return _Block(name, module, sum(tensors), results, outside, tuple(calls), any(map(draws_in_a_trace, mine)))
 
 
@@ -308,7 +295,11 @@ def _put_call(
     for place in (*block.results, *block.outside):
         mine[place].replace_all_uses_with(now[mine[place]], delete_user_cb=lambda user: user not in inside)
     for node in reversed(mine):
+        held = [entry for entry in node.all_input_nodes if entry.op == "get_attr" and checkpointed(node) is not None]
         graph.erase_node(node)
+        for attribute in held:
+            if not attribute.users:
+                graph.erase_node(attribute)
 
 
 # ---------------------------------------------------------------- a body's graphs
@@ -446,7 +437,7 @@ class _Tracing:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), inside.__getitem__)
                 inside[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
                 inside[node].meta = dict(node.meta)
-        return GraphModule(torch.nn.Module(), graph, "repeated")
+        return GraphModule(block.module, graph, "repeated")
 
 
 def _keep(graphs: dict[str, GraphModule], gm: GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:

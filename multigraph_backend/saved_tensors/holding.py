@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from multigraph_backend.saved_tensors import speeds
 from multigraph_backend.saved_tensors.memory_goal import Goal
@@ -127,7 +126,10 @@ def _has_state(one: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
 
 def _tensors(state: object) -> int:
     """Bytes of all tensors in what an optimizer keeps for a parameter."""
-    return sum(_bytes(entry) for entry in pytree.tree_leaves(state) if isinstance(entry, torch.Tensor))
+    if isinstance(state, torch.Tensor):
+        return _bytes(state)
+    entries = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    return sum(map(_tensors, entries))
 
 
 def _optimizers(trained: Mapping[int, torch.Tensor]) -> list[torch.optim.Optimizer]:

@@ -24,9 +24,11 @@ ASLEEP = set(range(34, 43))  # these need pools that sleep
 FAILING = {42}  # and this one a driver that fails at the right call
 
 
-@pytest.mark.parametrize(
-    "options", [("own",), ("any",), ("any", "--expandable"), ("any", "--expandable", "--stitch")], ids=" ".join
-)
+# what is not what `install()` does by default takes as long again
+OTHERS = [pytest.param(options, marks=pytest.mark.slow) for options in (("any",), ("any", "--expandable", "--stitch"))]
+
+
+@pytest.mark.parametrize("options", [("own",), ("any", "--expandable"), *OTHERS], ids=" ".join)
 def test_every_program_of_five_operations(simulated: Path, options: tuple[str, ...]) -> None:
     found = stress(simulated / "exhaustive", "--operations", "5", "--reuse", *options)
     assert found["wrong"] == ""

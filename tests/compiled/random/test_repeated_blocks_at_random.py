@@ -5,6 +5,7 @@ The whole run is `tests/support/fuzz/repeated.py`, whose first lines say how to 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -33,6 +34,11 @@ def chain(different: str, training: bool = False) -> Program:
     return Program(1, tuple(blocks), training, dynamic=False)
 
 
+def checkpointed(program: Program) -> Program:
+    blocks = (dataclasses.replace(block, checkpointed=True) for block in program.blocks)
+    return dataclasses.replace(program, blocks=tuple(blocks))
+
+
 def test_random_chains_are_right() -> None:
     verdicts = [run_case(generate(seed)) for seed in range(4)]
     assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
@@ -49,6 +55,7 @@ def test_a_chain_with_a_block_that_is_almost_equal_is_right() -> None:
 def test_chains_whose_blocks_are_traced_once_are_right() -> None:
     different = (None, "shared", "stride")
     programs = [chain(other, training=True) if other else generate(4) for other in different]
+    programs.append(checkpointed(chain("constant", training=True)))
     verdicts = [run_case(program, traced_once) for program in programs]
     assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
     assert all(verdict.calls > 4 for verdict in verdicts)
@@ -126,6 +133,11 @@ def whatever_functions(monkeypatch: pytest.MonkeyPatch) -> str:
     return "operator"
 
 
+def whatever_regions(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(steps_of_graph, "_said_of_region", lambda region: "whatever it does")
+    return "constant"
+
+
 @pytest.mark.parametrize("mutant", [whatever_constants, whatever_operands, whatever_operators])
 def test_a_search_that_merges_almost_equal_blocks_is_found(monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
     different = mutant(monkeypatch)
@@ -138,5 +150,12 @@ def test_a_search_that_merges_almost_equal_blocks_is_found(monkeypatch: pytest.M
 def test_a_search_in_dynamos_graph_that_merges_them_is_found(monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
     different = mutant(monkeypatch)
     verdict = run_case(chain(different), traced_once)
+    assert verdict.calls > 1
+    assert verdict.wrong is not None
+
+
+def test_a_search_that_merges_checkpointed_blocks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = checkpointed(chain(whatever_regions(monkeypatch)))
+    verdict = run_case(program, traced_once)
     assert verdict.calls > 1
     assert verdict.wrong is not None

@@ -101,20 +101,20 @@ def near(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], bound: flo
 
 def test_between_blocks_that_are_compiled_apart_only_what_is_packed_is_alive() -> None:
     torch.manual_seed(0)
-    stack = Stack([Block() for _ in range(4)])
+    stack = Stack([Block() for _ in range(3)])
     plain, inside, between = apart(stack, []), apart(stack, INSIDE), apart(stack, BETWEEN)
-    for _ in range(3):
+    for _ in range(2):
         x = torch.randn(4, 16, 32)
         wanted, alive, _ = trained(stack, x)
-        assert alive == [True] * 3
+        assert alive == [True] * 2
         _, alive, whole = trained(plain, x)
-        assert alive == [True] * 3
+        assert alive == [True] * 2
         _, alive, some = trained(inside, x)
-        assert alive == [True] * 3
+        assert alive == [True] * 2
         got, alive, least = trained(between, x)
-        assert alive == [False] * 3
+        assert alive == [False] * 2
         near(got, wanted, 0.05)
-        assert least <= some - 3 * 4 * 16 * 32 * 4 * 0.6  # a quarter and scales are left of each
+        assert least <= some - 2 * 4 * 16 * 32 * 4 * 0.55  # a quarter and scales are left of each
         assert some < whole
     said = packed("input")
     assert said  # once: the blocks have one code

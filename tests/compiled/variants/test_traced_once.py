@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import multigraph_backend
 from multigraph_backend.lower import block_operator, repetition, traced_once
@@ -156,6 +157,57 @@ class DropsInMultihead(Layer):
         return x + self.inner(self.attention(y, y, y)[0])
 
 
+class Checkpointed(nn.Module):
+    """What a layer computes is computed again in the backward."""
+
+    def __init__(self, layer: nn.Module | None = None, **how: Any) -> None:
+        super().__init__()
+        self.layer, self.how = layer or Layer(), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(self.layer, x, use_reentrant=False, **self.how)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+
+def policy() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+class Constant(Layer):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x) * self.value
+
+
+def checkpointed_constants() -> nn.Module:
+    return nn.Sequential(*(Checkpointed(Constant(0.5 if place in (2, 5) else -0.0)) for place in range(6)))
+
+
+class EveryOther(nn.Module):
+    """Layers that are checkpointed, two results of which go on, and layers that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x
+        for place, layer in enumerate(self.layers):
+            if place % 2:
+                x = layer(x) + kept.sin()
+            else:
+
+                def both(x: torch.Tensor, layer: Any = layer) -> tuple[torch.Tensor, torch.Tensor]:
+                    return layer(x), layer.norm(x).cos() * 2
+
+                x, kept = checkpoint(both, x, use_reentrant=False)  # type: ignore[misc]
+        return x
+
+
 class NormAtTheEnd(nn.Module):
     """Blocks that begin behind a norm would hand on what the last of them hands to nobody."""
 
@@ -220,6 +272,15 @@ CASES: dict[str, tuple[Any, bool, bool]] = {  # model, whether it is traced once
     "a tensor in each layer": (lambda: layers(HoldsTensor), False, False),
     "multihead attention with dropout": (lambda: layers(DropsInMultihead), True, True),
     "a norm at the end": (NormAtTheEnd, True, True),
+    "checkpointed": (lambda: layers(Checkpointed), True, True),
+    "checkpointed with dropout": (lambda: nn.Sequential(*(Checkpointed(Drops()) for _ in range(4))), False, False),
+    "checkpointed, a constant differs": (checkpointed_constants, True, True),
+    "every other is checkpointed": (EveryOther, True, True),
+    "checkpointed by a policy": (
+        lambda: nn.Sequential(*(Checkpointed(context_fn=policy) for _ in range(4))),
+        False,
+        False,
+    ),
 }
 
 
@@ -250,6 +311,22 @@ def test_results_gradients_and_buffers_are_eagers(case: str, training: bool) -> 
     assert (verdict.calls > 0) or not once
     stats = multigraph_backend.stats()
     assert (stats["repeat_retries"], stats["eager_calls"]) == (0, 0)
+
+
+def test_checkpointed_blocks_save_no_more_than_without_bodies() -> None:
+    """Their arguments alone, and the backward's body computes the rest again."""
+    torch.manual_seed(0)
+    made = [layers(kind, 6) for kind in (Checkpointed, Layer)]
+    saved = []
+    for model, repeat in ((made[0], "always"), (made[0], False), (made[1], False)):
+        run = torch.compile(model, backend="multigraph", options={"repeat": repeat, "compiler": "inductor"})
+        out = run(torch.randn(64, 8, 8, requires_grad=True))
+        node: Any = out.grad_fn
+        found = {value.untyped_storage().data_ptr(): value.nbytes for value in node.saved_tensors if value is not None}
+        saved.append(sum(found.values()))
+    assert saved[0] == saved[1] < saved[2] / 2
+    said = [region.generic.repeated or "" for region in multigraph_backend.explain().regions]
+    assert [text.count("1 of the bodies traced once") for text in said] == [2, 0, 0]
 
 
 def test_a_first_layer_for_data_is_another_block_than_those_behind() -> None:
@@ -376,8 +453,17 @@ def assert_eagers(run: Any, other: nn.Module, model: nn.Module, size: tuple[int,
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", SIZES)
-@pytest.mark.parametrize("training", [False, True])
+SLOW_IN_TRAINING = ("plain", "hands out a view", "computes with a size")  # as others are, and they take the longest
+
+
+@pytest.mark.parametrize(
+    ("case", "training"),
+    [
+        pytest.param(case, training, marks=[pytest.mark.slow] if training and case in SLOW_IN_TRAINING else [])
+        for case in SIZES
+        for training in (False, True)
+    ],
+)
 def test_dynamic_sizes_are_symbols_of_a_body(case: str, training: bool) -> None:
     """One compile serves sizes that differ, and sizes of 0 and 1, where Dynamo traces anew, are right as well."""
     torch.manual_seed(0)

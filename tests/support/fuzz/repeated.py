@@ -11,6 +11,8 @@ is generated, so a case takes a fraction of a second, and numbers are compared i
 `--traced-once` Dynamo traces the program, blocks are lifted out before AOTAutograd (`traced_once`), and everything is
 as a user has it, but that graphs run operator by operator.
 
+Some blocks are checkpointed then, all or each by chance, but those that write or hand out a view.
+
 With `--sizes` sizes are dynamic in that, and each program is called with several: with 0, 1 and 2 rows, with as many
 rows as sequences.  Blocks, some or all, compute with a size, ask for it, add a row or leave half of them out, or take a
 tensor with a size of its own; some programs have variants, of one size or of multiples.
@@ -44,6 +46,7 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -68,6 +71,7 @@ class Block:
     kind: str
     different: str = ""
     of_sizes: str = ""
+    checkpointed: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,18 @@ def generate_with_sizes(seed: int) -> Program:
     calls += [(rng.randint(2, 5), rng.randint(2, 9)), (rng.randint(0, 5), rng.randint(0, 4))]
     specialize = rng.choice(SPECIALIZE) if rng.random() < 0.3 else ()
     return dataclasses.replace(program, blocks=blocks, dynamic=True, calls=tuple(calls), specialize=specialize)
+
+
+NOT_CHECKPOINTED = ("write", "view", "view of input")  # which nothing may do twice, or what Dynamo refuses there
+
+
+def with_checkpoints(program: Program) -> Program:
+    """The same with some blocks checkpointed, in some programs."""
+    rng = random.Random(f"checkpoints of {program.seed}")
+    odds = rng.choice((0.0, 0.0, 1.0, 0.5))
+    chosen = [rng.random() < odds and block.different not in NOT_CHECKPOINTED for block in program.blocks]
+    blocks = (dataclasses.replace(block, checkpointed=it) for block, it in zip(program.blocks, chosen, strict=True))
+    return dataclasses.replace(program, blocks=tuple(blocks))
 
 
 class BlockModule(nn.Module):
@@ -207,7 +223,10 @@ class Model(nn.Module):
         beside = x if beside is None else beside
         x = x.sin()
         for block in self.blocks:
-            x = block(x, beside, results)
+            if block.block.checkpointed:
+                x = checkpoint(block, x, beside, [], use_reentrant=False)
+            else:
+                x = block(x, beside, results)
         return [*results, x.cos()]
 
 
@@ -413,11 +432,14 @@ def _chunk(seeds: range, once: bool, sizes: bool) -> tuple[Counter[str], list[st
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     for program in map(generate_with_sizes if sizes else generate, seeds):
+        if once or sizes:
+            program = with_checkpoints(program)
         once_traced = functools.partial(traced_once, specialize=program.specialize)
         verdict = run_case(program, once_traced if once or sizes else None)
         counts["programs"] += 1
         counts["calls of bodies"] += verdict.calls
         counts["programs with calls of bodies"] += verdict.calls > 0
+        counts["programs with checkpoints"] += any(block.checkpointed for block in program.blocks)
         counts["programs with backwards"] += program.training
         counts["programs with zeros, infinities and NaN"] += program.edges
         counts["programs with sizes of 0, 1 or 2"] += min(map(min, (*program.calls, program.sizes))) < 2
