@@ -63,7 +63,7 @@ from multigraph_backend.cudagraphs.recordings.settling import Settling
 from multigraph_backend.cudagraphs.recordings.sharing import Sharing
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
-from multigraph_backend.cudagraphs.recordings.warm_up import WarmSlot, WarmUp, most_calls
+from multigraph_backend.cudagraphs.recordings.warm_up import WarmSlot, WarmUp, WarmUps
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
 
@@ -128,6 +128,7 @@ class Tree(Nodes):
         self.callers = Callers(self)
         self.sleepers = Sleepers(device)
         self.lending = Lending(self)
+        self.warm_ups = WarmUps(self, self.room, self.sharing, self.settling, self._others_are_in_the_way)
 
     # ---------------------------------------------------------------- every call
 
@@ -226,10 +227,10 @@ class Tree(Nodes):
                     self._wait_for_others(stream)
                 self._running, began = self._running + 1, True
                 keyed = None if warming is None else warming.keyed_for(inputs)
-                warm = None if keyed is None else self._warm_up(keyed)
+                warm = None if keyed is None else self.warm_ups.place_for(keyed)
                 if keyed is not None and warm is not None:
                     # nothing of these is held here: a backward frees what was saved for it as it goes
-                    outputs = self._warmed_up(warm, keyed, code, inputs)
+                    outputs = self.warm_ups.run(warm, keyed, code, inputs)
                     if outputs is not None:
                         return outputs
                 if self.path:
@@ -249,84 +250,19 @@ class Tree(Nodes):
                         self.stream = _NO_STREAM
             del held
 
-    def _warm_up(self, keyed: KeyedPiece) -> WarmUp | None:
-        """Where this call, which is the first of its kind or follows such a one, warms up; None: in ordinary memory."""
-        wanted, keyed.warms_up = keyed.warms_up, False
-        limits = keyed.piece.limits
-        if not wanted or self.shared or self.turns.aside or self.lending.in_the_way() or limits.pool_bytes is not None:
-            return None
-        last = self.path[-1] if self.path else None
-        if last is not None and not (isinstance(last, WarmUp) and last.generation == self.device.generation):
-            return None
-        if not self.room.may_warm_up(limits):
-            self.counts["warm-ups elsewhere"] += 1
-            return None
-        if isinstance(last, WarmUp):
-            return last
-        self.room.begin_anew(keyed)
-        try:
-            self.device.restore(self.device.empty_state(), (), ())
-        except DeviceFailed as error:
-            log.debug("no room to warm up in: %s", error)
-            return None
-        warm = WarmUp(self)
-        self.room.warms_up(warm)
-        self.settling.begin(keyed)
-        self.path.append(warm)
-        return warm
-
-    def _warmed_up(
-        self, warm: WarmUp, keyed: KeyedPiece, code: Callable[[list[Any]], Any], inputs: list[Any]
-    ) -> Sequence[Any] | None:
-        """Outputs of the code, run in the pool; None: it did not begin to run, for the driver failed."""
-        warm.calls_of[keyed] += 1
-        with _compat.without_torch_function():
-            self.settling.called(keyed, inputs, {slot.handle for slot in warm.slots})
-        self.room.warmed_up(keyed)
-        outputs: Sequence[Any] = ()
-        began, had = False, self.room.reserved()
-
-        def run() -> Any:
-            nonlocal began
-            began = True
-            self.counts["warm-ups in the pool"] += 1
-            warm.begin()
-            try:
-                self.lock.release()
-                return code(inputs)
-            finally:
-                self.lock.acquire()
-
-        try:
-            outputs = self.device.run_in_pool(run)
-            self.sharing.warmed_up(next(iter(warm.calls_of)), self.room.reserved() - had)
-        except (DeviceFailed, RuntimeError) as error:
-            if began or from_outside(error):
-                raise
-            log.debug("nothing warms up in the pool: %s", error)
-            return None
-        finally:  # where it failed, the error holds frames, and they hold tensors
-            self.room.grew(had)
-            if began:
-                warm.running -= 1
-            with _compat.without_torch_function():  # of outputs whose classes answer what is asked about them
-                warm.took(outputs, keyed.piece.spec.visible)
-        return outputs
-
     def _end_warm_up(self, warm: WarmUp, keyed: KeyedPiece) -> None:
         """Before a call of `keyed` behind `warm`: end it, if nothing of it is alive, or if the step begins again and
         what is alive can be moved out."""
         warm.look()
+        aside = self.shared and threading.get_ident() != self.callers.first
         if not warm.alive():
             self._shorten()
-            return
-        if not keyed.called or (self.shared and threading.get_ident() != self.callers.first):
-            return
-        # what autograd has saved is soon read by a backward, or belongs to one that never comes
-        if warm.calls_of[keyed] >= most_calls(keyed.piece.spec) or all(
-            slot.visible for slot in warm.slots if slot.alive(self.use_count)
-        ):
+        elif keyed.called and not aside and warm.repeats(keyed):
             self._restart()
+
+    def _others_are_in_the_way(self) -> bool:
+        """Whether nothing may warm up in the pool, for other threads or loans are there."""
+        return bool(self.shared or self.turns.aside or self.lending.in_the_way())
 
     def holds_memory(self) -> bool:
         """Whether recordings, or first calls, may have memory that serves nobody else."""

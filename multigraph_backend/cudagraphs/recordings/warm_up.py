@@ -17,24 +17,36 @@ As long as anything of it is alive, no recording may be made or replayed: it doe
 write over them.  So a `WarmUp` stands at the end of the path like a recording whose outputs are alive, and all calls
 behind it warm up too.  What users hold of it is moved out when the step begins again, as of recordings.
 
-In:  the calls, and what they return.  Out: slots that say whether any of it is alive.
+In:  the calls, and what they return.  Out: slots that say whether any of it is alive; and for each call whether it
+warms up here (`WarmUps`).
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from multigraph_backend.cudagraphs.devices.device import Device
+from multigraph_backend import _compat
+from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.slot import Slot
+from multigraph_backend.process.interruptions import from_outside
+
+if TYPE_CHECKING:
+    from multigraph_backend.cudagraphs.recordings.room import Room
+    from multigraph_backend.cudagraphs.recordings.settling import Settling
+    from multigraph_backend.cudagraphs.recordings.sharing import Sharing
+    from multigraph_backend.cudagraphs.recordings.tree import Tree
+
+log = logging.getLogger(__name__)
 
 #: calls of one piece in a step that warms up and does not end, after which the pool is left to it; and of one that
 #: takes part in a backward, as layers that are compiled one by one do: as many as a step may have of them
@@ -88,6 +100,13 @@ class WarmUp(Node):
     def alive(self) -> bool:
         return bool(self.running or self.strangers) or super().alive()
 
+    def repeats(self, keyed: KeyedPiece) -> bool:
+        """Whether a call of `keyed` begins the step anew although some of it is alive: what autograd has saved is soon
+        read by a backward, or belongs to one that never comes."""
+        return self.calls_of[keyed] >= most_calls(keyed.piece.spec) or all(
+            slot.visible for slot in self.slots if slot.alive(self.tree.use_count)
+        )
+
     def begin(self) -> None:
         """A call begins to run."""
         self.running += 1
@@ -120,6 +139,84 @@ class WarmUp(Node):
         self.strangers = {address: nbytes for address, nbytes in blocks.items() if address not in known}
         # the short way of a call looks at these: one that never dies keeps it from replaying
         self.watched = (*self.slots, _STRANGER) if self.strangers or self.running else self.slots
+
+
+class WarmUps:
+    """Where first calls of a tree run.  Under its lock, which is let go while code runs.
+
+    in_the_way: whether others are, threads or loans, so that nothing may warm up in the pool.
+    """
+
+    def __init__(
+        self, tree: Tree, room: Room, sharing: Sharing, settling: Settling, in_the_way: Callable[[], bool]
+    ) -> None:
+        self._tree, self._room, self._sharing, self._settling = tree, room, sharing, settling
+        self._in_the_way = in_the_way
+
+    def place_for(self, keyed: KeyedPiece) -> WarmUp | None:
+        """Where this call, which is the first of its kind or follows such a one, warms up; None: in ordinary memory."""
+        tree, limits = self._tree, keyed.piece.limits
+        wanted, keyed.warms_up = keyed.warms_up, False
+        if not wanted or self._in_the_way() or limits.pool_bytes is not None:
+            return None
+        last = tree.path[-1] if tree.path else None
+        if last is not None and not (isinstance(last, WarmUp) and last.generation == tree.device.generation):
+            return None
+        if not self._room.may_warm_up(limits):
+            tree.counts["warm-ups elsewhere"] += 1
+            return None
+        if isinstance(last, WarmUp):
+            return last
+        self._room.begin_anew(keyed)
+        try:
+            tree.device.restore(tree.device.empty_state(), (), ())
+        except DeviceFailed as error:
+            log.debug("no room to warm up in: %s", error)
+            return None
+        warm = WarmUp(tree)
+        self._room.warms_up(warm)
+        self._settling.begin(keyed)
+        tree.path.append(warm)
+        return warm
+
+    def run(
+        self, warm: WarmUp, keyed: KeyedPiece, code: Callable[[list[Any]], Any], inputs: list[Any]
+    ) -> Sequence[Any] | None:
+        """Outputs of the code, run in the pool; None: it did not begin to run, for the driver failed."""
+        tree = self._tree
+        warm.calls_of[keyed] += 1
+        with _compat.without_torch_function():
+            self._settling.called(keyed, inputs, {slot.handle for slot in warm.slots})
+        self._room.warmed_up(keyed)
+        outputs: Sequence[Any] = ()
+        began, had = False, self._room.reserved()
+
+        def in_pool() -> Any:
+            nonlocal began
+            began = True
+            tree.counts["warm-ups in the pool"] += 1
+            warm.begin()
+            try:
+                tree.lock.release()
+                return code(inputs)
+            finally:
+                tree.lock.acquire()
+
+        try:
+            outputs = tree.device.run_in_pool(in_pool)
+            self._sharing.warmed_up(next(iter(warm.calls_of)), self._room.reserved() - had)
+        except (DeviceFailed, RuntimeError) as error:
+            if began or from_outside(error):
+                raise
+            log.debug("nothing warms up in the pool: %s", error)
+            return None
+        finally:  # where it failed, the error holds frames, and they hold tensors
+            self._room.grew(had)
+            if began:
+                warm.running -= 1
+            with _compat.without_torch_function():  # of outputs whose classes answer what is asked about them
+                warm.took(outputs, keyed.piece.spec.visible)
+        return outputs
 
 
 class _Stranger:
