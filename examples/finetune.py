@@ -35,6 +35,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import torch
+from outcome import exit_status
 from progress import Progress
 from tiny_lm import TinyLM, standard_library_text
 from torch import Tensor, nn
@@ -297,16 +298,13 @@ def report(plain: Run, goal: Run, limit: float) -> int:
     print("\n" + "\n".join(line for entry in goal.plans for line in entry.lines()))
     apart = abs(goal.losses[-1] - plain.losses[-1]) / plain.losses[-1]
     print(f"last losses apart: {apart:.2%}")
-    wrong = [
+    checks = [
         (not goal.step.peak <= limit, "the step does not fit the limit"),
         (not plain.step.peak > limit, "it fits as it is, too: choose a lower --limit"),
         (not goal.losses[-1] < goal.losses[0], "it did not learn within the limit"),
         (not apart <= ALLOWED, f"the last losses are more than {ALLOWED:.0%} apart"),
     ]
-    for is_so, what in wrong:
-        if is_so:
-            print(what, file=sys.stderr)
-    return int(any(is_so for is_so, _ in wrong))
+    return exit_status(checks)
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outcome import exit_status
 from progress import Progress
 from tiny_lm import TinyLM, standard_library_text
 from torch import Tensor, nn
@@ -174,17 +175,14 @@ def report(plain: Run, packed: Run, limit: float, out_of_memory: bool | None) ->
     print("\n".join(packed.saved))
     apart = abs(packed.losses[-1] - plain.losses[-1]) / plain.losses[-1]
     print(f"last losses apart: {apart:.2%}")
-    wrong = [
+    checks = [
         (not packed.peak <= limit, "the packed run does not fit the limit"),
         (not plain.peak > limit, "the plain run fits too: choose a lower --limit"),
         (out_of_memory is False, "the plain run did not run out of memory within the limit"),
         (not packed.losses[-1] < packed.losses[0], "the packed run did not learn"),
         (not apart <= ALLOWED, f"the last losses are more than {ALLOWED:.0%} apart"),
     ]
-    for is_so, what in wrong:
-        if is_so:
-            print(what, file=sys.stderr)
-    return int(any(is_so for is_so, _ in wrong))
+    return exit_status(checks)
 
 
 def main() -> int:
