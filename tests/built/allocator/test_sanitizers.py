@@ -23,6 +23,7 @@ def test_under_address_and_undefined_behaviour_sanitizers(
     assert stress(folder / "fuzz", "--operations", str(operations), "--length", "60", "--each-call")["wrong"] == ""
 
 
+@pytest.mark.slow
 def test_under_the_thread_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = build(
         tmp_path_factory.mktemp("thread"), *QUICK_BUILD, "-DMULTIGRAPH_SANITIZE=thread", targets=("threads",)

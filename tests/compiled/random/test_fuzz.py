@@ -36,7 +36,7 @@ def assert_right(seed: int, profile: str, compiler: str) -> None:
     assert verdict.outcome in RIGHT, f"{verdict}\n{script(program, compiler)}"
 
 
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.mark.parametrize("first", [0, 10, 20, *(pytest.param(first, marks=pytest.mark.slow) for first in (30, 40, 50))])
 def test_aot_eager(first: int) -> None:
     for seed in range(first, first + 10):
         assert_right(seed, "default", "aot_eager")

@@ -40,7 +40,15 @@ def calls(program: padding.Program, compiler: str = "eager") -> list[str]:
     return [region.padding.state for region in regions if region.padding is not None]
 
 
-@pytest.mark.parametrize(("first", "mixing"), [(0, 0.0), (20, 0.0), (100, 0.3), (120, 1.0)])
+@pytest.mark.parametrize(
+    ("first", "mixing"),
+    [
+        (0, 0.0),
+        (100, 0.3),
+        pytest.param(20, 0.0, marks=pytest.mark.slow),
+        pytest.param(120, 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_results_are_those_of_eager(first: int, mixing: float) -> None:
     states: Counter[str] = Counter()
     for seed in range(first, first + 12):

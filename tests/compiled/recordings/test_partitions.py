@@ -470,7 +470,11 @@ class Layers(torch.nn.Module):
 
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("cut_in", [(), (2,), range(5)], ids=["one piece", "two pieces", "a cut in each layer"])
+@pytest.mark.parametrize(
+    "cut_in",
+    [pytest.param((), id="one piece", marks=pytest.mark.slow), pytest.param((2,), id="two pieces"),
+     pytest.param(range(5), id="a cut in each layer")],
+)  # fmt: skip
 def test_pieces_call_bodies_and_no_body_is_cut(cut_in: Sequence[int], training: bool) -> None:
     model, specs = Layers(cut_in).double(), list[GraphSpec]()
     run = compiled(model, specs, repeat=True)

@@ -47,14 +47,14 @@ def halves(packed: Any) -> torch.Tensor:
     return (again + 0 * (turned.t() if turned.dim() == 2 else turned)).to(torch.float32)
 
 
-PACKS = [Scaled("int4", per=16), halves]
-OTHERS = [pytest.param(pack, marks=pytest.mark.slow) for pack in (Scaled("int8", per=8), Cast("bf16"), Scaled("e4m3"))]
+PACKS = [Scaled("int8", per=8), halves]
+OTHERS = [pytest.param(pack, marks=pytest.mark.slow) for pack in (Scaled("int4", per=16), Cast("bf16"), Scaled("e4m3"))]
 
 
 @pytest.mark.parametrize("pack", [*PACKS, *OTHERS], ids=str)
 def test_gradients_are_bitwise_those_of_the_pack_alone(late: Transfers, pack: Any) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(Block(), Block())
+    model = torch.nn.Sequential(Block())
     alone, run = compiled(model, rules(pack)), compiled(model, rules(Offload(pack)))
     for _ in range(3):  # from the second on, buffers serve again
         x = torch.randn(4, 16, 32)
@@ -65,7 +65,7 @@ def test_gradients_are_bitwise_those_of_the_pack_alone(late: Transfers, pack: An
     said, before = (one, other) if any("offload" in str(entry.packed) for entry in one.tensors) else (other, one)
     assert {entry.packed for entry in said.tensors if entry.packed} == {f"offload as {pack}"}
     ours = [entry for entry in said.tensors if entry.packed]
-    assert len(ours) > 8
+    assert len(ours) > 4
     assert late.copies >= 3 * len({entry.with_ or entry.name for entry in ours})
     assert late.prefetched > 0
     there = sum(entry.bytes_on_host for entry in ours)

@@ -17,8 +17,17 @@ def packed() -> set[str]:
     return {entry.packed for said in accounts() for entry in said.tensors if entry.packed}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "stochastic"),
+    [
+        (torch.float32, False), (torch.bfloat16, True), (torch.float16, False),
+        *(
+            pytest.param(dtype, stochastic, marks=pytest.mark.slow)
+            for dtype, stochastic in ((torch.float32, True), (torch.bfloat16, False), (torch.float16, True))
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_step_in_four_bits(dtype: torch.dtype, stochastic: bool) -> None:
     torch.manual_seed(0)
     model = Mlp(32).to(dtype)

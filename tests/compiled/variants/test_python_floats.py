@@ -214,8 +214,18 @@ def test_sizes_of_what_a_view_looks_into_stay_symbols_at_0_and_1() -> None:
     assert all(isinstance(size, torch.SymInt) for size in fake._base.size())
 
 
-@pytest.mark.parametrize("kind", ["parameter", "buffer", "changed", "attribute", "argument"])
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "train"),
+    [
+        ("parameter", True), ("buffer", False), ("changed", True), ("attribute", False), ("argument", True),
+        *(
+            pytest.param(kind, train, marks=pytest.mark.slow)
+            for kind, train in (
+                ("parameter", False), ("buffer", True), ("changed", False), ("attribute", True), ("argument", False)
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_a_double_without_dimensions_is_a_tensor_and_no_float(kind: str, train: bool) -> None:
     """torch makes a symbol of its value, as of a Python float that Dynamo has wrapped: no compile came to an end."""
 
