@@ -433,7 +433,8 @@ class Tree(Nodes):
 
     def _new_step(self, keyed: KeyedPiece, inputs: list[object]) -> bool:
         """Whether this call begins a new step although outputs of the last are alive: it repeats what is on the path,
-        or begins as a recorded step began, and nothing alive is on its way into compiled code."""
+        or begins as a recorded step began, of this model or of another of its class, and nothing alive is on its way
+        into compiled code."""
         device = self.device
         alive = [
             slot for node in self.path for slot in node.slots if slot.alive(device.use_count) and slot.lies(device)
