@@ -21,6 +21,7 @@ The parts, each of which imports only from those below it:
     padding/        calls padded up to declared sizes, where rows behind the real ones are shown to change nothing
     lower/          one compile from end to end: a captured graph with facts in, code and its guards out
     options.py      what the user says, in code and in MULTIGRAPH_OPTIONS, as one frozen Options
+    option_values.py  how the value of each option is read, and refused
     remedies.py     what to write for an option or a value that is not accepted
     saved_tensors/  what is saved for backward, packed in the forward graph and unpacked in the backward graph
     cudagraphs/     compiled code in CUDA graphs: its parts, what runs them, and the devices they run on

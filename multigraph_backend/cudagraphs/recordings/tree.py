@@ -128,7 +128,8 @@ class Tree(Nodes):
         self.callers = Callers(self)
         self.sleepers = Sleepers(device)
         self.lending = Lending(self)
-        self.warm_ups = WarmUps(self, self.room, self.sharing, self.settling, self._others_are_in_the_way)
+        in_the_way = self._others_are_in_the_way
+        self.warm_ups = WarmUps(self, self.lock, self.room, self.sharing, self.settling, in_the_way)
 
     # ---------------------------------------------------------------- every call
 

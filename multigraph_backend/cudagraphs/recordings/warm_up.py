@@ -27,7 +27,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from multigraph_backend.cudagraphs.recordings.room import Room
     from multigraph_backend.cudagraphs.recordings.settling import Settling
     from multigraph_backend.cudagraphs.recordings.sharing import Sharing
-    from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 log = logging.getLogger(__name__)
 
@@ -141,16 +140,29 @@ class WarmUp(Node):
         self.watched = (*self.slots, _STRANGER) if self.strangers or self.running else self.slots
 
 
-class WarmUps:
-    """Where first calls of a tree run.  Under its lock, which is let go while code runs.
+class Lock(Protocol):
+    def acquire(self) -> object: ...
 
-    in_the_way: whether others are, threads or loans, so that nothing may warm up in the pool.
+    def release(self) -> None: ...
+
+
+class WarmUps:
+    """Where first calls of a tree run.
+
+    lock: the tree's, held here, and let go while code runs.  in_the_way: whether others are, threads or loans, so that
+    nothing may warm up in the pool.
     """
 
     def __init__(
-        self, tree: Tree, room: Room, sharing: Sharing, settling: Settling, in_the_way: Callable[[], bool]
+        self,
+        tree: Nodes,
+        lock: Lock,
+        room: Room,
+        sharing: Sharing,
+        settling: Settling,
+        in_the_way: Callable[[], bool],
     ) -> None:
-        self._tree, self._room, self._sharing, self._settling = tree, room, sharing, settling
+        self._tree, self._lock, self._room, self._sharing, self._settling = tree, lock, room, sharing, settling
         self._in_the_way = in_the_way
 
     def place_for(self, keyed: KeyedPiece) -> WarmUp | None:
@@ -197,10 +209,10 @@ class WarmUps:
             tree.counts["warm-ups in the pool"] += 1
             warm.begin()
             try:
-                tree.lock.release()
+                self._lock.release()
                 return code(inputs)
             finally:
-                tree.lock.acquire()
+                self._lock.acquire()
 
         try:
             outputs = tree.device.run_in_pool(in_pool)

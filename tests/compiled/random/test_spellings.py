@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from multigraph_backend import options
+from multigraph_backend import option_values, options
 from multigraph_backend.backend import multigraph
 from multigraph_backend.capture import declared, size_names
 from multigraph_backend.capture.graph import CapturedGraph
@@ -46,7 +46,7 @@ def test_what_is_written_is_understood_or_an_error_says_how(graph: CapturedGraph
 @contextlib.contextmanager
 def any_compiler() -> Iterator[None]:
     """Whatever is named lowers graphs: all of them ran eagerly, after a warning."""
-    with mock.patch.dict(options._READERS, compiler=lambda given: given.value):
+    with mock.patch.dict(options.READERS, compiler=lambda given: given.value):
         yield
 
 
@@ -56,7 +56,7 @@ def any_option() -> Iterator[None]:
     named = options._named
 
     def known(given: Any, *where: Any) -> dict[str, Any]:
-        return named({name: value for name, value in given.items() if name in options._READERS}, *where)
+        return named({name: value for name, value in given.items() if name in options.READERS}, *where)
 
     with mock.patch.object(options, "_named", known):
         yield
@@ -69,7 +69,7 @@ def options_are_models() -> Iterator[None]:
 
     def of_models(environ: Any, *names: Any) -> Any:
         entries = json.loads(environ.get(options.VARIABLE, "{}"))
-        kept = {name: entry for name, entry in entries.items() if name not in options._READERS}
+        kept = {name: entry for name, entry in entries.items() if name not in options.READERS}
         return read({options.VARIABLE: json.dumps(kept)}, *names)
 
     with mock.patch.object(options, "_from_environment", of_models):
@@ -104,7 +104,7 @@ def values_are_not_guessed() -> Iterator[None]:
 @contextlib.contextmanager
 def words_are_not_guessed() -> Iterator[None]:
     """No error names what is near."""
-    with mock.patch.object(options, "did_you_mean", return_value=""):
+    with mock.patch.object(option_values, "did_you_mean", return_value=""):
         yield
 
 
