@@ -291,12 +291,17 @@ def compile_within(
             if isinstance(error, Exception) and thread.ident is not None:  # else no thread could be started
                 raise Interrupted(error) from None
             raise
-    if isinstance(job.error, _Overdue) or not job.finished.is_set():
-        raise CompileTimeout(f"the compile took longer than {seconds:g} s and was given up")
-    if isinstance(job.error, SystemExit):
-        raise RuntimeError("the compiler tried to end the process") from job.error
-    if job.error is not None:
-        raise job.error
+    # the job lets go of the error, which holds frames that hold the job, and what was compiled for
+    error, job.error = job.error, None
+    try:
+        if isinstance(error, _Overdue) or not job.finished.is_set():
+            raise CompileTimeout(f"the compile took longer than {seconds:g} s and was given up")
+        if isinstance(error, SystemExit):
+            raise RuntimeError("the compiler tried to end the process") from error
+        if error is not None:
+            raise error
+    finally:
+        del error
     return job.result  # type: ignore[return-value]
 
 

@@ -247,26 +247,38 @@ def _fill_inputs(
     fake is made first, as planned for it.
     """
     position = {id(args[index]): index for index in graph.tensor_inputs}
+    order: dict[int, None] = {}
+    for index in range(len(args)):
+        _in_order(index, graph, args, position, set(), order)
     made: dict[int, Any] = {}
     kept: list[Any] = []  # torch knows the fake of a tensor again while that lives
-
-    def make(index: int) -> None:
-        if index in made:
-            return
+    for index in order:
         entry, arg = graph.inputs[index], args[index]
-        made[index] = None  # two tensors may be each other's gradients
-        if entry.layout is not None:
-            gradient = _gradient(arg)
-            for beside in (arg._base if arg._is_view() else None, gradient):
-                if id(beside) in position:
-                    make(position[id(beside)])
-            if gradient is not None and id(gradient) not in position:
-                kept.append(_fresh_gradient(fresh, entry, gradient))
+        if entry.layout is not None and (gradient := _gradient(arg)) is not None and id(gradient) not in position:
+            kept.append(_fresh_gradient(fresh, entry, gradient))
         made[index] = _fresh_input(fresh, index, entry, arg, multiples)
-
-    for index in range(len(args)):
-        make(index)
     fresh.inputs.extend(made[index] for index in range(len(args)))
+
+
+def _in_order(
+    index: int,
+    graph: CapturedGraph,
+    args: Sequence[Any],
+    position: Mapping[int, int],
+    begun: set[int],
+    order: dict[int, None],
+) -> None:
+    """Add an input to `order`, behind those that its base and its gradient are.  No closure: one that calls itself
+    would hold the first call's inputs until garbage is collected."""
+    if index in order or index in begun:  # two tensors may be each other's gradients
+        return
+    begun.add(index)
+    arg = args[index]
+    if graph.inputs[index].layout is not None:
+        for beside in (arg._base if arg._is_view() else None, _gradient(arg)):
+            if id(beside) in position:
+                _in_order(position[id(beside)], graph, args, position, begun, order)
+    order[index] = None
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -64,21 +64,9 @@ class ExampleCall:
                 numbers[place.path] = size
             else:
                 tensors.setdefault(id(place.value), {})[place.dim] = size
-        made: dict[int, torch.Tensor] = {}
-
-        def again(value: Any, path: Path) -> Any:
-            if isinstance(value, torch.Tensor):
-                if id(value) not in made:
-                    made[id(value)] = _of_sizes(value, tensors.get(id(value), {}))
-                return made[id(value)]
-            if isinstance(value, dict):
-                return _like(value, {key: again(entry, (*path, ("item", key))) for key, entry in value.items()})
-            if isinstance(value, list | tuple):
-                return _like(value, [again(entry, (*path, ("item", key))) for key, entry in enumerate(value)])
-            return numbers.get(path, value)
-
-        args = tuple(again(value, (("item", at),)) for at, value in enumerate(self.args))
-        return args, {name: again(value, (("item", name),)) for name, value in self.kwargs.items()}
+        again = _Again(tensors, numbers)
+        args = tuple(again.of(value, (("item", at),)) for at, value in enumerate(self.args))
+        return args, {name: again.of(value, (("item", name),)) for name, value in self.kwargs.items()}
 
     def dimension(self, name: str, tensor: torch.Tensor) -> int | None:
         """Which dimension of `tensor` a name stands for, None if it is not of that."""
@@ -158,6 +146,25 @@ def _steps(node: ast.expr) -> Iterator[tuple[str, Any]]:
         yield "item", ast.literal_eval(node.slice)
     else:
         raise ValueError("no name of a size")
+
+
+class _Again:
+    """Values once more, with other sizes; no closure, which would hold them all until garbage is collected."""
+
+    def __init__(self, tensors: Mapping[int, Mapping[int, int]], numbers: Mapping[Path, int]) -> None:
+        self._tensors, self._numbers = tensors, numbers
+        self._made: dict[int, torch.Tensor] = {}
+
+    def of(self, value: Any, path: Path) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._made:
+                self._made[id(value)] = _of_sizes(value, self._tensors.get(id(value), {}))
+            return self._made[id(value)]
+        if isinstance(value, dict):
+            return _like(value, {key: self.of(entry, (*path, ("item", key))) for key, entry in value.items()})
+        if isinstance(value, list | tuple):
+            return _like(value, [self.of(entry, (*path, ("item", key))) for key, entry in enumerate(value)])
+        return self._numbers.get(path, value)
 
 
 def _like(value: Any, entries: Any) -> Any:
