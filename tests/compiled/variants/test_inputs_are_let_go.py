@@ -47,19 +47,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("case", OPTIONS)
-def test_no_input_outlives_its_call(case: str, training: bool) -> None:
+def test_no_input_or_result_outlives_its_names(case: str, training: bool) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3)))
     run = torch.compile(model, backend="multigraph", dynamic=True, options=OPTIONS[case])
-    given: list[weakref.ref[torch.Tensor]] = []
+    seen: list[tuple[int, str, weakref.ref[torch.Tensor]]] = []
     for size in SIZES:
         x = torch.randn(4, size, 64, requires_grad=training)
-        given.append(weakref.ref(x))
         with torch.set_grad_enabled(training):
             y = run(x)
+        seen += [(size, "input", weakref.ref(x)), (size, "result", weakref.ref(y))]
         if training:
             y.square().mean().backward()
+            seen.append((size, "gradient", weakref.ref(x.grad)))
         del x, y
-        assert [size for size, one in zip(SIZES, given, strict=False) if one() is not None] == []
+        assert [(size, what) for size, what, one in seen if one() is not None] == []
 
 
 def test_no_call_of_a_warmup_outlives_it() -> None:
