@@ -220,6 +220,10 @@ def _parted(
     tangents = sum(differentiable)
     behind = [node for node in made[results:] if isinstance(node, Node)]
     by_name = {node.name: node for node in taken[: len(taken) - tangents]}
+    if any(name.startswith("rng_state") for name in by_name):
+        raise Refused(
+            "what a block that comes again computes again in the backward may draw random numbers, as attention may"
+        )
     if (
         len(differentiable) != results
         or len(behind) != len(made) - results

@@ -127,6 +127,9 @@ def on_host(node: Node) -> bool:
 
 
 def storage_bytes(value: torch.Tensor) -> int:
+    """Of the memory that it lies in; of what is sparse, as a gradient may be, nobody knows."""
+    if value.layout is not torch.strided:
+        return 0
     return _compat.hint(value.untyped_storage().nbytes(), _UNKNOWN_SIZE)
 
 

@@ -121,7 +121,9 @@ def _state_of(one: torch.optim.Optimizer, counted: bool) -> tuple[int, str]:
 
 
 def _has_state(one: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    return bool(one.state) if type(one).__name__ == _FLAT else bool(one.state.get(parameter))
+    if type(one).__name__ == _FLAT:  # it counts its calls there before the first of them
+        return _tensors(list(one.state.values())) > 0
+    return bool(one.state.get(parameter))
 
 
 def _tensors(state: object) -> int:

@@ -539,3 +539,31 @@ def test_what_a_relu_makes_is_not_rounded_for_its_output_is_its_mask() -> None:
     assert torch.equal(got == 0, expected == 0)
     (saved,) = multigraph_backend.explain().regions[-1].generic.saved
     assert not any(entry.packed and "int8" in entry.packed for entry in saved.tensors if entry.op == "aten::relu")
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory_goal": "2 MiB"}, {"saved_tensors": [Rule(Match(), Scaled("int8"))]}], ids=str
+)
+def test_sparse_gradients_are_in_nobodys_way(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Embedding(500, 64, sparse=True),
+        torch.nn.Linear(64, 64),
+        torch.nn.Tanh(),
+        torch.nn.Linear(64, 8),
+    ]
+    model = torch.nn.Sequential(*layers)
+    optimizers = torch.optim.SparseAdam(layers[0].parameters()), torch.optim.Adam(layers[1].parameters())
+    run, ids = torch.compile(model, backend="multigraph", options=options), torch.randint(0, 500, (64, 16))
+    found = []
+    for each in (run, model):
+        model.zero_grad()
+        each(ids).square().mean().backward()
+        found.append([entry.grad.to_dense().clone() for entry in model.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).norm() <= 0.02 * theirs.norm()
+    (said,) = accounts()
+    assert said.failed is None
+    assert (said.memory is not None) == ("memory_goal" in options)
+    assert (said.packed > 0) == ("saved_tensors" in options)
+    del optimizers
