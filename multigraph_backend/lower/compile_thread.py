@@ -292,16 +292,16 @@ def compile_within(
                 raise Interrupted(error) from None
             raise
     # the job lets go of the error, which holds frames that hold the job, and what was compiled for
-    error, job.error = job.error, None
+    failed, job.error = job.error, None
     try:
-        if isinstance(error, _Overdue) or not job.finished.is_set():
+        if isinstance(failed, _Overdue) or not job.finished.is_set():
             raise CompileTimeout(f"the compile took longer than {seconds:g} s and was given up")
-        if isinstance(error, SystemExit):
-            raise RuntimeError("the compiler tried to end the process") from error
-        if error is not None:
-            raise error
+        if isinstance(failed, SystemExit):
+            raise RuntimeError("the compiler tried to end the process") from failed
+        if failed is not None:
+            raise failed
     finally:
-        del error
+        del failed
     return job.result  # type: ignore[return-value]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,46 @@ def compile_graph(
     `when_needed`: see `retained.inner_compile`.  `only_cached`: from torch's caches alone.
     Raises what Inductor raises, `CannotLower` for what it gets wrong, and `NotCached`.
     """
+    with _zeros_apart(module):
+        return _compile_graph(module, inputs, options, label, how, ignore_shape_env, when_needed, only_cached)
+
+
+def _zeros_apart(module: torch.fx.GraphModule) -> contextlib.AbstractContextManager[object]:
+    """torch's partitioner takes two steps for one where they differ in the sign of a zero alone, for 0.0 == -0.0 (up to
+    2.15): where a graph has a -0.0, it is told not to look for equal steps."""
+    config = _compat.functorch_config
+    if not getattr(config, "cse", False) or not any(
+        _is_negative_zero(value)
+        for graph in module.modules()
+        if isinstance(graph, torch.fx.GraphModule)
+        for node in graph.graph.nodes
+        for value in _constants(node)
+    ):
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = config.patch(cse=False)
+    return patched
+
+
+def _constants(node: torch.fx.Node) -> list[object]:
+    found: list[object] = []
+    torch.fx.node.map_aggregate((node.args, node.kwargs), found.append)
+    return found
+
+
+def _is_negative_zero(value: object) -> bool:
+    return isinstance(value, float) and value == 0 and math.copysign(1, value) < 0
+
+
+def _compile_graph(
+    module: torch.fx.GraphModule,
+    inputs: list[Any],
+    options: Options,
+    label: str | None,
+    how: How,
+    ignore_shape_env: bool,
+    when_needed: retained.CompileWhenNeeded | None,
+    only_cached: bool,
+) -> Callable[..., Sequence[Any]]:
     knobs = dict(options.inductor)
     inner, traced, cut_at = None, None, None
     if label is not None:

@@ -319,3 +319,27 @@ def test_gradients_of_a_negated_view() -> None:
     found = torch.compile(lambda x: (x * x).sum(), backend="multigraph")(leaf.conj().imag)
     expected = (leaf.conj().imag ** 2).sum()
     torch.testing.assert_close(torch.autograd.grad(found, leaf), torch.autograd.grad(expected, leaf))
+
+
+def test_zeros_of_both_signs_are_two_constants_in_a_graph_with_gradients() -> None:
+    """torch's partitioner looks for equal steps, and 0.0 == -0.0."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        of_zero, of_negative = (torch.copysign(x, torch.full_like(x, zero)) for zero in (0.0, -0.0))
+        return of_zero * 2 + of_negative * torch.atan2(x * 0.0 + -0.0, -torch.ones_like(x))
+
+    def run(compiled: Any, x: torch.Tensor) -> Tensors:
+        x = x.clone().requires_grad_()
+        y = compiled(x)
+        y.sum().backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    x = torch.randn(6, 16)
+    wanted = run(function, x)
+    assert not torch.equal(run(torch.compile(function, backend="inductor"), x)[0], wanted[0])  # torch has mended it
+    torch._dynamo.reset()
+    for options in ({}, {"repeat": "always"}, {"specialize": [{"x[0]": 6}]}):
+        compiled = torch.compile(function, backend="multigraph", dynamic=True, options=options)
+        torch.testing.assert_close(run(compiled, x), wanted, rtol=1e-5, atol=1e-6)
+        torch._dynamo.reset()
