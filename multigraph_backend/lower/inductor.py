@@ -55,6 +55,8 @@ def compile_graph(
 def _zeros_apart(module: torch.fx.GraphModule) -> contextlib.AbstractContextManager[object]:
     """torch's partitioner takes two steps for one where they differ in the sign of a zero alone, for 0.0 == -0.0 (up to
     2.15): where a graph has a -0.0, it is told not to look for equal steps."""
+    if _compat.without("functorch_config"):
+        return contextlib.nullcontext()
     config = _compat.functorch_config
     if not getattr(config, "cse", False) or not any(
         _is_negative_zero(value)
