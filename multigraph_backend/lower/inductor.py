@@ -48,48 +48,6 @@ def compile_graph(
     `when_needed`: see `retained.inner_compile`.  `only_cached`: from torch's caches alone.
     Raises what Inductor raises, `CannotLower` for what it gets wrong, and `NotCached`.
     """
-    with _zeros_apart(module):
-        return _compile_graph(module, inputs, options, label, how, ignore_shape_env, when_needed, only_cached)
-
-
-def _zeros_apart(module: torch.fx.GraphModule) -> contextlib.AbstractContextManager[object]:
-    """torch's partitioner takes two steps for one where they differ in the sign of a zero alone, for 0.0 == -0.0 (up to
-    2.15): where a graph has a -0.0, it is told not to look for equal steps."""
-    if _compat.without("functorch_config"):
-        return contextlib.nullcontext()
-    config = _compat.functorch_config
-    if not getattr(config, "cse", False) or not any(
-        _is_negative_zero(value)
-        for graph in module.modules()
-        if isinstance(graph, torch.fx.GraphModule)
-        for node in graph.graph.nodes
-        for value in _constants(node)
-    ):
-        return contextlib.nullcontext()
-    patched: contextlib.AbstractContextManager[object] = config.patch(cse=False)
-    return patched
-
-
-def _constants(node: torch.fx.Node) -> list[object]:
-    found: list[object] = []
-    torch.fx.node.map_aggregate((node.args, node.kwargs), found.append)
-    return found
-
-
-def _is_negative_zero(value: object) -> bool:
-    return isinstance(value, float) and value == 0 and math.copysign(1, value) < 0
-
-
-def _compile_graph(
-    module: torch.fx.GraphModule,
-    inputs: list[Any],
-    options: Options,
-    label: str | None,
-    how: How,
-    ignore_shape_env: bool,
-    when_needed: retained.CompileWhenNeeded | None,
-    only_cached: bool,
-) -> Callable[..., Sequence[Any]]:
     knobs = dict(options.inductor)
     inner, traced, cut_at = None, None, None
     if label is not None:
@@ -122,10 +80,39 @@ def _compile_graph(
     given = compile_fx_settings(knobs, from_caches.refuse if only_cached else inner, around)
     if only_cached:
         given["decompositions"] = from_caches.RefusingTable()
-    with block_operator.known(traced) if traced is not None else contextlib.nullcontext():
+    known = block_operator.known(traced) if traced is not None else contextlib.nullcontext()
+    with known, _zeros_apart(module):
         run: Callable[..., Sequence[Any]]
         run = _compat.compile_fx(module, inputs, ignore_shape_env=ignore_shape_env, **given)
     return run
+
+
+def _zeros_apart(module: torch.fx.GraphModule) -> contextlib.AbstractContextManager[object]:
+    """torch's partitioner takes two steps for one where they differ in the sign of a zero alone, for 0.0 == -0.0 (before
+    2.15): where a graph has a -0.0, it is told not to look for equal steps."""
+    if _compat.without("functorch_config"):
+        return contextlib.nullcontext()
+    config = _compat.functorch_config
+    if not getattr(config, "cse", False) or not any(
+        _is_negative_zero(value)
+        for graph in module.modules()
+        if isinstance(graph, torch.fx.GraphModule)
+        for node in graph.graph.nodes
+        for value in _constants(node)
+    ):
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = config.patch(cse=False)
+    return patched
+
+
+def _constants(node: torch.fx.Node) -> list[object]:
+    found: list[object] = []
+    torch.fx.node.map_aggregate((node.args, node.kwargs), found.append)
+    return found
+
+
+def _is_negative_zero(value: object) -> bool:
+    return isinstance(value, float) and value == 0 and math.copysign(1, value) < 0
 
 
 def _traced_once(
@@ -141,9 +128,9 @@ def _traced_once(
         return None, "constants are frozen, or wrappers are in C++"
     beside = functools.partial(compile_fx_settings, dict(options.inductor))
     try:
-        return traced_once.lift(
-            module, inputs, beside, traces=not only_cached, may_draw=_keeps_what_was_drawn(options)
-        ), None
+        with _zeros_apart(module):
+            may_draw = _keeps_what_was_drawn(options)
+            return traced_once.lift(module, inputs, beside, traces=not only_cached, may_draw=may_draw), None
     except block_operator.Refused as refused:
         return None, str(refused)
 

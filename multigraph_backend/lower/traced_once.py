@@ -26,6 +26,7 @@ What makes a call of a body right, each checked and none assumed:
   and what it drew is saved, for the partitioner never does a call again.  What they hand out they have made,
   each its own memory: a saved tensor that is an argument, or a view of one, is taken from the arguments again.  So
   memory that is handed out is never memory that was given.
+- A checkpointed region is a part of a block as a whole, and draws nothing: its backward graph does it again.
 - Where a result gets no gradient, the graph is compiled otherwise: eager tells no gradient from zeros.
 """
 

@@ -337,7 +337,8 @@ def test_zeros_of_both_signs_are_two_constants_in_a_graph_with_gradients() -> No
 
     x = torch.randn(6, 16)
     wanted = run(function, x)
-    assert not torch.equal(run(torch.compile(function, backend="inductor"), x)[0], wanted[0])  # torch has mended it
+    stock = run(torch.compile(function, backend="inductor"), x)[0]
+    assert torch.equal(stock, wanted[0]) == (TORCH >= (2, 15))  # which has mended it
     torch._dynamo.reset()
     for options in ({}, {"repeat": "always"}, {"specialize": [{"x[0]": 6}]}):
         compiled = torch.compile(function, backend="multigraph", dynamic=True, options=options)
