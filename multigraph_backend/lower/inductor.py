@@ -88,8 +88,8 @@ def compile_graph(
 
 
 def _zeros_apart(module: torch.fx.GraphModule) -> contextlib.AbstractContextManager[object]:
-    """torch's partitioner takes two steps for one where they differ in the sign of a zero alone, for 0.0 == -0.0 (before
-    2.15): where a graph has a -0.0, it is told not to look for equal steps."""
+    """torch's partitioner takes two steps for one where they differ in the sign of a zero alone, for 0.0 == -0.0.  So
+    where a graph has a -0.0, it is told not to look for equal steps.  Torch 2.15 tells them apart."""
     if _compat.without("functorch_config"):
         return contextlib.nullcontext()
     config = _compat.functorch_config
