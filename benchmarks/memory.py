@@ -27,13 +27,15 @@ in one cache, which runs beside each other have filled before: kernels that are 
 "reserved" is what the allocator has reserved at most; "used" is the most by which the device's free memory went down
 since the process had its context, looked at after each step: what decides whether something else fits beside it.
 "graphs" is what the driver took for the graphs themselves, as far as that can be seen, "pool" and "live" what private
-pools hold in the end, and what of it is alive; the file has each form's `explain()`, too. Stock's loops raise without
+pools hold in the end, and what of it is alive; "step ms" is the median of the last half of the steps, as the host has
+them, with what looks at the memory; the file has each form's `explain()`, too. Stock's loops raise without
 step marks; it gets one before each call (for fsdp2 and accumulation, whose calls keep what others have made, before
 each step), and nobody else. The losses, or outputs, of the last steps are compared with eager's.
 
     python benchmarks/memory.py --json memory.json
     python benchmarks/memory.py --program "two lengths" --only multigraph
     python benchmarks/memory.py --keep kept     what has been measured stays in the folder; the next call goes on there
+    python benchmarks/memory.py --keep kept --fill     compiles what all of them need, and measures nothing
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ from typing import Any
 
 import torch
 from measure import Column, Goal, Results, answer, arguments, facts, goals_text, pool_bytes
-from memory_programs import EDGE, FORMS, PROGRAMS, SHARDED, SIZES, compiled_as, program
+from memory_programs import EDGE, FORMS, KEPT, PROGRAMS, SHARDED, SIZES, compiled_as, program
 
 import multigraph_backend
 from multigraph_backend import allocator
@@ -82,6 +84,7 @@ COLUMNS = (
     Column("over_largest", "used/largest alone", 3),
     Column("batch", "batch"),
     Column("recordings", "recordings"),
+    Column("step_ms", "step ms", 2),
     Column("graph_mib", "graphs MiB", 1),
     Column("pool_mib", "pool MiB", 0),
     Column("live_mib", "live MiB", 1),
@@ -148,12 +151,16 @@ def measured(name: str, form: str, device: str, quick: bool, fills: bool = False
         take_ballast()
         watch = Watch(device)
     torch.manual_seed(0)
-    numbers = []
+    numbers, times = [], [time.perf_counter()]
     steps = program(name)(compiled_as(form, device, dynamic=name != SHARDED), device, quick)
     for number in itertools.islice(steps, FILLING if fills and name == EDGE else None):
         numbers.append(number)
         watch.look()
+        times.append(time.perf_counter())
     row: dict[str, Any] = {"numbers": numbers[-6:], "used_mib": watch.used / 2**20}
+    if name not in (EDGE, KEPT):  # no steps of one kind
+        took = [after - before for before, after in itertools.pairwise(times)]
+        row["step_ms"] = 1000 * statistics.median(took[len(took) // 2 :])
     counts = multigraph_backend.stats()
     if device == "cuda":
         row["reserved_mib"] = allocator.max_memory_reserved() / 2**20
@@ -225,11 +232,24 @@ class Kept:
         return value if found["about"] == self._about else None
 
     def keep(self, name: str, form: str, number: int, value: Mapping[str, Any]) -> None:
-        path = self._path(name, form, number)
+        self._write(self._path(name, form, number), {"about": self._about, "value": value})
+
+    @staticmethod
+    def _write(path: Path, value: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps({"about": self._about, "value": value}))
+        part.write_text(json.dumps(value))
         part.replace(path)
+
+    def _filling(self, name: str, form: str) -> Path:
+        return self.code / "filled" / f"{name}, {form}.json".replace(" ", "_").replace(",", "")
+
+    def is_filled(self, name: str, form: str) -> bool:
+        path = self._filling(name, form)
+        return path.exists() and json.loads(path.read_text()) == self._about
+
+    def filled(self, name: str, form: str) -> None:
+        self._write(self._filling(name, form), self._about)
 
 
 class Started:
@@ -327,12 +347,17 @@ class Runner:
 
     def run_beside(self, name: str, form: str, gpu: str | None) -> None:
         """A run beside others, for what it leaves in the cache."""
+        began = time.monotonic()
         if name == SHARDED:
-            self.run_on_ranks(form)
-            return
-        started = self._start(gpu)
-        started.tell({**self.common, "program": name, "form": form, "rank": None, "fills": True})
-        started.answered(SECONDS)
+            _, error = self.run_on_ranks(form)
+        else:
+            started = self._start(gpu)
+            started.tell({**self.common, "program": name, "form": form, "rank": None, "fills": True})
+            _, error = started.answered(SECONDS)
+        if error is None:
+            self.kept.filled(name, form)
+        said = "compiled" if error is None else f"not compiled: {error.splitlines()[0]}"
+        print(f"{name}, {form}: {said}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
     def run_on_ranks(self, form: str) -> Answer:
         """One process on each of the first GPUs; of each number, the larger one."""
@@ -427,11 +452,14 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", help=f"forms whose name has this in it: {'; '.join(FORMS)}")
     parser.add_argument("--repeats", type=int, default=3, help="processes of which a value is the median (3)")
     parser.add_argument("--keep", type=Path, help="a folder where a call that was cut off can go on")
+    parser.add_argument("--fill", action="store_true", help="fill the cache of --keep alone")
     parser.add_argument("--process", action="store_true", help=argparse.SUPPRESS)  # it waits for a job
     args = parser.parse_args()
     if args.process:
         process()
         return 0
+    if args.fill and args.keep is None:
+        parser.error("--fill needs the folder of --keep")
     results = Results("memory", "Memory: what a process takes of the device", COLUMNS, args)
     device, chosen = results.device, args.program or (QUICK if args.quick else PROGRAMS)
     common = {"device": device, "quick": args.quick, "threads": args.threads}
@@ -440,32 +468,39 @@ def main() -> int:
         del about["date"], about["cpu"]
         runner = Runner(visible(device), common, Path(folder), Kept(args.keep or Path(folder, "kept"), about))
         try:
+            if args.fill:
+                fill(runner, chosen, forms(args, device))
+                return 0
             measure_all(runner, chosen, forms(args, device), 1 if args.quick else args.repeats, results)
         finally:
             runner.end()
     return results.finish(lambda row: str(row["form"]).startswith("multigraph"))
 
 
+def fill(runner: Runner, chosen: Sequence[str], wanted: Sequence[str]) -> None:
+    """Fill the cache with the code of all programs, in processes beside each other."""
+    codes = [form for form in wanted if form != "eager" and not form.endswith("over the extension")]
+    if not codes and any(form.endswith("over the extension") for form in wanted):
+        codes = ["multigraph"]
+    kept, gpus = runner.kept, len(runner.gpus)
+    jobs = [
+        (name, form)
+        for name in FILLED
+        for form in codes
+        if (name != SHARDED or gpus >= RANKS)
+        and not kept.is_filled(name, form)
+        and any(other.split(",")[0] == name.split(",")[0] and kept.answer(other, form, 0) is None for other in chosen)
+    ]
+    with ThreadPoolExecutor(AT_ONCE * gpus) as filling:
+        placed = [(*job, runner.gpus[number % gpus]) for number, job in enumerate(jobs)]
+        list(filling.map(lambda job: runner.run_beside(*job), placed))
+
+
 def measure_all(runner: Runner, chosen: Sequence[str], wanted: Sequence[str], repeats: int, results: Results) -> None:
     """The rows of all programs, in their order."""
     gpus, cuda = len(runner.gpus), results.device == "cuda"
     if cuda and repeats > 1:
-        codes = [form for form in wanted if form != "eager" and not form.endswith("over the extension")]
-        if not codes and any(form.endswith("over the extension") for form in wanted):
-            codes = ["multigraph"]
-        jobs = [
-            (name, form)
-            for name in FILLED
-            for form in codes
-            if (name != SHARDED or gpus >= RANKS)
-            and any(
-                other.split(",")[0] == name.split(",")[0] and runner.kept.answer(other, form, 0) is None
-                for other in chosen
-            )
-        ]
-        with ThreadPoolExecutor(AT_ONCE * gpus) as filling:
-            placed = [(*job, runner.gpus[number % gpus]) for number, job in enumerate(jobs)]
-            list(filling.map(lambda job: runner.run_beside(*job), placed))
+        fill(runner, chosen, wanted)
     largest: dict[str, dict[str, Any]] = {}
     alone = [name for name in chosen if name != SHARDED]
     with ThreadPoolExecutor(gpus) as pool:
