@@ -356,7 +356,7 @@ def _compile_inner(
     config = _compat.inductor_config
     cut = [*config.custom_should_partition_ops, *taken.cut_ops]
     with config.patch({"custom_should_partition_ops": cut, **(APART if cut or taken.graph.cuts else {})}):
-        code = _compat.compile_fx_inner(gm, example_inputs, **settings)
+        code = _compat.compile_fx_inner(gm, _unused_numbers_hidden(gm, example_inputs), **settings)
     if not isinstance(code, _compat.CompiledFxGraph):
         return code
     spec = of_inductor.from_inductor(code, taken)
@@ -366,6 +366,22 @@ def _compile_inner(
     context = _compat.TracingContext.try_get()
     changes = None if context is None else only_changes(getattr(context, "fw_metadata", None))
     return RecordedCode(code, spec, label, wanted, bool(settings.get("is_inference")), changes)
+
+
+def _unused_numbers_hidden(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, where numbers on the CPU that no step reads have no element.
+
+    They are floats of the program that the trace has made constants: the epsilon of a norm, under `dynamic=True`.
+    Where graphs are recorded Inductor gathers all numbers among its inputs on the CPU, for one copy to the GPU, also
+    those that nothing reads (torch 2.11 to 2.15): then a C++ kernel is compiled, which alone asks a compiler for what
+    the processor can do in each process, and runs before each call.
+    """
+    inputs = list(example_inputs)
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = inputs[place]
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu" and not node.users:
+            inputs[place] = value.new_empty(0)
+    return inputs
 
 
 def _compile_unrecorded(

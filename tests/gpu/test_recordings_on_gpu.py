@@ -79,6 +79,19 @@ class Net(torch.nn.Module):
 # ---------------------------------------------------------------- inference
 
 
+def test_epsilons_of_norms_cut_nothing_off() -> None:
+    """With dynamic sizes they are inputs on the CPU, which nothing reads once they are constants."""
+    model = torch.nn.Sequential(*(torch.nn.RMSNorm(64, eps=1e-6) for _ in range(3))).to(CUDA)
+    run = torch.compile(model, backend=multigraph, dynamic=True, options={"record_small": True})
+    before = Recorded()
+    with torch.no_grad():
+        for rows in (4, 4, 4, 8):
+            x = torch.randn(rows, 64, device=CUDA)
+            close(run(x), model(x))
+    assert before.recordings >= 1
+    assert "cut by" not in str(multigraph_backend.explain())
+
+
 def test_a_thread_that_looks_at_frames_spoils_no_recording() -> None:
     """As profilers do that sample within the process: frames of operators hold what these were given."""
     stop = threading.Event()
