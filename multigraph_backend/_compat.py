@@ -712,9 +712,10 @@ def own_float_specializations() -> Iterator[None]:
 
 
 def inductor_config_names() -> Mapping[str, object]:
-    """Inductor's knobs and their current values."""
-    values: Mapping[str, object] = __getattr__("inductor_config").get_config_copy()
-    return values
+    """Inductor's knobs and their current values, with those that stand for a knob of another module."""
+    config = __getattr__("inductor_config")
+    elsewhere = {name: getattr(config, name) for name, entry in config._config.items() if getattr(entry, "alias", None)}
+    return {**config.get_config_copy(), **elsewhere}
 
 
 def inductor_config_type(name: str) -> type | None:

@@ -122,7 +122,7 @@ def _traced_once(
     if options.repeat != "always":
         return None, None  # what is lost by a cut is only known of what AOTAutograd has traced
     if options.saved_tensors_budget is not None or options.reckoned is not None:
-        return None, "what is saved has a budget"  # and a body is parted without a look at it
+        return None, "what is saved has a budget or a memory goal"  # and a body is parted without a look at it
     config = _compat.inductor_config
     if config.freezing or config.cpp_wrapper or {"freezing", "cpp_wrapper"} & {name for name, _ in options.inductor}:
         return None, "constants are frozen, or wrappers are in C++"

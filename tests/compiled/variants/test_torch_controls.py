@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.utils import counters
 
 import multigraph_backend
 from multigraph_backend.backend import multigraph
@@ -130,6 +131,21 @@ def test_suppress_errors(suppressed: bool) -> None:
         else:
             with pytest.raises(Exception, match="specialize"):
                 compiled(x)
+
+
+def test_a_knob_that_stands_for_one_of_another_module_switches_caches_off() -> None:
+    """`force_disable_caches` is torch.compiler.config's, and Inductor's by another name."""
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * 2
+
+    for off in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        run = torch.compile(scaled, backend=multigraph, options={"inductor": {"force_disable_caches": off}})
+        assert_right(run, scaled, torch.randn(5))
+        asked = sum(counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "miss"))
+        assert (asked == 0) == off
 
 
 def test_fullgraph() -> None:

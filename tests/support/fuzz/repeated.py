@@ -380,6 +380,7 @@ def through_inductor(model: Model, verdict: Verdict, specialize: Sequence[dict[s
 
 
 CHUNK = 20
+TOLD = 200  # programs after which it says how far it is
 
 
 def main() -> int:
@@ -394,6 +395,7 @@ def main() -> int:
     of, began = commit("multigraph_backend"), time.monotonic()
     counts: Counter[str] = Counter()
     wrong: list[str] = []
+    done = 0
     end = args.first + args.cases
     chunks = [range(seed, min(seed + CHUNK, end)) for seed in range(args.first, end, CHUNK)]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), _begin) as pool:
@@ -402,6 +404,10 @@ def main() -> int:
         ):
             counts += counted
             wrong += found
+            done += CHUNK
+            if done // TOLD > (done - CHUNK) // TOLD:
+                seconds = time.monotonic() - began
+                print(f"{done} of {args.cases}, {len(wrong)} wrong, {seconds:.0f} s", file=sys.stderr, flush=True)
             for said in found:
                 print(said, file=sys.stderr, flush=True)
     summary = {
