@@ -45,6 +45,7 @@ from multigraph_backend.distributed.sequence import Collective
 log = logging.getLogger(__name__)
 
 LEFT_OUT = "Inductor, which keeps it out of its pieces"
+NO_OPERATOR = "a kernel on the CPU, or a copy"  # what is left where no operator is called by name
 
 
 class BrokenCode(RuntimeError):
@@ -143,7 +144,7 @@ def _put_together(code: Any, taken: Taken, graph: GraphSpec) -> GraphSpec:
         return dataclasses.replace(graph, pieces=_with_collectives(generated, made_of_maps))
     for made, entry in zip(call.pieces, maps, strict=True):
         _compare(made, entry)
-    left_out = graph.cuts or (Cut(LEFT_OUT, call.ops),)
+    left_out = graph.cuts or (Cut(LEFT_OUT, call.ops or (NO_OPERATOR,)),)
     made_of_code = [
         _piece_of_call(number, made, entry, graph)
         for number, (made, entry) in enumerate(zip(call.pieces, maps, strict=True))

@@ -278,7 +278,8 @@ def test_an_operator_that_may_be_in_no_recording_is_looked_for_in_the_pieces() -
 def test_what_inductor_keeps_out_by_itself_is_named() -> None:
     example = a_cpu_op()
     example.cuts = ()
-    assert [cut.reason for cut in example.read().cuts] == [of_inductor.LEFT_OUT]
+    (cut,) = example.read().cuts
+    assert (cut.reason, cut.ops) == (of_inductor.LEFT_OUT, (of_inductor.NO_OPERATOR,))
     assert a_data_dependent_op().read().cuts[0].ops == ("aten.select", "aten.nonzero", "mgparts.attn")
 
 
