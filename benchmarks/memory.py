@@ -215,13 +215,18 @@ Answer = tuple[dict[str, Any] | None, str | None]
 
 
 class Kept:
-    """A folder for compiled code, and for what processes of this commit have answered on a machine like this one."""
+    """A folder for compiled code, for whose code is there, and for what processes have answered: of this commit, on a
+    machine like this one."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.code, self._answers, self._about = folder / "code", folder / "answers", dict(about)
 
+    @staticmethod
+    def _file(*words: object) -> str:
+        return ", ".join(map(str, words)).replace(" ", "_").replace(",", "") + ".json"
+
     def _path(self, name: str, form: str, number: int) -> Path:
-        return self._answers / f"{name}, {form}, {number}.json".replace(" ", "_").replace(",", "")
+        return self._answers / self._file(name, form, number)
 
     def answer(self, name: str, form: str, number: int) -> dict[str, Any] | None:
         path = self._path(name, form, number)
@@ -242,7 +247,7 @@ class Kept:
         part.replace(path)
 
     def _filling(self, name: str, form: str) -> Path:
-        return self.code / "filled" / f"{name}, {form}.json".replace(" ", "_").replace(",", "")
+        return self.code / "filled" / self._file(name, form)
 
     def is_filled(self, name: str, form: str) -> bool:
         path = self._filling(name, form)

@@ -380,7 +380,7 @@ def through_inductor(model: Model, verdict: Verdict, specialize: Sequence[dict[s
 
 
 CHUNK = 20
-TOLD = 200  # programs after which it says how far it is
+TOLD = 10 * CHUNK  # programs after which it says how far it is
 
 
 def main() -> int:
@@ -405,7 +405,7 @@ def main() -> int:
             counts += counted
             wrong += found
             done += CHUNK
-            if done // TOLD > (done - CHUNK) // TOLD:
+            if done % TOLD == 0:
                 seconds = time.monotonic() - began
                 print(f"{done} of {args.cases}, {len(wrong)} wrong, {seconds:.0f} s", file=sys.stderr, flush=True)
             for said in found:
