@@ -268,6 +268,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             copies=self.wanted.copies,
             repeatable=spec.pure and not changes,
             fresh=self.wanted.fresh,
+            unread=frozenset(spec.unread if number is None else ()),  # one of several is given what it reads
         )
         piece = Piece(tree, function, known, limits_of(tree, self.wanted.limits))
         return piece, piece if opened is None else opened.caller(piece)
@@ -356,7 +357,7 @@ def _compile_inner(
     config = _compat.inductor_config
     cut = [*config.custom_should_partition_ops, *taken.cut_ops]
     with config.patch({"custom_should_partition_ops": cut, **(APART if cut or taken.graph.cuts else {})}):
-        code = _compat.compile_fx_inner(gm, _unused_numbers_hidden(gm, example_inputs), **settings)
+        code = _compat.compile_fx_inner(gm, _unread_numbers_hidden(taken.graph.unread, example_inputs), **settings)
     if not isinstance(code, _compat.CompiledFxGraph):
         return code
     spec = of_inductor.from_inductor(code, taken)
@@ -368,7 +369,7 @@ def _compile_inner(
     return RecordedCode(code, spec, label, wanted, bool(settings.get("is_inference")), changes)
 
 
-def _unused_numbers_hidden(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+def _unread_numbers_hidden(unread: Sequence[int], example_inputs: Sequence[Any]) -> list[Any]:
     """The inputs, where numbers on the CPU that no step reads have no element.
 
     They are floats of the program that the trace has made constants: the epsilon of a norm, under `dynamic=True`.
@@ -377,9 +378,9 @@ def _unused_numbers_hidden(gm: torch.fx.GraphModule, example_inputs: Sequence[An
     the processor can do in each process, and runs before each call.
     """
     inputs = list(example_inputs)
-    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+    for place in unread:
         value = inputs[place]
-        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu" and not node.users:
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
             inputs[place] = value.new_empty(0)
     return inputs
 

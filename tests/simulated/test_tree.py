@@ -209,6 +209,30 @@ def test_a_random_number_generator_among_the_inputs_is_part_of_the_recording() -
     assert bench.unrecorded(piece) == {}
 
 
+def test_what_is_not_on_the_device_is_in_nobodys_way_where_it_is_not_read() -> None:
+    """Floats of a program that its trace has made constants come on the CPU at each call, each time another tensor."""
+
+    def doubled(x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor]:
+        return (2 * x,)
+
+    def elsewhere() -> torch.Tensor:
+        return torch.empty((), device="meta")
+
+    bench = Bench()
+    piece = bench.piece(doubled, 2, 1, unread=frozenset({1}))
+    for _ in range(5):
+        x = values()
+        assert_equal(piece([x, elsewhere()]), (2 * x,))
+    assert (bench.recorded(), bench.replays()) == (1, 4)
+    assert bench.unrecorded(piece) == {}
+    assert next(iter(bench.tree.path)).recording.plan.copied == (0,)
+
+    read = bench.piece(doubled, 2, 1)
+    for _ in range(5):
+        read([values(), elsewhere()])
+    assert list(bench.unrecorded(read)) == ["input x1 is a Tensor on meta"]
+
+
 def test_expanded_inputs_are_copied_element_by_element_once() -> None:
     def add(x: torch.Tensor) -> tuple[torch.Tensor]:
         return (x + 1,)

@@ -12,6 +12,8 @@ from torch._inductor.fx_passes.post_grad import move_constructors_to_gpu
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from multigraph_backend.cudagraphs import output_code
+from multigraph_backend.cudagraphs.partition import of_inductor
+from multigraph_backend.cudagraphs.partition.cuts import CutRules
 
 
 def _graph(mode: FakeTensorMode, used: bool) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
@@ -26,6 +28,13 @@ def _graph(mode: FakeTensorMode, used: bool) -> tuple[torch.fx.GraphModule, list
     return torch.fx.GraphModule({}, graph), [*numbers, x]
 
 
+def _hidden(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What Inductor is given for `inputs`, each of which the graph has a note of."""
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta["val"] = value
+    return output_code._unread_numbers_hidden(of_inductor.take(gm, (), False, CutRules()).graph.unread, inputs)
+
+
 def _gathered(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> int:
     """How many numbers Inductor copies to the GPU before the rest of `gm`."""
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -38,7 +47,7 @@ def _gathered(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> int:
 def test_numbers_that_nothing_reads_are_not_copied_to_the_gpu() -> None:
     mode = FakeTensorMode()
     gm, inputs = _graph(mode, used=False)
-    hidden = output_code._unused_numbers_hidden(gm, inputs)
+    hidden = _hidden(gm, inputs)
     assert _gathered(gm, hidden) == 0
     assert [tuple(value.shape) for value in hidden] == [(0,), (0,), (3,)]
     gm, inputs = _graph(mode, used=False)
@@ -47,7 +56,7 @@ def test_numbers_that_nothing_reads_are_not_copied_to_the_gpu() -> None:
 
 def test_a_number_that_is_read_stays_what_it_is() -> None:
     gm, inputs = _graph(FakeTensorMode(), used=True)
-    hidden = output_code._unused_numbers_hidden(gm, inputs)
+    hidden = _hidden(gm, inputs)
     assert hidden[0] is inputs[0]
     assert hidden[2] is inputs[2]
     assert _gathered(gm, hidden) == 1

@@ -118,6 +118,7 @@ class GraphSpec:
     refused: why nothing of it can be recorded
     collectives: what it issues, in order; `not_known`: why that cannot be told
     pure: whether all operators are known to leave nothing behind but results, what they write to and random numbers
+    unread: inputs that no step reads and that are no output: floats that the trace has made constants
     """
 
     is_backward: bool
@@ -135,6 +136,7 @@ class GraphSpec:
     collectives: tuple[Collective, ...] = ()
     not_known: str | None = None
     pure: bool = False
+    unread: tuple[int, ...] = ()
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -164,6 +166,7 @@ class GraphSpec:
         found = _lengths(outputs=range(self.outputs), visible=self.visible)
         found += _positions("static", self.static, len(self.inputs))
         found += _positions("mutated", self.mutated, len(self.inputs))
+        found += _positions("unread", self.unread, len(self.inputs))
         found += [f"device {index}" for index in self.devices if index < 0]
         if len(set(self.devices)) != len(self.devices):
             found.append("devices are listed twice")

@@ -11,6 +11,7 @@ For each input the first line that fits decides:
                                                     and was not seen to move behind such a recording, at whatever key;
                                                     else copied; not recorded where its elements share memory
     a generator; a number, None                     the same one; part of the key
+    what is not on the device and is not read       as it comes
     anything else (a CPU tensor, a list)            not recorded
 
 An example, `step(weight, x, hidden)` with `weight` static and `hidden` an output of the recording before:
@@ -82,6 +83,8 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
                 raise NotRecorded(f"input {piece.spec.names[index]} is a {kind.__name__}", always=True, index=index)
             continue
         address = keyed.addresses.get(index)
+        if address is None and index in piece.spec.unread:
+            continue
         if address is None:
             keyed.failures += 1
             reason = f"input {piece.spec.names[index]} is a {kind.__name__} on {inputs[index].device}"
