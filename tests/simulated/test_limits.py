@@ -13,7 +13,7 @@ from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import cost, room
 from multigraph_backend.cudagraphs.recordings.out_of_memory import HINT
 from multigraph_backend.cudagraphs.recordings.room import NO_ROOM, RAN_OUT, TIGHT
-from multigraph_backend.process import garbage
+from multigraph_backend.process import garbage, rank
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 UNIT = 64  # bytes of the smallest block, and of what `double` returns for a row of 16
@@ -205,6 +205,53 @@ def test_a_first_call_takes_memory_of_the_pool_only_where_half_of_the_device_is_
         call_right(piece, double, values(ROW))
     assert bench.recorded() == 1
     assert bench.replays() == 3
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "ranks"])
+def test_what_is_only_cached_goes_back_before_a_recording_takes_more(
+    monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    """Inputs of a larger size have left it, say.  Another rank may be waited for, and then nothing is given back."""
+    monkeypatch.setattr(rank, "live", lambda: others)
+    bench = Bench()
+    piece = bench.piece(double, 1, 1)
+    call_right(piece, double, values(ROW))
+    bench.device.cached = cached = 4 * room._TRIMMED
+    for _ in range(3):
+        call_right(piece, double, values(ROW))
+    assert bench.recorded() == 1
+    assert bench.device.cached == (cached if others else 0)
+    assert bench.device.most_reserved < cached + bench.device.pool_bytes() or others
+
+
+def test_it_is_given_back_only_while_that_costs_little_beside_what_captures_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, given_back = Bench(), 0
+    trim = bench.device.trim
+    seconds = 0.0
+    monkeypatch.setattr(room.time, "perf_counter", lambda: seconds)
+
+    def slow() -> None:
+        nonlocal seconds, given_back
+        seconds += 1.0
+        given_back += 1
+        trim()
+
+    def at(size: int) -> None:
+        def capturing(x: torch.Tensor) -> tuple[torch.Tensor]:
+            nonlocal seconds
+            seconds += 2.5
+            return double(x)
+
+        piece = bench.piece(capturing, 1, 1)
+        for _ in range(3):
+            bench.device.cached = 2 * room._TRIMMED
+            call_right(piece, double, values(size))
+
+    monkeypatch.setattr(bench.device, "trim", slow)
+    for size in range(9):
+        at(ROW * (1 + size))
+    assert bench.recorded() == 9
+    assert given_back == 3  # before the first capture, and when ten times as long had been captured
 
 
 def test_what_torch_has_cached_counts_as_free_and_is_given_back_first() -> None:

@@ -223,6 +223,10 @@ class CudaDevice:
     def empty_cache(self) -> None:
         statistics.empty_cache()
 
+    def trim(self) -> None:
+        if torch.cuda.get_allocator_backend() == "native":
+            torch.cuda.empty_cache()
+
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
         for address, nbytes in poison.others(self._pool.segments(), kept):
             self.maker(Layout((nbytes,), (1,), 0, torch.uint8))(self.storage_at(address, nbytes)).fill_(poison.BYTE)

@@ -207,6 +207,9 @@ class Device(Protocol):
     def empty_cache(self) -> None:
         """Give back to the device what is cached outside of pools that are in use.  The device has been waited for."""
 
+    def trim(self) -> None:
+        """The same before a recording grows a pool, as far as nothing is kept in the cache for a purpose."""
+
     #: which pool is in use, counted from 0.  A failed capture may leave a pool in which nothing can be recorded any
     #: more; `capture` then begins a new one.  What was recorded in the old one lives on there, out of the way of others
     generation: int

@@ -87,7 +87,10 @@ class Node:
     def alive(self) -> bool:
         """Whether any output that was handed out still exists."""
         use_count = self.tree.device.use_count
-        return any(slot.alive(use_count) for slot in self.watched)
+        for slot in self.watched:  # noqa: SIM110 - a generator that is not run to its end may swallow Ctrl-C
+            if slot.alive(use_count):
+                return True
+        return False
 
     def child(self, keyed: KeyedPiece, inputs: list[Any]) -> Node | None:
         """The recording after this one that may be replayed for `inputs` as it is; the one place that looks for it."""

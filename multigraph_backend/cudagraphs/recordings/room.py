@@ -48,6 +48,7 @@ from multigraph_backend.cudagraphs.recordings import cost, out_of_memory, record
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import NotRecorded, Recording
+from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ RAN_OUT = "the device ran out of memory while it was recorded"
 _AMPLE = 0.5
 _PAUSE, _LONGEST_PAUSE = 1.0, 64.0  # seconds until free memory is asked for again; doubled each time
 _PATIENCE = 5.0  # seconds that the device is waited for before memory goes back
+_TRIMMED = 2 << 20  # bytes, a segment of torch's allocator: less than that cannot be given back
+_TRIMMING = 0.1  # of the time that captures have taken, which giving back memory before them may have taken
 _SELDOM = 4  # times as many calls until one is tried again, each time that it made the pool outgrow its limit
 
 
@@ -100,6 +103,8 @@ class Room:
         self._old: set[int] = set()
         self._returns = False  # what was left is to go back to the device
         self._given_back = 0  # bytes, when the cache was emptied
+        self._trimming = self._capturing = 0.0  # seconds
+        self._tuned = False  # kernels were, in calls that have warmed up in the pool in use
 
     def recorded(self, node: Node, grew: int = 0) -> None:
         """Take note of the pool that a new node lives in, and of the bytes that it grew by."""
@@ -125,6 +130,16 @@ class Room:
     def warmed_up(self, keyed: KeyedPiece) -> None:
         """Take note that the pool in use has what a call of `keyed` takes."""
         self._warmed_in[keyed] = self._device.generation
+
+    def tuned(self) -> None:
+        """Take note that kernels were tuned in a call that has warmed up: for that their inputs were copied, and a
+        buffer as large as the device's cache was written before each of many runs."""
+        self._tuned = True
+
+    def leave_tuned(self) -> bool:
+        """With nothing on the path, and before anything is recorded: give back a pool in which kernels were tuned, for
+        recordings need nothing of that; whether there was one."""
+        return self._tuned and not self._nodes.size and self.warmed and self._left()
 
     def make(self, limits: Limits) -> None:
         """Give up the least recently used recordings until there is room for one more."""
@@ -258,14 +273,30 @@ class Room:
     def captured(self, capture: Callable[[], Recording]) -> Recording:
         """What `capture` makes; once more where memory ran out in it and some was cached: the allocator gives that back
         to the device by itself, but not while anything is captured."""
-        generation = self._device.generation
+        self._trim()
+        generation, began = self._device.generation, time.perf_counter()
         try:
             return capture()
         except NotRecorded as why:
             spoilt = self._device.generation != generation
             if spoilt or not out_of_memory.is_behind(why) or not self._cached() or not self._empty_cache():
                 raise
+        finally:
+            self._capturing += time.perf_counter() - began
         return capture()
+
+    def _trim(self) -> None:
+        """Give back what is cached before a capture, which cannot use it: what inputs of a larger size have left, say.
+        Others need it again soon, and so it is to cost little beside captures; and no other rank may be waited for."""
+        if self._trimming > _TRIMMING * self._capturing or rank.live() or self._cached() < _TRIMMED:
+            return
+        if not self._device.settle(_PATIENCE):
+            return
+        had, began = self._device.reserved_bytes(), time.perf_counter()
+        with contextlib.suppress(RuntimeError):  # another thread may capture
+            self._device.trim()
+        self._trimming += time.perf_counter() - began
+        self._given_back += had - self._device.reserved_bytes()
 
     def reserved(self) -> int:
         """Bytes that the allocator has taken of the device so far, to compare them later."""
@@ -371,6 +402,10 @@ class Room:
         """Leave a pool that holds nothing; whether there was one, and it could be left."""
         if self._nodes.size or self._nodes.path or not (self.used or self.warmed):
             return False
+        return self._left()
+
+    def _left(self) -> bool:
+        """Leave a pool without recordings; whether it could be left."""
         self.used = True
         try:
             self.leave_pools()
@@ -386,7 +421,7 @@ class Room:
         there, where it may answer calls although that was given up."""
         if not self._nodes.size and self.used:
             self._device.new_pool()
-            self.used = self.warmed = False
+            self.used = self.warmed = self._tuned = False
         self._old |= set(range(self._seen, self._device.generation))
         self._old &= set(self._device.generations())  # one that could not be left may have been since
         self._seen = self._device.generation

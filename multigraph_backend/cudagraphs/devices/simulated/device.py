@@ -374,6 +374,8 @@ class SimulatedDevice:
         self._driver("empty_cache")
         self.cached = 0
 
+    trim = empty_cache
+
     def use(self, nbytes: int) -> None:
         """Code that runs takes so much memory for a moment, from the pool where that serves what it allocates, else
         ordinary memory, which may be cached.  Raises `torch.OutOfMemoryError` where that is not there."""
