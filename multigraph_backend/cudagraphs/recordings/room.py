@@ -104,7 +104,6 @@ class Room:
         self._returns = False  # what was left is to go back to the device
         self._given_back = 0  # bytes, when the cache was emptied
         self._trimming = self._capturing = 0.0  # seconds
-        self._tuned = False  # kernels were, in calls that have warmed up in the pool in use
 
     def recorded(self, node: Node, grew: int = 0) -> None:
         """Take note of the pool that a new node lives in, and of the bytes that it grew by."""
@@ -130,16 +129,6 @@ class Room:
     def warmed_up(self, keyed: KeyedPiece) -> None:
         """Take note that the pool in use has what a call of `keyed` takes."""
         self._warmed_in[keyed] = self._device.generation
-
-    def tuned(self) -> None:
-        """Take note that kernels were tuned in a call that has warmed up: for that their inputs were copied, and a
-        buffer as large as the device's cache was written before each of many runs."""
-        self._tuned = True
-
-    def leave_tuned(self) -> bool:
-        """With nothing on the path, and before anything is recorded: give back a pool in which kernels were tuned, for
-        recordings need nothing of that; whether there was one."""
-        return self._tuned and not self._nodes.size and self.warmed and self._left()
 
     def make(self, limits: Limits) -> None:
         """Give up the least recently used recordings until there is room for one more."""
@@ -402,10 +391,6 @@ class Room:
         """Leave a pool that holds nothing; whether there was one, and it could be left."""
         if self._nodes.size or self._nodes.path or not (self.used or self.warmed):
             return False
-        return self._left()
-
-    def _left(self) -> bool:
-        """Leave a pool without recordings; whether it could be left."""
         self.used = True
         try:
             self.leave_pools()
@@ -421,7 +406,7 @@ class Room:
         there, where it may answer calls although that was given up."""
         if not self._nodes.size and self.used:
             self._device.new_pool()
-            self.used = self.warmed = self._tuned = False
+            self.used = self.warmed = False
         self._old |= set(range(self._seen, self._device.generation))
         self._old &= set(self._device.generations())  # one that could not be left may have been since
         self._seen = self._device.generation

@@ -354,7 +354,6 @@ class Tree(Nodes):
         if self.path and isinstance(last := self.path[-1], WarmUp):
             self._end_warm_up(last, keyed)
             last = self.root  # a pool is left when its last node is gone
-        fresh = self._leave_tuned(keyed)
         first, keyed.called = not keyed.called, True
         if (
             (first and keyed.piece.warms_up)
@@ -369,7 +368,7 @@ class Tree(Nodes):
         if self.path and self._new_step(keyed, inputs):
             self._restart()
         parent = self.path[-1] if self.path else self.root
-        anew = fresh or (self.sharing.settled(keyed) and self._make_way(keyed, inputs))
+        anew = self.sharing.settled(keyed) and self._make_way(keyed, inputs)
         found = self._child(parent, keyed, inputs)
         if found is not None:
             return found
@@ -406,12 +405,6 @@ class Tree(Nodes):
             return False
         self.sharing.give_way(keyed)
         return True
-
-    def _leave_tuned(self, keyed: KeyedPiece) -> bool:
-        """Leave a pool in which kernels were tuned, where nobody else has to do with it, as above; whether it was."""
-        if self.path or self.shared or self._running or self.turns.aside or keyed.piece.spec.groups:
-            return False
-        return self.room.leave_tuned()
 
     def _child(self, parent: Node, keyed: KeyedPiece, inputs: list[object]) -> Node | None:
         """The child of `parent` that answers this call, perhaps after its code was built again."""

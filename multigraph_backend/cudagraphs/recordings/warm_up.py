@@ -11,8 +11,7 @@ runtime: tensors free it as they die, as in a program without recordings, and th
              ...
 
 Before anything is recorded, first calls of other code begin with an empty pool: in what is left of blocks of other
-sizes there is room for less than its bytes.  So does what follows a step in which kernels were tuned, which takes
-memory that no recording needs.
+sizes there is room for less than its bytes.
 
 As long as anything of it is alive, no recording may be made or replayed: it does not know of these blocks and would
 write over them.  So a `WarmUp` stands at the end of the path like a recording whose outputs are alive, and all calls
@@ -202,7 +201,7 @@ class WarmUps:
             self._settling.called(keyed, inputs, {slot.handle for slot in warm.slots})
         self._room.warmed_up(keyed)
         outputs: Sequence[Any] = ()
-        began, had, timed = False, self._room.reserved(), _compat.kernels_timed()
+        began, had = False, self._room.reserved()
 
         def in_pool() -> Any:
             nonlocal began
@@ -225,8 +224,6 @@ class WarmUps:
             return None
         finally:  # where it failed, the error holds frames, and they hold tensors
             self._room.grew(had)
-            if _compat.kernels_timed() != timed:
-                self._room.tuned()
             if began:
                 warm.running -= 1
             with _compat.without_torch_function():  # of outputs whose classes answer what is asked about them
