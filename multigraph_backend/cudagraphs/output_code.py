@@ -23,7 +23,7 @@ import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.allocator import sleeping
-from multigraph_backend.cudagraphs import runtime
+from multigraph_backend.cudagraphs import numbers, runtime
 from multigraph_backend.cudagraphs.limits import Limits, by_field
 from multigraph_backend.cudagraphs.opened import Opened
 from multigraph_backend.cudagraphs.partition import cuts, of_inductor
@@ -112,7 +112,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
 
     `inner` is Inductor's, `spec` what is known of the graph, `label` what messages call it, `wanted` what the user
     wants of its recordings, `inference` whether no backward belongs to it, `only_changes` what the function of that
-    name found.  `run` is what a call runs.
+    name found, `lifted` what the code is given beside what its caller gives.  `run` is what a call runs.
     """
 
     def __init__(
@@ -123,9 +123,11 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         wanted: Wanted,
         inference: bool,
         only_changes: tuple[int, ...] | None = None,
+        lifted: numbers.Numbers | None = None,
     ) -> None:
         self.inner, self.spec, self.label, self.wanted, self.inference = inner, spec, label, wanted, inference
         self.only_changes = only_changes  # kept with the code: caches give that, and no metadata
+        self.lifted = lifted
         self._boxed_call = True
         self._fx_graph_cache_key = getattr(inner, "_fx_graph_cache_key", None)
         self.pieces: tuple[Piece, ...] = ()
@@ -181,6 +183,11 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             communicating.add_code(self)
             watchdog.watch()
         self.run = self.inner
+        self._put_between()
+        if self.lifted is not None:
+            self.run = self.lifted.supplied(self.run)
+
+    def _put_between(self) -> None:
         if not self.spec.devices:  # nothing of it runs on a GPU
             return
         reason = self.spec.refused or runtime.unavailable()
@@ -352,37 +359,26 @@ def _compile_inner(
     """
     settings["cudagraphs"] = _compat.BoxedBool(False)
     backward = bool(settings.get("is_backward"))
-    label = _of_phase(label, backward)
+    label, inputs = _of_phase(label, backward), list(example_inputs)
+    found = numbers.lift(gm, inputs, rules.device_type)
     taken = of_inductor.take(gm, settings.get("static_input_idxs") or (), backward, rules)  # Inductor changes the graph
+    handed_on = numbers.hide(gm, taken.graph.unread, inputs)
     config = _compat.inductor_config
     cut = [*config.custom_should_partition_ops, *taken.cut_ops]
     with config.patch({"custom_should_partition_ops": cut, **(APART if cut or taken.graph.cuts else {})}):
-        code = _compat.compile_fx_inner(gm, _unread_numbers_hidden(taken.graph.unread, example_inputs), **settings)
+        code = _compat.compile_fx_inner(gm, inputs, **settings)
     if not isinstance(code, _compat.CompiledFxGraph):
+        if found is not None:
+            raise RuntimeError(f"{label}: Inductor gave a {type(code).__name__}, which is not called as other code is")
         return code
+    numbers.show_again(code, handed_on)
     spec = of_inductor.from_inductor(code, taken)
     log.debug("%s:\n%s", label, spec.describe())
     if wanted.required:
         _check_all_recorded(spec, label)
     context = _compat.TracingContext.try_get()
     changes = None if context is None else only_changes(getattr(context, "fw_metadata", None))
-    return RecordedCode(code, spec, label, wanted, bool(settings.get("is_inference")), changes)
-
-
-def _unread_numbers_hidden(unread: Sequence[int], example_inputs: Sequence[Any]) -> list[Any]:
-    """The inputs, where numbers on the CPU that no step reads have no element.
-
-    They are floats of the program that the trace has made constants: the epsilon of a norm, under `dynamic=True`.
-    Where graphs are recorded Inductor gathers all numbers among its inputs on the CPU, for one copy to the GPU, also
-    those that nothing reads (torch 2.11 to 2.15): then a C++ kernel is compiled, which alone asks a compiler for what
-    the processor can do in each process, and runs before each call.
-    """
-    inputs = list(example_inputs)
-    for place in unread:
-        value = inputs[place]
-        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
-            inputs[place] = value.new_empty(0)
-    return inputs
+    return RecordedCode(code, spec, label, wanted, bool(settings.get("is_inference")), changes, found)
 
 
 def _compile_unrecorded(

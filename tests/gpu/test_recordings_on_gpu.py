@@ -92,6 +92,92 @@ def test_epsilons_of_norms_cut_nothing_off() -> None:
     assert "cut by" not in str(multigraph_backend.explain())
 
 
+class Scaled(torch.nn.Module):
+    """A norm as models write it, and a scale: floats that the GPU computes with, of which the backward wants one."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.scale = torch.nn.Parameter(torch.randn(64)), 1e-6, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        return x + (y * self.scale).sin()
+
+
+def _scaled() -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(Scaled(scale) for scale in (0.5, 1.25, -0.75))).to(CUDA)
+
+
+def test_floats_that_the_gpu_computes_with_cut_nothing_off() -> None:
+    model = _scaled()
+    run = torch.compile(model, backend=multigraph, dynamic=True, options={"record_small": True})
+    before = Recorded()
+    with torch.no_grad():
+        for call in range(12):
+            if call in (6, 9):
+                model[1].scale = float(call)  # from now on another value, and then one more
+            x = torch.randn(4 + call % 2, 64, device=CUDA)
+            close(run(x), model(x))
+    assert before.recordings >= 1
+    assert before.unrecorded <= 3
+    assert "cut by" not in str(multigraph_backend.explain())
+
+
+def test_floats_that_are_saved_for_a_backward_stay_where_it_expects_them() -> None:
+    model = _scaled()
+    run = torch.compile(model, backend=multigraph, dynamic=True, options={"record_small": True})
+    before = Recorded()
+    for call in range(8):
+        if call == 5:
+            model[2].scale = 3.0
+        x = torch.randn(4, 64, device=CUDA, requires_grad=True)
+        same = x.detach().clone().requires_grad_()
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(run(x).square().sum(), (x, *parameters))
+        wanted = torch.autograd.grad(model(same).square().sum(), (same, *parameters))
+        for grad, want in zip(grads, wanted, strict=True):
+            close(grad, want)
+    assert before.recordings >= 2
+    assert "cut by" not in str(multigraph_backend.explain())
+
+
+def test_numbers_of_a_program_are_where_it_has_them() -> None:
+    """One is a tensor on the CPU that the program changes; what it computes of it stays there."""
+
+    def step(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * t + x.sin(), t + 1
+
+    run = torch.compile(step, backend=multigraph, dynamic=True, options={"record_small": True})
+    t = torch.tensor(0.25)
+    for value in (0.25, 0.5, -0.0, 0.0, float("inf"), 0.5, 0.5, 2.0, 2.0):
+        t.fill_(value)
+        x = torch.randn(64, device=CUDA)
+        y, after = run(x, t)
+        assert after.device.type == "cpu"
+        close(y, x * t + x.sin())
+        close(after, t + 1)
+
+
+def test_a_graph_of_the_users_own_reads_its_numbers_at_each_replay() -> None:
+    model = _scaled()
+    run = torch.compile(model, backend=multigraph, dynamic=True, options={"record_small": True})
+    x = torch.randn(4, 64, device=CUDA)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.no_grad():
+        for _ in range(3):
+            run(x)
+        with torch.cuda.graph(graph, stream=stream):
+            y = run(x)
+        wanted = model(x).clone()
+        for scale in range(40):  # others push the values out of what is kept
+            model[0].scale = float(scale)
+            run(x)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            graph.replay()
+            close(y, wanted)
+
+
 def test_a_thread_that_looks_at_frames_spoils_no_recording() -> None:
     """As profilers do that sample within the process: frames of operators hold what these were given."""
     stop = threading.Event()

@@ -16,6 +16,7 @@ import torch
 import multigraph_backend
 from multigraph_backend import _compat, events, report
 from multigraph_backend.cudagraphs import account, output_code, runtime
+from multigraph_backend.cudagraphs.numbers import Numbers
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
@@ -57,6 +58,21 @@ def test_code_that_cannot_be_recorded_runs_and_says_why_once(
             assert made([1]) == ["ran", 1]
     said = [record.getMessage() for record in caplog.records]
     assert said == ([] if reason is None else [f"label {reason} runs unrecorded: {reason}"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"refused": "it cannot be"}, {"devices": (), "pieces": ()}])
+def test_code_that_takes_numbers_from_a_vector_is_given_it_recorded_or_not(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "unavailable", lambda: "there is no GPU")
+    lifted = Numbers((1,), (), torch.device("cpu"))
+    made = RecordedCode(
+        Inner(), dataclasses.replace(SPEC, **changes), "with numbers", WANTED, inference=True, lifted=lifted
+    )
+    number = torch.tensor(0.5, dtype=torch.float64)
+    assert made([1, number]) == ["ran", 1, number, torch.tensor([0.5])]
+    again = pickle.loads(pickle.dumps(lifted))
+    assert again == lifted
 
 
 def test_a_device_that_cannot_be_set_up_costs_the_recordings_alone(monkeypatch: pytest.MonkeyPatch) -> None:

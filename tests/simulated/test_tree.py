@@ -212,22 +212,24 @@ def test_a_random_number_generator_among_the_inputs_is_part_of_the_recording() -
 def test_what_is_not_on_the_device_is_in_nobodys_way_where_it_is_not_read() -> None:
     """Floats of a program that its trace has made constants come on the CPU at each call, each time another tensor."""
 
-    def doubled(x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor]:
-        return (2 * x,)
+    def doubled(x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return 2 * x, other  # as what is saved for a backward is handed on
 
     def elsewhere() -> torch.Tensor:
         return torch.empty((), device="meta")
 
     bench = Bench()
-    piece = bench.piece(doubled, 2, 1, unread=frozenset({1}))
+    piece = bench.piece(doubled, 2, 2, unread=frozenset({1}))
     for _ in range(5):
-        x = values()
-        assert_equal(piece([x, elsewhere()]), (2 * x,))
+        x, other = values(), elsewhere()
+        y, same = piece([x, other])
+        assert_equal((y,), (2 * x,))
+        assert same is other
     assert (bench.recorded(), bench.replays()) == (1, 4)
     assert bench.unrecorded(piece) == {}
     assert next(iter(bench.tree.path)).recording.plan.copied == (0,)
 
-    read = bench.piece(doubled, 2, 1)
+    read = bench.piece(doubled, 2, 2)
     for _ in range(5):
         read([values(), elsewhere()])
     assert list(bench.unrecorded(read)) == ["input x1 is a Tensor on meta"]

@@ -148,7 +148,7 @@ class CudaDevice:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.index))
             with contextlib.suppress(OSError):  # memory goes back to the driver
-                stack.enter_context(_beside_captures())
+                stack.enter_context(beside_captures())
             self._left[generation].leave()  # which may fail, and is tried again then
             del self._left[generation]
 
@@ -198,7 +198,7 @@ class CudaDevice:
     def _free_memory(self) -> int | None:
         """Bytes that the device has left, None where the driver does not say."""
         try:
-            with _beside_captures():  # one may be on in this thread
+            with beside_captures():  # one may be on in this thread
                 return torch.cuda.mem_get_info(self.index)[0]
         except (OSError, RuntimeError):
             return None
@@ -207,7 +207,7 @@ class CudaDevice:
         return int(self._fraction() * torch.cuda.get_device_properties(self.index).total_memory)
 
     def free_bytes(self) -> int:
-        with _beside_captures():
+        with beside_captures():
             free, total = torch.cuda.mem_get_info(self.index)
         fraction = self._fraction()
         return free if fraction == 1.0 else min(free, int(fraction * total) - self.reserved_bytes())
@@ -387,13 +387,13 @@ class CudaDevice:
     def record_event(self, stream: int) -> Callable[[], bool] | None:
         torch.cuda.set_device(self.index)  # a thread that comes from another device would make a context there
         event = torch.cuda.Event()
-        with _beside_captures(), torch.cuda.stream(self._stream_of(stream)):
+        with beside_captures(), torch.cuda.stream(self._stream_of(stream)):
             if self.capturing():
                 return None
             event.record()
 
         def done() -> bool:
-            with _beside_captures():
+            with beside_captures():
                 return bool(event.query())
 
         return done
@@ -403,7 +403,7 @@ class CudaDevice:
 
         def wait() -> None:
             torch.cuda.set_device(self.index)
-            with _beside_captures():
+            with beside_captures():
                 if _captures(self._streams()):
                     return
                 torch.cuda.synchronize(self.index)
@@ -416,7 +416,7 @@ class CudaDevice:
 
     def finish(self) -> None:
         try:
-            with _beside_captures():
+            with beside_captures():
                 torch.cuda.current_stream(self.index).synchronize()
         except OSError as error:
             raise DeviceFailed(_first_line(error)) from error
@@ -462,7 +462,7 @@ _RELAXED = 2  # the driver's CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @contextlib.contextmanager
-def _beside_captures() -> Iterator[None]:
+def beside_captures() -> Iterator[None]:
     """Calls of this thread that the driver would take for a mistake while another thread captures in global mode.
 
     Raises OSError where the driver does not say that it lets them.

@@ -118,7 +118,7 @@ class GraphSpec:
     refused: why nothing of it can be recorded
     collectives: what it issues, in order; `not_known`: why that cannot be told
     pure: whether all operators are known to leave nothing behind but results, what they write to and random numbers
-    unread: inputs that no step reads and that are no output: floats that the trace has made constants
+    unread: inputs that no step reads: floats that the trace has made constants, and what is only handed on
     """
 
     is_backward: bool

@@ -90,7 +90,7 @@ def take(gm: GraphModule, static: Iterable[int], is_backward: bool, rules: CutRu
         collectives=collectives,
         not_known=not_known,
         pure=effects.impure(gm) is None,
-        unread=tuple(index for index, node in enumerate(placeholders) if not node.users),
+        unread=tuple(at for at, node in enumerate(placeholders) if all(user.op == "output" for user in node.users)),
     )
     return Taken(
         graph, tuple(sorted({op.name() for op in never})), {f"torch.ops.{op}": why for op, why in never.items()}

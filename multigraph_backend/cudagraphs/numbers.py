@@ -1,0 +1,320 @@
+"""Numbers of the program that a recorded graph computes with: one vector on the GPU, an input of its own.
+
+Under `dynamic=True` Dynamo takes the floats of a program for inputs, tensors of one element on the CPU.  Code that
+launches kernels reads them then, and a recording would keep what they were while it was made.  So where graphs are
+recorded, Inductor copies all of them to the GPU at each call, between pieces, by a C++ kernel where there are two; and
+outputs that the program computes on the CPU come on the GPU, with those that it only hands on, in torch 2.11.
+
+Here the graph takes them from an input behind all others instead, and each step on the GPU reads its element:
+
+    (x, scale, eps) -> x * scale + eps      (x, scale, eps, numbers) -> x * numbers[0] + numbers[1]
+
+What is computed of numbers alone is computed on the GPU as well, for the steps there; what the CPU wants of them is
+left as it is.  A vector is made once for each set of values, and never written over: a recording reads it where it
+lies, and one that meets other values copies, as of any input.
+
+In:  a graph before it is compiled, and what a call of its code is given.
+Out: the graph with that input, and the vector for a call; outputs on the CPU where the program has them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from multigraph_backend import _compat
+from multigraph_backend.allocator import sleeping
+from multigraph_backend.cudagraphs.partition import cuts
+
+NAME = "numbers"  # of the input, and of what is noted in a graph's `meta`
+MOST = 16  # vectors that are kept for the values of one graph
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What `lift` has made of a graph.
+
+    places: positions of the inputs whose values are in the vector, in its order; empty: there is none
+    at_home: positions of outputs that the program computes on the CPU
+    device: where the vector is to be
+    """
+
+    places: tuple[int, ...]
+    at_home: tuple[int, ...]
+    device: torch.device
+
+    def supplied(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """`run`, the code of the graph, as its callers know it."""
+        if self.places:
+            run = _with_vector(run, Vectors(self.places, self.device))
+        return _at_home(run, self.at_home) if self.at_home else run
+
+
+# ---------------------------------------------------------------- the graph
+
+
+def lift(gm: GraphModule, inputs: list[Any], device_type: str) -> Numbers | None:
+    """Change `gm`, and its example `inputs`, so that steps on its GPU read numbers there; None: there is nothing to
+    do."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if (before := gm.meta.get(NAME)) is not None:  # a compile of it has failed
+        inputs.extend(node.meta["val"] for node in placeholders[len(inputs) :])
+        return before  # type: ignore[no-any-return]
+    devices = {value.device for node in gm.graph.nodes for value in cuts.tensors(node.meta.get("val"))}
+    gpus = [device for device in devices if device.type == device_type != "cpu"]
+    places = {node: place for place, node in enumerate(placeholders) if node.users and _is_number(node)}
+    if len(gpus) != 1 or not places or not isinstance(fake := next(iter(places)).meta["val"], _compat.FakeTensor):
+        return None
+    derived = dict.fromkeys(places)
+    for node in gm.graph.nodes:
+        if _of_numbers(node, derived):
+            if _changes_nothing(node):
+                node.replace_all_uses_with(node.all_input_nodes[0])
+            derived[node] = None
+    wanted = [
+        (node, of)
+        for node in gm.graph.nodes
+        if _runs_on(node, gpus[0])
+        for of in node.all_input_nodes
+        if of in derived and _floats(of, derived)
+    ]
+    lifted = _Lifted(gm, places, placeholders[-1], fake.fake_mode, gpus[0])
+    for node, of in wanted:
+        node.replace_input_with(of, lifted.on_gpu(of))
+    for node in reversed(list(derived)):
+        if node.op != "placeholder" and not node.users:
+            gm.graph.erase_node(node)
+    if (vector := lifted.end()) is not None:
+        inputs.append(vector)
+    gm.recompile()
+    at_home = tuple(at for at, node in enumerate(outputs_of(gm)) if node in derived and node not in places)
+    if vector is None and not at_home:
+        return None
+    device = torch.device(device_type, gpus[0].index or 0)
+    numbers = gm.meta[NAME] = Numbers(tuple(places[node] for node in lifted.order), at_home, device)
+    return numbers
+
+
+class _Lifted:
+    """The vector's input, and the copies of nodes that read it, each made when it is first asked for."""
+
+    def __init__(
+        self, gm: GraphModule, places: Mapping[Node, int], last: Node, mode: Any, device: torch.device
+    ) -> None:
+        self._gm, self._places, self._mode, self._device = gm, places, mode, device
+        self._made: dict[Node, Node] = {}
+        self._last = last
+        self._vector: Node | None = None
+        self.order: list[Node] = []
+
+    def on_gpu(self, node: Node) -> Node:
+        if node not in self._made:
+            self._made[node] = self._element(node) if node in self._places else self._copy(node)
+        return self._made[node]
+
+    def _element(self, node: Node) -> Node:
+        if self._vector is None:
+            with self._gm.graph.inserting_after(self._last):
+                self._last = self._vector = self._gm.graph.placeholder(NAME)
+        with self._gm.graph.inserting_after(self._last):
+            element = self._gm.graph.call_function(_aten.select.int, (self._vector, 0, len(self.order)))
+        element.meta["val"] = self._fake((), torch.float64)
+        self._last = element
+        self.order.append(node)
+        dtype = node.meta["val"].dtype
+        if dtype is torch.float64:
+            return element
+        with self._gm.graph.inserting_after(self._last):
+            self._last = self._gm.graph.call_function(_prims.convert_element_type.default, (element, dtype))
+        self._last.meta["val"] = self._fake((), dtype)
+        return self._last
+
+    def _copy(self, node: Node) -> Node:
+        with self._gm.graph.inserting_after(node):
+            copy = self._gm.graph.node_copy(node, lambda of: self.on_gpu(of) if _is_number(of) else of)
+        copy.meta["val"] = self._fake((), node.meta["val"].dtype)
+        return copy
+
+    def _fake(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        fake: torch.Tensor = _compat.FakeTensor(self._mode, meta, self._device)
+        return fake
+
+    def end(self) -> torch.Tensor | None:
+        """The example of the vector, None if nothing reads one."""
+        if self._vector is None:
+            return None
+        example = self._vector.meta["val"] = self._fake((len(self.order),), torch.float64)
+        return example
+
+
+def _is_number(node: Node) -> bool:
+    """Whether it is one element on the CPU, of no dimension."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
+
+
+def _of_numbers(node: Node, derived: Mapping[Node, None]) -> bool:
+    """Whether it computes a number of others that come in, and of nothing else."""
+    return (
+        _is_number(node)
+        and _is_plain(node)
+        and node.kwargs.get("device") is None
+        and node.target is not _prims.device_put.default
+        and bool(node.all_input_nodes)
+        and all(of in derived for of in node.all_input_nodes)
+    )
+
+
+def _changes_nothing(node: Node) -> bool:
+    of = node.all_input_nodes[0]
+    return node.target is _prims.convert_element_type.default and node.meta["val"].dtype is of.meta["val"].dtype
+
+
+def _floats(node: Node, derived: Mapping[Node, None]) -> bool:
+    """Whether all that comes in of it are floats: of others the vector, of float64, may not hold the value."""
+    if not node.meta["val"].dtype.is_floating_point and node.op == "placeholder":
+        return False
+    return all(_floats(of, derived) for of in node.all_input_nodes if of in derived)
+
+
+def _runs_on(node: Node, device: torch.device) -> bool:
+    values = list(cuts.tensors(node.meta.get("val")))
+    return bool(values) and _is_plain(node) and all(value.device == device for value in values)
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether torch's own operators say what it does, and it draws nothing."""
+    op = node.target
+    return (
+        node.op == "call_function"
+        and isinstance(op, _compat.OpOverload)
+        and op.namespace in ("aten", "prims")
+        and torch.Tag.nondeterministic_seeded not in op.tags
+    )
+
+
+def outputs_of(gm: GraphModule) -> Sequence[Any]:
+    results: Any = gm.graph.output_node().args[0]
+    return results if isinstance(results, list | tuple) else (results,)
+
+
+# ---------------------------------------------------------------- what no step reads
+
+
+def hide(gm: GraphModule, unread: Sequence[int], inputs: list[Any]) -> list[int]:
+    """Change example `inputs` so that numbers at the positions `unread` have no element; positions of outputs that are
+    among these.
+
+    They are floats that the trace has made constants, the epsilon of a norm say, that are in the vector, or that are
+    only handed on to a backward.  Inductor would copy them to the GPU all the same: the C++ kernel is compiled, which
+    alone asks a compiler for what the processor can do in each process, and runs before each call.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    hidden = []
+    for place in unread:
+        value = inputs[place]
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
+            inputs[place] = value.new_empty(0)
+            hidden.append(placeholders[place])
+    return [at for at, node in enumerate(outputs_of(gm)) if node in hidden]
+
+
+def show_again(code: Any, handed_on: Sequence[int]) -> None:
+    """Let Inductor's `code`, and what is compiled after it, know that the outputs `handed_on` have no dimension."""
+    context = None if _compat.without("TracingContext") else _compat.TracingContext.try_get()
+    for strides in (code.output_strides, getattr(context, "output_strides", None)):
+        if strides:
+            for at in handed_on:
+                strides[at] = ()
+
+
+# ---------------------------------------------------------------- a call
+
+
+class Vectors:
+    """The vectors of one graph's numbers: one for each set of values, and for each stream, whose order keeps what is
+    copied to one before what reads it."""
+
+    def __init__(self, places: Sequence[int], device: torch.device) -> None:
+        self._places, self._device = tuple(places), device
+        self._made: dict[tuple[object, ...], torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []  # a graph of the user's own reads them
+        #: the values, the stream and the vector of the last call, unless values may be equal and not the same
+        self._last: tuple[tuple[float, ...], int, torch.Tensor] | None = None
+
+    def __call__(self, inputs: Sequence[Any]) -> torch.Tensor:
+        """Read the values: any thread may."""
+        values = tuple([inputs[place].item() for place in self._places])
+        stream = self._stream()
+        last = self._last
+        if last is not None and last[0] == values and last[1] == stream:
+            return last[2]
+        key = (stream, *map(repr, values))  # both zeros are equal, and NaN equals nothing
+        vector = self._made.get(key)
+        if vector is None:
+            if self._capturing():
+                return self._beside(values)
+            vector = self._new(values)
+            while len(self._made) >= MOST:
+                self._made.pop(next(iter(self._made)), None)
+            self._made[key] = vector
+        elif self._capturing() and not any(vector is kept for kept in self._kept):
+            self._kept.append(vector)
+        self._last = None if 0.0 in values or self._capturing() else (values, stream, vector)
+        return vector
+
+    def _stream(self) -> int:
+        return int(_compat.raw_stream(self._device.index)) if self._device.type == "cuda" else 0
+
+    def _capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _new(self, values: Sequence[float]) -> torch.Tensor:
+        """Made without a wait for the device."""
+        on_gpu = self._device.type == "cuda"
+        with _compat.disable_current_modes():
+            host = torch.tensor(values, dtype=torch.float64, pin_memory=on_gpu)
+            vector = host.to(self._device, non_blocking=True, copy=True)
+        if on_gpu:
+            sleeping.survives(vector, host)
+        return vector
+
+    def _beside(self, values: Sequence[float]) -> torch.Tensor:
+        """A vector for a graph that somebody captures, and that reads it at each replay: its values come before."""
+        from multigraph_backend.cudagraphs.devices.cuda import beside_captures
+
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(beside_captures())
+            aside = torch.cuda.Stream(self._device)
+            stack.enter_context(torch.cuda.stream(aside))
+            vector = self._new(values)
+            aside.synchronize()
+        self._kept.append(vector)
+        return vector
+
+
+def _with_vector(run: Callable[[list[Any]], Any], vector: Vectors) -> Callable[[list[Any]], Any]:
+    def supplied(inputs: list[Any]) -> Any:
+        inputs.append(vector(inputs))
+        return run(inputs)
+
+    return supplied
+
+
+def _at_home(run: Callable[[list[Any]], Any], positions: Sequence[int]) -> Callable[[list[Any]], Any]:
+    def moved(inputs: list[Any]) -> Any:
+        outputs = list(run(inputs))
+        for at in positions:
+            outputs[at] = outputs[at].cpu()
+        return tuple(outputs)
+
+    return moved
