@@ -246,7 +246,7 @@ def _why_a_region_stays(node: Node, region: GraphModule) -> str | None:
         return "it has a policy of its own for what is saved"  # whose state, and equality, nobody can see
     for inner in region.graph.nodes:
         if inner.op == "get_attr":
-            return "it holds something"
+            return f"it reads {inner.target}, which the program holds and does not give it"
         if _called(inner) and not modes_of_trace.does_nothing(inner):
             if changes_state(inner):
                 return f"its {_name(inner)} may change what a trace depends on"

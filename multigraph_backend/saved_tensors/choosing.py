@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
+from multigraph_backend import _compat
 from multigraph_backend.saved_tensors import graphs, rematerialize, statistics
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.hooks import SavedHook
@@ -63,6 +64,12 @@ class Candidate:
         """Whether other bytes lie between its elements."""
         value = graphs.tensor(self.source)
         return value is None or graphs.memory_order(value) is None
+
+    @functools.cached_property
+    def empty(self) -> bool:
+        """Whether it has no element, at whatever size."""
+        value = graphs.tensor(self.source)
+        return value is not None and 0 in [_compat.plain_size(size) for size in value.shape]
 
     def kept(self, reason: str) -> list[Kept]:
         return [Kept(node, described, reason) for node, described in zip(self.members, self.alone, strict=True)]
@@ -136,6 +143,8 @@ def choose(found: Sequence[Candidate], rules: Sequence[Rule], gathered: bool = F
             choice.kept += candidate.kept(f"rule: {rule}")
         elif role == "parameter" and not isinstance(rule.pack, SavedHook):
             choice.kept += candidate.kept(MODULES)
+        elif candidate.empty:
+            choice.kept += candidate.kept("it has no element")
         elif candidate.gaps:
             choice.kept += candidate.kept(
                 "it is a part of a larger buffer, with gaps between its elements, and the rest is not saved"

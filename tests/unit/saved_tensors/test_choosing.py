@@ -51,6 +51,12 @@ def test_parts_that_are_less_than_the_buffer_are_packed_alone() -> None:
     ]
 
 
+def test_what_has_no_element_is_kept_and_said_so() -> None:
+    choice = chosen(lambda x, y: (x.sum(), (x @ y)[:, :0] * 2, (x @ y)[:0] * 2))
+    assert sources(choice) == {}
+    assert reasons(choice) == ["it has no element", "it has no element"]
+
+
 @pytest.mark.parametrize(
     ("role", "static", "packed"), [("input", (), ["x_1", "t"]), ("parameter", (1,), []), (None, (), [])]
 )
