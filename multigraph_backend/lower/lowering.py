@@ -275,7 +275,10 @@ class CompileJob:
         else:
             for _ in range(sum(graph.calls for graph in found)):
                 events.count("body_calls")
-            said = " | ".join(map(str, found)) or "not known, for the code was compiled before, and came from torch's caches"
+            said = (
+                " | ".join(map(str, found))
+                or "not known, for the code was compiled before, and came from torch's caches"
+            )
             return dataclasses.replace(lowered, repeated=f"repeated blocks: {said}")
         events.count("repeat_retries")
         code = str(self.graph.user_code)
