@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
 import multigraph_backend
+from tests.support.quick_runs import positive, run
 
 
 class Layer(torch.nn.Module):
@@ -47,3 +49,18 @@ def test_quantized_weights_keep_variants(bits: int) -> None:
     assert ran["failures"] == ran["eager_calls"] == 0
     (graph,) = multigraph_backend.explain().to_dict()["regions"]
     assert any("of fixed sizes" in note for note in graph["notes"])
+
+
+def test_the_benchmark_of_quantized_weights(tmp_path: Path) -> None:
+    rows = run("quantized", tmp_path)
+    calls = ("prefill, 8 x 16", "decode, 64", "decode, 8", "decode, 1")
+    forms = ("eager", "inductor", "inductor per shape", "reduce-overhead", "multigraph")
+    assert [(row["weights"], row["call"], row["form"]) for row in rows] == [
+        (weights, call, form) for weights in ("Int8WeightOnly", "IntxWeightOnly") for call in calls for form in forms
+    ]
+    assert positive(rows, "us", "over_stock")
+    assert all(float(row["worst"]) < 1e-4 for row in rows)
+    ours = [row for row in rows if row["form"] == "multigraph"]
+    assert [(row["in_variants"], row["failures"]) for row in ours] == [(1, 0)] * len(ours)
+    assert ours[0]["counts"]["variants_compiled"] == len(calls)
+    assert "generic_compiled" not in ours[0]["counts"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
-import json
 import logging
 import math
 import os
@@ -23,41 +23,9 @@ import pytest
 import torch
 
 from multigraph_backend.lower import parcel
-from tests.support import forked
+from tests.support.quick_runs import positive, run
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-
-FACTS = {"benchmark", "title", "quick", "commit", "date", "torch", "triton", "python", "device", "columns", "rows"}
-
-
-def run(name: str, folder: Path) -> list[dict[str, Any]]:
-    """The rows of a quick run on the CPU, none of which failed."""
-    path = folder / "out" / f"{name}.json"
-    command = [str(CHECKOUT / "benchmarks" / f"{name}.py"), "--quick", "--device", "cpu"]
-    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "MULTIGRAPH_COMMIT": "abc",
-        "OMP_WAIT_POLICY": "passive",
-    }
-    done = forked.run(*command, "--json", str(path), cwd=folder, env=environment, nested=True)
-    said = f"{done.stdout}\n{done.stderr}"
-    assert path.exists(), said
-    written = json.loads(path.read_text())
-    assert written.keys() >= FACTS
-    assert (written["benchmark"], written["commit"], written["quick"]) == (name, "abc", True)
-    rows: list[dict[str, Any]] = written["rows"]
-    assert [row["error"] for row in rows] == [None] * len(rows), said
-    assert done.returncode == 0, said
-    assert f"{len(rows)} rows, 0 failed" in done.stdout
-    assert list(path.parent.iterdir()) == [path]
-    shown = {column["key"] for column in written["columns"]}
-    assert all(shown & row.keys() for row in rows)
-    return rows
-
-
-def positive(rows: list[dict[str, Any]], *keys: str) -> bool:
-    return all(row[key] > 0 for row in rows for key in keys)
 
 
 def test_dispatch(tmp_path: Path) -> None:
@@ -294,6 +262,58 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """A benchmark as a module."""
     monkeypatch.syspath_prepend(str(CHECKOUT / "benchmarks"))
     return importlib.import_module
+
+
+@pytest.fixture
+def quantized(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That benchmark as one that is called with --quick on the CPU."""
+    module = load("quantized")
+    monkeypatch.setattr(module.sys, "argv", ["quantized.py", "--quick", "--device", "cpu"])
+    return module
+
+
+def test_quantized_says_what_it_needs(quantized: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r'needs torchao: pip install "multigraph\[clients\]"'):
+        quantized.main()
+
+
+def test_weights_that_cannot_be_made_are_a_row_with_the_error(
+    quantized: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def status(failing: str) -> tuple[int, str]:
+        def in_turns(names: Any, *more: Any) -> Iterator[tuple[str, Any, str | None]]:
+            for name in names:
+                made = [{"call": "decode, 1", "form": "multigraph", "error": None, "us": 7.0}]
+                yield (name, None, "ImportError: no kernels") if name == failing else (name, made, None)
+
+        monkeypatch.setattr(quantized, "in_turns", in_turns)
+        return quantized.main(), capsys.readouterr().out
+
+    threads = str(torch.get_num_threads())
+    monkeypatch.setattr(quantized.sys, "argv", [*quantized.sys.argv, "--threads", threads])
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: object())
+    everywhere = {name: dataclasses.replace(each, devices=("cpu",)) for name, each in quantized.WEIGHTS.items()}
+    monkeypatch.setattr(quantized, "WEIGHTS", everywhere)
+    ended, said = status("Int4WeightOnly")
+    assert (ended, said.count("FAILED: ImportError: no kernels"), said.count("multigraph ")) == (0, 1, 3)
+    assert "4 rows, 1 failed" in said
+    assert status("Int8WeightOnly")[0] == 1  # it needs none
+
+
+def test_what_answered_quantized_calls(quantized: Any) -> None:
+    answered = quantized.Answered
+    before = answered(variants=5, replays=4, unrecorded=3, recordings=2)
+    assert before.since(before, 8, "cpu") == {"in_variants": 0.0}
+    whole = answered(variants=13, replays=20, unrecorded=3, recordings=2)  # two pieces
+    assert whole.since(before, 8, "cuda") == {"in_variants": 1.0, "replayed": 1.0, "recorded": 0}
+    again = answered(variants=9, replays=10, unrecorded=4, recordings=3)
+    assert again.since(before, 8, "cuda") == {"in_variants": 0.5, "replayed": 0.75, "recorded": 1}
+    given_up = answered(variants=5, replays=0, unrecorded=11, recordings=2)
+    assert given_up.since(before, 8, "cuda") == {"in_variants": 0.0, "replayed": 0.0, "recorded": 0}
+    found: dict[str, dict[str, Any]] = {"eager": {}, "inductor": {}, "multigraph": {}}
+    quantized.add_ratios(found, {"eager": [4.0, 9.0], "inductor": [2.0, 3.0], "multigraph": [1.0, 3.0]}, "ratio")
+    assert found == {"eager": {"ratio": 2.5}, "inductor": {"ratio": 1.0}, "multigraph": {"ratio": 0.75}}
 
 
 def test_a_difference_is_relative_to_what_is_usual(load: Callable[[str], Any]) -> None:
