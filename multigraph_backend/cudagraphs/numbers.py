@@ -20,6 +20,7 @@ Out: the graph with that input, and the vector for a call; outputs on the CPU wh
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from torch.fx import GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.allocator import sleeping
+from multigraph_backend.cudagraphs.devices.cuda import beside_captures
 from multigraph_backend.cudagraphs.partition import cuts
 
 NAME = "numbers"  # of the input, and of what is noted in a graph's `meta`
@@ -68,7 +70,7 @@ def lift(gm: GraphModule, inputs: list[Any], device_type: str) -> Numbers | None
         inputs.extend(node.meta["val"] for node in placeholders[len(inputs) :])
         return before  # type: ignore[no-any-return]
     devices = {value.device for node in gm.graph.nodes for value in cuts.tensors(node.meta.get("val"))}
-    gpus = [device for device in devices if device.type == device_type != "cpu"]
+    gpus = [device for device in devices if device.type == device_type]
     places = {node: place for place, node in enumerate(placeholders) if node.users and _is_number(node)}
     if len(gpus) != 1 or not places or not isinstance(fake := next(iter(places)).meta["val"], _compat.FakeTensor):
         return None
@@ -83,7 +85,7 @@ def lift(gm: GraphModule, inputs: list[Any], device_type: str) -> Numbers | None
         for node in gm.graph.nodes
         if _runs_on(node, gpus[0])
         for of in node.all_input_nodes
-        if of in derived and _floats(of, derived)
+        if of in derived and _floats(of, derived) and not _changes(node, of)
     ]
     lifted = _Lifted(gm, places, placeholders[-1], fake.fake_mode, gpus[0])
     for node, of in wanted:
@@ -143,8 +145,9 @@ class _Lifted:
         return copy
 
     def _fake(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        meta = torch.empty(shape, dtype=dtype, device="meta")
-        fake: torch.Tensor = _compat.FakeTensor(self._mode, meta, self._device)
+        with _compat.disable_current_modes():  # compilers are called under the mode of the trace
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+            fake: torch.Tensor = _compat.FakeTensor(self._mode, meta, self._device)
         return fake
 
     def end(self) -> torch.Tensor | None:
@@ -166,6 +169,7 @@ def _of_numbers(node: Node, derived: Mapping[Node, None]) -> bool:
     return (
         _is_number(node)
         and _is_plain(node)
+        and not _changes(node)  # what changes an input is no number, and is done where that lies
         and node.kwargs.get("device") is None
         and node.target is not _prims.device_put.default
         and bool(node.all_input_nodes)
@@ -188,6 +192,12 @@ def _floats(node: Node, derived: Mapping[Node, None]) -> bool:
 def _runs_on(node: Node, device: torch.device) -> bool:
     values = list(cuts.tensors(node.meta.get("val")))
     return bool(values) and _is_plain(node) and all(value.device == device for value in values)
+
+
+def _changes(node: Node, of: Node | None = None) -> bool:
+    """Whether it writes to its first argument, which `of` is."""
+    schema: Any = getattr(node.target, "_schema", None)
+    return bool(schema.is_mutable) and (of is None or node.args[0] is of)
 
 
 def _is_plain(node: Node) -> bool:
@@ -244,9 +254,9 @@ class Vectors:
     copied to one before what reads it."""
 
     def __init__(self, places: Sequence[int], device: torch.device) -> None:
-        self._places, self._device = tuple(places), device
+        self._places, self._device, self._lock = tuple(places), device, threading.Lock()
         self._made: dict[tuple[object, ...], torch.Tensor] = {}
-        self._kept: list[torch.Tensor] = []  # a graph of the user's own reads them
+        self._kept: dict[tuple[object, ...], torch.Tensor] = {}  # graphs of the user's own read them at each replay
         #: the values, the stream and the vector of the last call, unless values may be equal and not the same
         self._last: tuple[tuple[float, ...], int, torch.Tensor] | None = None
 
@@ -255,24 +265,23 @@ class Vectors:
         values = tuple([inputs[place].item() for place in self._places])
         stream = self._stream()
         last = self._last
-        if last is not None and last[0] == values and last[1] == stream:
+        captures = self._capturing()
+        if last is not None and last[0] == values and last[1] == stream and not captures:
             return last[2]
         key = (stream, *map(repr, values))  # both zeros are equal, and NaN equals nothing
-        vector = self._made.get(key)
-        if vector is None:
-            if self._capturing():
-                return self._beside(values)
-            vector = self._new(values)
-            while len(self._made) >= MOST:
-                self._made.pop(next(iter(self._made)), None)
-            self._made[key] = vector
-        elif self._capturing() and not any(vector is kept for kept in self._kept):
-            self._kept.append(vector)
-        self._last = None if 0.0 in values or self._capturing() else (values, stream, vector)
-        return vector
+        with self._lock:
+            if captures:
+                return self._for_a_graph(key, values)
+            vector = self._made.get(key)
+            if vector is None:
+                vector = self._made[key] = self._new(values)
+                if len(self._made) > MOST:
+                    del self._made[next(iter(self._made))]
+            self._last = None if 0.0 in values else (values, stream, vector)
+            return vector
 
     def _stream(self) -> int:
-        return int(_compat.raw_stream(self._device.index)) if self._device.type == "cuda" else 0
+        return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
 
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -287,10 +296,14 @@ class Vectors:
             sleeping.survives(vector, host)
         return vector
 
-    def _beside(self, values: Sequence[float]) -> torch.Tensor:
-        """A vector for a graph that somebody captures, and that reads it at each replay: its values come before."""
-        from multigraph_backend.cudagraphs.devices.cuda import beside_captures
+    def _for_a_graph(self, key: tuple[object, ...], values: Sequence[float]) -> torch.Tensor:
+        """A vector for a graph that somebody captures: its values are there before, and it stays."""
+        if key not in self._kept:
+            vector = self._made.get(key)
+            self._kept[key] = self._beside(values) if vector is None else vector
+        return self._kept[key]
 
+    def _beside(self, values: Sequence[float]) -> torch.Tensor:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 stack.enter_context(beside_captures())
@@ -298,7 +311,6 @@ class Vectors:
             stack.enter_context(torch.cuda.stream(aside))
             vector = self._new(values)
             aside.synchronize()
-        self._kept.append(vector)
         return vector
 
 

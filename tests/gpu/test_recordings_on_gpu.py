@@ -164,14 +164,17 @@ def test_a_graph_of_the_users_own_reads_its_numbers_at_each_replay() -> None:
     x = torch.randn(4, 64, device=CUDA)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.no_grad():
-        for _ in range(3):
-            run(x)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run(x)
         with torch.cuda.graph(graph, stream=stream):
             y = run(x)
         wanted = model(x).clone()
-        for scale in range(40):  # others push the values out of what is kept
-            model[0].scale = float(scale)
-            run(x)
+        with torch.cuda.stream(stream):
+            for scale in range(40):  # others push the values out of what is kept
+                model[0].scale = float(scale)
+                run(x)
         for _ in range(2):
             torch.cuda.synchronize()
             graph.replay()

@@ -157,6 +157,22 @@ def test_outputs_that_the_program_computes_on_the_cpu_are_there() -> None:
     assert numbers._at_home(run, (1,))([torch.ones(())])[1] == 2
 
 
+def test_a_number_that_the_program_changes_is_changed() -> None:
+    graph = Graph()
+    t, x = graph.given("t"), graph.given("x", (3,), torch.float64, GPU)
+    after = graph.step(aten.add.Tensor, t, 1)
+    y = graph.step(aten.mul.Tensor, x, after)
+    graph.step(aten.copy_.default, t, after)
+    gm = graph.ends(y)
+    found, inputs, _ = _lifted(graph, gm)
+    assert found is not None
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.copy_.default)) == 1
+    number, given = torch.tensor(0.5, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    (result,) = gm(number, given, torch.tensor([0.5], dtype=torch.float64))
+    assert (number.item(), result.tolist()) == (1.5, [1.5] * 3)
+    assert [tuple(value.shape) for value in inputs] == [(), (3,), (1,)]
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_what_is_no_float_is_left_to_inductor(dtype: torch.dtype) -> None:
     graph = Graph()
@@ -274,6 +290,24 @@ def test_only_so_many_are_kept() -> None:
     for value in range(100):
         assert _values(vectors, float(value)).item() == value
     assert len(vectors._made) == numbers.MOST
+
+
+def test_what_a_graph_of_the_users_own_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its values were there before, in the very stream that it is captured on."""
+    vectors, captures = numbers.Vectors((0,), CPU), False
+    monkeypatch.setattr(vectors, "_capturing", lambda: captures)
+    monkeypatch.setattr(vectors, "_beside", vectors._new)
+    known = _values(vectors, 0.5)
+    captures = True
+    assert _values(vectors, 0.5) is known
+    other = _values(vectors, 0.25)
+    assert _values(vectors, 0.25) is other
+    captures = False
+    for value in range(1, 2 * numbers.MOST):
+        _values(vectors, float(value))
+    assert _values(vectors, 0.25).tolist() == [0.25]
+    assert any(known is kept for kept in vectors._kept.values())
+    assert any(other is kept for kept in vectors._kept.values())
 
 
 def test_a_tensor_that_its_owner_changes_is_read_at_each_call() -> None:
