@@ -72,7 +72,7 @@ def test_calls_have_eagers_numbers_at_every_value() -> None:
     assert len(lifted[0]) == 6  # three epsilons, three scales
 
 
-@pytest.mark.parametrize("value", EDGES)
+@pytest.mark.parametrize("value", [0.5, -0.0, 1.0, math.nan])
 def test_gradients_are_eagers_where_a_number_is_handed_on_to_the_backward(value: float) -> None:
     codes: list[RecordedCode] = []
     model = nn.Sequential(Scaled(0.7), Scaled(0.3))

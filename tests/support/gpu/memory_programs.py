@@ -1,7 +1,7 @@
 # ruff: noqa: E501, PT018
 """60 programs by a user who has read only multigraph's docs, about what they promise of memory.
 
-python tests/gpu/memory_programs.py [--jobs N] [name ...]
+python tests/support/gpu/memory_programs.py [--jobs N] [name ...]
 """
 
 import argparse
