@@ -1,7 +1,8 @@
 """Where Inductor's code on the CPU differs from eager: what is kept out, and what is passed on.
 
-docs/sharp-edges.md names the cases.  A row fails when torch mends it, and the page has to say so then.  Stock's run
-comes first, in the same process and with the same caches: its code must not be found for multigraph's.
+docs/sharp-edges.md names the cases.  A row fails when torch mends it, and the page has to say so then; not so where
+eager's number, or stock's, is another on another processor (`BY_PROCESSOR`).  Stock's run comes first, in the same
+process and with the same caches: its code must not be found for multigraph's.
 """
 
 from __future__ import annotations
@@ -158,6 +159,14 @@ PASSED_ON: dict[str, tuple[Program, Tensors, bool]] = {
     "interpolation of bytes": (enlarged, (bytes_up_to(255, 1, 3, 8, 9),), False),
     "interpolation to no pixels": (to_nothing, (random(1, 1, 4, 4),), False),
 }
+#: what vector instructions there are, and which library's kernel eager takes, decides whether stock differs at all
+BY_PROCESSOR = {
+    "exponential of a small number",
+    "atanh of a small number",
+    "erf of a small number",
+    "elu of a small number",
+    "gelu of infinity",
+}
 if TORCH < (2, 15):
     PASSED_ON["elu of a small number"] = relative(functional.elu), (torch.tensor([-1e-9, -1e-5] * 8),), True
 
@@ -188,7 +197,8 @@ def test_it_is_eagers_number_where_stock_has_another(row: str) -> None:
     program, inputs, mended = KEPT_OUT[row]
     eager = outcome(program, inputs)
     assert not isinstance(eager, str)
-    assert same(outcome(program, inputs, backend="inductor"), eager) == (mended is not None and mended <= TORCH)
+    stock = outcome(program, inputs, backend="inductor")
+    assert row in BY_PROCESSOR or same(stock, eager) == (mended is not None and mended <= TORCH)
     found = outcome(program, inputs, backend="multigraph", options={"on_failure": "raise"})
     assert same(found, eager), (eager, found)
     ran = multigraph_backend.stats()
@@ -219,7 +229,7 @@ def test_floor_divisions_are_eagers_at_all_edges_with_their_signs(dtype: torch.d
 def test_it_is_stocks_number_under_multigraph(row: str) -> None:
     program, inputs, generated = PASSED_ON[row]
     eager, stock = outcome(program, inputs), outcome(program, inputs, backend="inductor")
-    assert not same(stock, eager)
+    assert row in BY_PROCESSOR or not same(stock, eager)
     assert same(outcome(program, inputs, backend="multigraph"), stock)
     without = outcome(program, inputs, backend="multigraph", options={"compiler": "aot_eager"})
     assert same(without, eager if generated else stock)
