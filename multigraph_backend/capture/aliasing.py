@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def written_alone(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool]:
     others = _getter([index for index in graph.tensor_inputs if index not in graph.written])
     written_held = [tensor for index, tensor in enumerate(graph.held, count) if index in graph.written]
     other_held = [tensor for index, tensor in enumerate(graph.held, count) if index not in graph.written]
-    uses, sole = _uses()
+    sole_use = _sole_use()
 
     def alone(args: Sequence[Any]) -> bool:
         changing = (*written(args), *written_held)
@@ -67,44 +67,63 @@ def written_alone(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool]:
         if len(changed) < len(keys):
             return False
         reading = (*others(args), *other_held)
-        if uses is not None:
-            if not {*map(id, changing)}.isdisjoint(map(id, reading)):  # one tensor, passed twice, is one use
-                return False
-            changed = {key for key in changed if uses(key) > sole}
+        if not {*map(id, changing)}.isdisjoint(map(id, reading)):  # one tensor, passed twice, is one use
+            return False
+        changed = {key for key in changed if not sole_use(key)}
         return not changed or changed.isdisjoint(_storages(reading))
 
     return alone
 
 
 @functools.cache
-def _uses() -> tuple[Callable[[int], int] | None, int]:
-    """What counts the uses of a storage, by handle, where this torch has it; and the count where one tensor is all that
-    uses it, which has the use of the question itself in it."""
+def _sole_use() -> Callable[[int], bool]:
+    """Whether one tensor is all that uses a storage, by its handle; never, where this torch does not count uses."""
     if _compat.SYMBOLS["storage_use_count"].problem() is not None:
-        return None, 0
+        return lambda key: False
+    uses = _compat.storage_use_count
     tensor = torch.empty(1)
-    return _compat.storage_use_count, _compat.storage_use_count(tensor.untyped_storage()._cdata)
+    sole = uses(tensor.untyped_storage()._cdata)  # the question itself is a use
+    return lambda key: uses(key) <= sole
 
 
-def wrappers_apart(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool] | None:
-    """The check of a call that no parameter which is a tensor subclass is made of memory that the graph writes to; None
-    where that cannot be.  What it is made of may be exchanged between two calls, and Dynamo does not see that."""
+def writes_beside_wrappers(graph: CapturedGraph) -> bool:
+    """Whether the graph writes to memory that a parameter which is a tensor subclass could be made of."""
+    return bool(graph.written) and any(entry.wrapper is not None for entry in graph.inputs)
+
+
+def wrappers_apart(graph: CapturedGraph, args: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
+    """The check of a call that no parameter which is a tensor subclass is made of memory that the graph writes to: what
+    it is made of may be exchanged between two calls, and Dynamo does not see that.
+
+    It stands before each call, so the parts are read by the names that they have in `args` (Dynamo guards these names
+    and the parts' classes), and their storages are asked only where something else uses what is written to.
+    """
+    count = len(graph.inputs)
+    written = _getter([index for index in graph.tensor_inputs if index in graph.written])
+    written_held = [tensor for index, tensor in enumerate(graph.held, count) if index in graph.written]
     wrappers = [index for index, entry in enumerate(graph.inputs) if entry.wrapper is not None]
-    if not wrappers or not graph.written:
-        return None
-    written = [index for index in graph.tensor_inputs if index in graph.written]
-    written_held = [tensor for index, tensor in enumerate(graph.held, len(graph.inputs)) if index in graph.written]
+    readers = [(index, _reader(args[index])) for index in wrappers]
+    sole_use = _sole_use()
 
     def apart(args: Sequence[Any]) -> bool:
-        changed = {*_storages([args[index] for index in written]), *_storages(written_held)}
-        return changed.isdisjoint(
-            part.untyped_storage()._cdata
-            for index in wrappers
-            for _, part in made_of(args[index])
-            if isinstance(part, torch.Tensor) and not _compat.is_traceable_wrapper_subclass(part)
-        )
+        parts: list[torch.Tensor] = []
+        for index, read in readers:
+            parts += read(args[index])
+        changing = (*written(args), *written_held)
+        if not {*map(id, changing)}.isdisjoint(map(id, parts)):
+            return False
+        shared = [key for key in _storages(changing) if not sole_use(key)]
+        return not shared or {*shared}.isdisjoint(_storages(parts))
 
     return apart
+
+
+def _reader(wrapper: Any) -> Callable[[Any], tuple[torch.Tensor, ...]]:
+    """What reads the plain tensors that subclasses like this one are made of."""
+    paths = [path for path, part in made_of(wrapper) if isinstance(part, torch.Tensor) and not _is_wrapper(part)]
+    if len(paths) > 1:
+        return attrgetter(*paths)
+    return lambda wrapper: tuple(attrgetter(path)(wrapper) for path in paths)
 
 
 def parts_apart(
@@ -117,7 +136,7 @@ def parts_apart(
     """
     everything = (*inputs, *held)
     tensors = [index for index, value in enumerate(everything) if isinstance(value, torch.Tensor)]
-    wrappers = {index for index in tensors if _compat.is_traceable_wrapper_subclass(everything[index])}
+    wrappers = {index for index in tensors if _is_wrapper(everything[index])}
     if not wrappers or not written:
         return None
 
@@ -128,7 +147,7 @@ def parts_apart(
             value, is_wrapper, is_written = everything[index], index in wrappers, index in written
             parts = [part for _, part in made_of(value)] if is_wrapper else [value]
             for part in parts:
-                if not isinstance(part, torch.Tensor) or (is_wrapper and _compat.is_traceable_wrapper_subclass(part)):
+                if not isinstance(part, torch.Tensor) or (is_wrapper and _is_wrapper(part)):
                     continue
                 key = part.untyped_storage()._cdata
                 inside, changed = used.get(key, (False, False))
@@ -150,6 +169,10 @@ def overlapping(over: Sequence[torch.Tensor], apart: Sequence[torch.Tensor]) -> 
     """Whether the tensors of `over` are exactly those, among all of these, that overlap another one in memory."""
     found = _compat.compute_overlapping_tensors([*over, *apart], symbolic=False)
     return sorted(found) == list(range(len(over)))
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return bool(_compat.is_traceable_wrapper_subclass(tensor))
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[int]:

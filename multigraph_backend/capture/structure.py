@@ -77,9 +77,9 @@ def held_tensors(gm: torch.fx.GraphModule) -> dict[torch.Tensor, list[torch.fx.N
 
 
 def made_of(wrapper: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors that a subclass is made of, and what these are made of, with their names."""
+    """The tensors that a subclass is made of, and what these are made of, with the paths to them (`inner.scale`)."""
     for name in wrapper.__tensor_flatten__()[0]:
         inner = getattr(wrapper, name)
         yield name, inner
         if isinstance(inner, torch.Tensor) and _compat.is_traceable_wrapper_subclass(inner):
-            yield from made_of(inner)
+            yield from ((f"{name}.{below}", part) for below, part in made_of(inner))

@@ -28,7 +28,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.capture.aliasing import any_overlap, sharing, wrappers_apart
+from multigraph_backend.capture.aliasing import any_overlap, sharing, wrappers_apart, writes_beside_wrappers
 from multigraph_backend.capture.graph import CapturedGraph, Input, TensorLayout
 from multigraph_backend.capture.known_numbers import replace_with_number, write_known_items
 from multigraph_backend.declare.predicates import Facts
@@ -98,8 +98,7 @@ def build(
             if any_overlap([everything[member] for member in group]):
                 raise CannotLower(OVERLAPPING)
             changed.update(group)
-        apart = wrappers_apart(graph)
-        if apart is not None and not apart(args):
+        if writes_beside_wrappers(graph) and not wrappers_apart(graph, args)(args):
             raise CannotLower("a parameter that is a tensor subclass is made of memory that is changed in place")
         fresh.offsets = {index: args[index].storage_offset() for index in sorted(own)}
     multiples: dict[sympy.Symbol, tuple[int, sympy.Symbol]] = {}

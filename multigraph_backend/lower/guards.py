@@ -35,7 +35,13 @@ import sympy
 
 from multigraph_backend import _compat
 from multigraph_backend.capture import dtensors
-from multigraph_backend.capture.aliasing import overlapping, sharing, wrappers_apart, written_alone
+from multigraph_backend.capture.aliasing import (
+    overlapping,
+    sharing,
+    wrappers_apart,
+    writes_beside_wrappers,
+    written_alone,
+)
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.lower.fresh_inputs import OVERLAPPING, CannotLower, FreshInputs
 
@@ -86,7 +92,7 @@ def guards_of(
         "overlapping": overlapping,
         "sharing": functools.partial(sharing, graph),
         "written_alone": written_alone(graph),
-        "wrappers_apart": wrappers_apart(graph),
+        "wrappers_apart": wrappers_apart(graph, args),
         "dtensors_alike": dtensors_alike,
         "same_float": _same_float,
         "ordinary": _ordinary,
@@ -199,7 +205,7 @@ def _aliasing_parts(graph: CapturedGraph, fresh: FreshInputs, context: Any, args
         parts.append(f"sharing(a) == {groups}")
     elif graph.mutates_inputs and len(graph.tensor_inputs) + len(graph.held) > 1:
         parts.append("written_alone(a)")
-    if wrappers_apart(graph) is not None:
+    if writes_beside_wrappers(graph):
         parts.append("wrappers_apart(a)")
     return parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,37 +162,65 @@ def test_what_a_subclass_is_made_of_and_the_graph_changes_is_not_compiled() -> N
     assert "is made of memory that is changed in place" in str(multigraph_backend.explain())
 
 
-def test_a_weight_whose_part_becomes_memory_that_the_graph_changes_is_seen_at_the_call() -> None:
-    class Counts(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("part", torch.zeros(8, 8))
+def nested() -> torch.nn.Parameter:
+    first = torch.randn(8, 8)
+    inner = TwoTensor(first, first.clone())
+    return torch.nn.Parameter(TwoTensor(inner, inner.clone()), requires_grad=False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.part.add_(1)
-            return super().forward(x) + self.part.sum()
 
-    torch.manual_seed(0)
-    model = Counts()
-    torch.manual_seed(0)
-    twin = Counts()
-    compiled = torch.compile(model, backend="multigraph", dynamic=True, options=AOT)
+class Writes(Layer):
+    """Its calls write to a buffer."""
+
+    def __init__(self, made: Callable[[], torch.nn.Parameter]) -> None:
+        super().__init__()
+        self.weight = made()
+        self.register_buffer("part", torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part.add_(1)
+        y: Any = torch.nn.functional.linear(x, self.weight).relu()
+        while isinstance(y, TwoTensor):
+            y = y.a
+        return y + self.bias + self.part.sum()
+
+    def first_part(self) -> Any:
+        """What holds it as `a`."""
+        weight: Any = self.weight
+        return weight.a if isinstance(weight.a, TwoTensor) else weight
+
+
+BECOMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the very tensor": lambda part: part,
+    "another tensor of its memory": lambda part: part.detach(),
+}
+
+
+@pytest.mark.parametrize("made", [pair, nested])
+@pytest.mark.parametrize("becomes", BECOMES)
+def test_a_weight_whose_part_becomes_memory_that_the_graph_changes_is_seen_at_the_call(
+    becomes: str, made: Callable[[], torch.nn.Parameter]
+) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Writes(made))
+    compiled = torch.compile(models[0], backend="multigraph", dynamic=True, options=AOT)
 
     def same() -> None:
         with torch.no_grad():
             for rows in (3, 4, 3):
                 x = torch.randn(rows, 8)
-                torch.testing.assert_close(compiled(x), twin(x))
+                torch.testing.assert_close(compiled(x), models[1](x))
 
     same()
     before = multigraph_backend.stats()["eager_calls"]
-    apart = [weight.a for weight in (model.weight, twin.weight)]  # type: ignore[attr-defined]
-    for each in (model, twin):
-        each.weight.a = each.part
+    apart = [each.first_part().a for each in models]
+    for each in models:
+        each.first_part().a = BECOMES[becomes](each.part)
     same()
     assert multigraph_backend.stats()["eager_calls"] == before + 3
-    for each, part in zip((model, twin), apart, strict=True):
-        each.weight.a = part
+    for each, part in zip(models, apart, strict=True):
+        each.first_part().a = part
     same()
     assert multigraph_backend.stats()["eager_calls"] == before + 3
 
