@@ -376,22 +376,26 @@ def _with_rest(graph: _Graph, blocks: _Blocks) -> _Blocks:
 
 
 def _phases(graph: _Graph, period: int, begin: int, end: int, named: bool, lossless: bool) -> list[int]:
-    """Where a stretch may be cut first, few places: where the least is lost, where it begins, unless it is `lossless`;
-    or entries of a list."""
+    """Where a stretch may be cut first, few places: where the least is compiled and lost, where it begins, unless it is
+    `lossless`; or entries of a list."""
 
     tokens = graph.tokens
-    matches = (place - begin for place in range(begin, end - period) if tokens[place] == tokens[place + period])
-    first = next(matches, 0) % period
+    differ = [place + period >= end or tokens[place] != tokens[place + period] for place in range(begin, end)]
+    first = next((place for place, here in enumerate(differ) if not here), 0) % period
+    until = [0, *itertools.accumulate(differ)]  # how many steps differ from those a period on, before each place
 
-    def weight(phase: int) -> tuple[int, bool, int, int]:
-        places = range(begin + phase, end + 1, period)
-        unnamed = 2 * sum(graph.boundary[place] for place in places) < len(places)
-        lost, alive = (sum(at[place] for place in places) for at in (graph.lost, graph.alive))
-        return lost, unnamed, alive, (phase - first) % period
+    def weight(phase: int) -> tuple[int, int, bool, int, int]:
+        """What is lost; the less, the more blocks come again; whether most cuts are at no entry; what lives across one
+        in the middle."""
+        places = range(phase, end - begin + 1, period)
+        again = sum(until[place + period] == until[place] for place in places[:-2])
+        unnamed = 2 * sum(graph.boundary[begin + place] for place in places) < len(places)
+        lost = sum(graph.lost[begin + place] for place in places)
+        return lost, -again, unnamed, graph.alive[begin + places[len(places) // 2]], (phase - first) % period
 
     slack = min(period, end - begin - 2 * period + 1)
     weights = {phase: weight(phase) for phase in range(slack)}
-    by_name = [phase for phase in weights if not weights[phase][1]]
+    by_name = [phase for phase in weights if not weights[phase][2]]
     chosen = sorted(by_name if named and by_name else weights, key=lambda phase: weights[phase])[:2]
     if named or (lossless and not weights[chosen[0]][0]):
         return [phase for phase in chosen if named or not weights[phase][0]]

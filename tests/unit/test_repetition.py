@@ -144,6 +144,20 @@ def test_few_layers_are_cut_where_modules_end_and_many_where_nothing_is_lost() -
     assert {(start - 1) % 24 for start, _ in many.calls} == {1}, "behind the norm of the sum"
 
 
+def test_as_many_calls_as_layers_where_the_norm_behind_the_last_is_as_theirs() -> None:
+    """Cut behind the norm, where nothing is lost: the last call's norm is the one before the head.  Fewer values live
+    across other cuts, which leave a layer that is not called."""
+    program = Program()
+    x: int | str = program.add("embedding", "ids")
+    for number in range(4):
+        x = program.layer(x, f"layers.{number}", deep=12)
+    program.add("head", program.add("norm", x, "norm"), "head", alone=True)
+    found = find(program.steps, lossless=True)
+    verify(program.steps, found)
+    assert [start for start, _ in found.calls] == [2, 26, 50, 74]
+    assert hold(program.steps).compiled == found.compiled == 99 - 3 * 24
+
+
 def test_layers_that_alternate_are_a_body_together_or_bodies_in_turn() -> None:
     program = Program()
     x = program.add("embedding", "ids")
