@@ -74,6 +74,7 @@ class Kind:
     differentiable: which of the results have gradients
     saved: what the backward graph takes before gradients, arguments or results of the forward graph by number
     gradients: for each argument the number of the backward's result, or -1 - the number of the gradient it is given
+    only_added: of each gradient that the backward is given, whether nothing but sums with others is made of it
     """
 
     forward: Part
@@ -82,6 +83,7 @@ class Kind:
     backward: Part | None = None
     saved: tuple[tuple[str, int], ...] = ()
     gradients: tuple[int | None, ...] = ()
+    only_added: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -344,10 +346,12 @@ class _Differentiated(torch.autograd.Function):
         expected = bodies.now(known.backward.given[len(known.saved) :])
         tangents: list[torch.Tensor] = []
         wanted = list(itertools.compress(gradients, known.differentiable))
-        for gradient, layout in zip(wanted, expected, strict=True):
+        missing = sum(gradient is None for gradient in wanted)
+        for gradient, layout, only_added in zip(wanted, expected, known.only_added, strict=True):
             if gradient is None:
-                bodies.wrong = "a result of a repeated block has no gradient"
-                tangents.append(empty(layout, bodies.shape_env).zero_())
+                if not only_added or missing > 1:  # two of them may be added to each other
+                    bodies.wrong = "a result of a repeated block has no gradient"
+                tangents.append(empty(layout, bodies.shape_env).fill_(-0.0))  # added to a number, it leaves that
                 continue
             found = layout_of(gradient)
             _, _, size, stride, _ = layout

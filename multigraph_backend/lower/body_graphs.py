@@ -299,4 +299,36 @@ def _parted(
         _part(module, tuple(layouts), handed_out),
         sources,
         tuple(gradients),
+        tuple(map(_only_added, of_tangents)),
     )
+
+
+_CONVERTED = (torch.ops.prims.convert_element_type.default, torch.ops.aten.clone.default)
+
+
+def _only_added(tangent: Node) -> bool:
+    """Whether all that becomes of a gradient in a backward graph are sums with other values, whose size and type these
+    have: then -0.0 in its place changes nothing, not even which gradients there are."""
+    same, others = [tangent], []
+    for node in same:
+        for user in node.users:
+            if viewed(user) is node or user.target in _CONVERTED:
+                same.append(user)
+            elif (other := _summand(user, node)) is not None:
+                others.append(other)
+            else:
+                return False
+    return set(others).isdisjoint(same)
+
+
+def _summand(sum_of: Node, node: Node) -> Node | None:
+    """The value, of the size and type of the result, that a step adds to `node`; None where it does something else."""
+    others = [entry for entry in sum_of.args if entry is not node]
+    if sum_of.target is not torch.ops.aten.add.Tensor or sum_of.kwargs or len(others) != 1:
+        return None
+    other, made = others[0], sum_of.meta["val"]
+    value = other.meta.get("val") if isinstance(other, Node) else None
+    if not isinstance(other, Node) or not isinstance(value, torch.Tensor) or made.dtype.is_complex:
+        return None
+    (dtype, _, size, *_), (made_dtype, _, made_size, *_) = layout_of(value), layout_of(made)
+    return other if (dtype, size) == (made_dtype, made_size) else None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import operator
+import re
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
@@ -109,7 +110,7 @@ def steps_of_trace(
                 _path_in_a_trace(operands[0] if taken else node),
                 stays,
                 taken,
-                name in _VIEWS,
+                not taken and is_view_of_trace(node),
                 1 if region is None else sum(_called(inner) for inner in region.graph.nodes),
             )
         )
@@ -481,4 +482,8 @@ def _path(node: Node) -> str:
     """The path of the module that a node was traced in, "layers.3.attention"; "" where none is known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str(next(reversed(stack.values()))[0]) if stack else ""
+    path = _ARGUMENT.sub("", path)  # a model that is called through a wrapper is one of its arguments
     return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+
+
+_ARGUMENT = re.compile(r"^L\['(args|kwargs)'\]\[[^]]*\]\.?")

@@ -27,7 +27,8 @@ What makes a call of a body right, each checked and none assumed:
   each its own memory: a saved tensor that is an argument, or a view of one, is taken from the arguments again.  So
   memory that is handed out is never memory that was given.
 - A checkpointed region is a part of a block as a whole, and draws nothing: its backward graph does it again.
-- Where a result gets no gradient, the graph is compiled otherwise: eager tells no gradient from zeros.
+- Where a result gets no gradient, the graph is compiled otherwise, for eager tells no gradient from zeros; unless the
+  body does nothing with it but add it to other gradients, as of a residual stream: then it is given -0.0.
 """
 
 from __future__ import annotations
@@ -141,6 +142,8 @@ def lift(
     if here.why_not is not None:
         raise Refused(here.why_not)
     differentiated = [node for node, value in _given(module, inputs) if getattr(value, "requires_grad", False)]
+    if not torch.is_grad_enabled():
+        differentiated = []
     steps, nodes = steps_of_trace(module.graph, may_draw, differentiated)
     if (unknown := next((node for node in nodes if changes_state(node)), None)) is not None:
         name = getattr(unknown.target, "__name__", unknown.target)

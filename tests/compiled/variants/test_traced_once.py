@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,32 @@ class Streams(nn.Module):
             new = layer.inner(rest)
             rest = rest * 0.5 + new
             x = layer.down(layer.up(x) + 1).sin() + rest.cos()
+        return x
+
+
+class Sums(Streams):
+    """The same, where its gradient is only added to another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rest = x
+        for layer in self.layers:
+            rest = rest + layer.inner(rest)
+            x = layer.down(layer.up(x) + 1).sin() + rest.cos()
+        return x
+
+
+class SumsOfParameters(Streams):
+    """The same, but that the last layer's last parameter has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.ParameterList(torch.randn(2, 8, 8) for _ in self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rest = x
+        for layer, last in zip(self.layers, self.last, strict=True):
+            x = layer.down(layer.up(x) + 1).sin() + (rest + layer.inner(rest)).cos()
+            rest = rest + layer.inner(rest) + last
         return x
 
 
@@ -258,7 +285,9 @@ CASES: dict[str, tuple[Any, bool, bool]] = {  # model, whether it is traced once
     "plain": (lambda: layers(Layer), True, True),
     "writes inside": (lambda: layers(WritesInside), True, True),
     "first layers are frozen": (frozen, True, True),
-    "a result without gradient": (Streams, True, False),
+    "a result without gradient": (Streams, True, True),
+    "a sum without gradient": (Sums, True, True),
+    "a sum and a parameter without gradient": (SumsOfParameters, True, False),
     "writes later": (lambda: layers(WritesLater), True, False),
     "hands out a view": (lambda: layers(HandsOutView), True, True),
     "own autocast": (lambda: layers(OwnAutocast), True, True),
@@ -311,6 +340,32 @@ def test_results_gradients_and_buffers_are_eagers(case: str, training: bool) -> 
     assert (verdict.calls > 0) or not once
     stats = multigraph_backend.stats()
     assert (stats["repeat_retries"], stats["eager_calls"]) == (0, 0)
+
+
+def test_the_last_layer_is_a_call_though_its_sum_goes_nowhere() -> None:
+    """Blocks are cut behind the norm, where no kernel is cut in two, and the norm at the end is the last one's."""
+    model, verdict = NormAtTheEnd(), Verdict()
+    run = compiled_of(model, verdict)
+    step(run, model, torch.randn(2, 8, 8), training=True)
+    assert re.findall(r"(\w+): (\d) calls of one body .*?(once)", verdict.said[-1]) == [
+        ("forward", "4", "once"),
+        ("backward", "4", "once"),
+    ]
+
+
+def test_entries_of_a_model_that_a_wrapper_calls_are_told_apart() -> None:
+    """As transformers wrap their models.  What reads a part of the last norm is no kernel that the last cut parts."""
+
+    def wrapped(*args: Any) -> torch.Tensor:
+        y: torch.Tensor = args[0](args[1])
+        return y[:, -1:] @ y[:, :1].transpose(1, 2)
+
+    model, verdict = NormAtTheEnd(), Verdict()
+    run: Any = compiled_of(wrapped, verdict)  # type: ignore[arg-type]
+    x = torch.randn(2, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(run(model, x), wrapped(model, x))
+    assert "4 calls of one body" in verdict.said[-1]
 
 
 def test_checkpointed_blocks_save_no_more_than_without_bodies() -> None:
