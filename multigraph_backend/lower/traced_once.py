@@ -77,6 +77,7 @@ from multigraph_backend.lower.steps_of_graph import (
     why_traced_one_by_one,
 )
 from multigraph_backend.process.interruptions import from_outside
+from multigraph_backend.saved_tensors.graphs import FIRST_STEP
 
 
 @dataclass
@@ -286,6 +287,8 @@ def _put_call(
         tensors, numbers = given[: block.tensors], given[block.tensors :]
         made = graph.call_function(BLOCK, (tensors, numbers, symbols, block.name, "whole", 0, draw))
     made.meta.update({key: value for key, value in mine[-1].meta.items() if key != "example_value"})
+    if (stack := mine[0].meta.get("nn_module_stack")) is not None:  # behind the last layer there may be no other
+        made.meta["nn_module_stack"] = stack
     at, inside = made, set(mine)
     for index, place in enumerate(block.results):
         with graph.inserting_after(at):
@@ -528,7 +531,7 @@ def _call_part(
             value = graph.call_function(operator.getitem, (made, place))
             value.meta["val"] = made.meta["val"][place]
             if (stack := node.meta.get("nn_module_stack")) is not None:  # by which rules tell what is saved
-                value.meta["nn_module_stack"] = stack
+                value.meta.update({"nn_module_stack": stack, FIRST_STEP: True})
             for view in part.views[place]:
                 value = view_again(graph, view, value, symbols)
             user.replace_all_uses_with(value)

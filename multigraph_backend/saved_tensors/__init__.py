@@ -8,7 +8,8 @@ The modules, in the order in which a partition of a joint graph passes them:
                        `holding` and how fast its device is (`speeds`)
     partitioner        Inductor's partitioner, and then all of the following
     graphs             both graphs as a `Partition`; views, memory, and programs for `lifetimes`: bytes alive at a step
-    choosing           each saved tensor as a candidate, and what the rules say of it; `statistics`: what scales others
+    choosing           each saved tensor as a candidate, and what the rules say of it; `statistics`: what scales others;
+                       `masks`: what attention adds
     units              one buffer that is to be packed; traced
     tracing            its pack and unpack as graphs: ready ones of `packs`, or a user's, taken apart by `structure`;
                        by way of the host in `compressed`

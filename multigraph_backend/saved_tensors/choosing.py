@@ -18,14 +18,15 @@ Invariant: every saved tensor is in one candidate, and then in one unit or among
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.saved_tensors import graphs, rematerialize, statistics
+from multigraph_backend.saved_tensors import graphs, masks, rematerialize, statistics
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.rules import Described, Keep, Role, Rule, decide
@@ -93,9 +94,11 @@ def candidates(partition: Partition, pointwise: bool = True) -> list[Candidate]:
     roles = _roles(partition)
     placeholders = forward.graph.find_nodes(op="placeholder")
     activations = {placeholders[index] for index in partition.activations if index < len(placeholders)}
-    for node in (*statistics.of(forward.graph), *_statistics_of_subgraphs(forward, families)):
-        if graphs.root(node) in families:
-            roles.setdefault(graphs.root(node), "statistic")
+    special: dict[Role, Callable[[GraphModule], set[Node]]] = {"statistic": _statistics, "mask": masks.of}
+    for special_role, of in special.items():
+        for node in (*of(forward), *_of_subgraphs(forward, families, of)):
+            if graphs.root(node) in families:
+                roles.setdefault(graphs.root(node), special_role)
     odd = {
         **dict.fromkeys(
             _sharing_in_other_ways(forward), "it shares memory with another value in a way no view explains"
@@ -190,8 +193,14 @@ def _roles(partition: Partition) -> dict[Node, Role]:
     return roles
 
 
-def _statistics_of_subgraphs(forward: GraphModule, families: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """Roots that are statistics in the subgraph that they come from."""
+def _statistics(forward: GraphModule) -> set[Node]:
+    return statistics.of(forward.graph)
+
+
+def _of_subgraphs(
+    forward: GraphModule, families: Mapping[Node, Sequence[Node]], of: Callable[[GraphModule], set[Node]]
+) -> list[Node]:
+    """Roots that are, in the subgraph that they come from, among those that `of` finds there."""
     known: dict[GraphModule, set[Node]] = {}
     found = []
     for node in families:
@@ -200,7 +209,7 @@ def _statistics_of_subgraphs(forward: GraphModule, families: Mapping[Node, Seque
             continue
         inside = of_subgraph.inside
         if inside not in known:
-            known[inside] = {graphs.root(entry) for entry in statistics.of(inside.graph)}
+            known[inside] = {graphs.root(entry) for entry in of(inside)}
         if of_subgraph.made in known[inside]:
             found.append(node)
     return found
@@ -249,7 +258,8 @@ def describe(source: Node, shown: Node, role: Role, forward: GraphModule | None 
         made = of_subgraph.made if of_subgraph.operand is None else graphs.root(of_subgraph.operand)
     if of_subgraph is not None and made is not None and graphs.tensor(made) is not None:
         inside = describe(made, made, role, forward)
-        module = _of_this_call(inside.module, of_subgraph.inside, module_path(source.meta))
+        nearest = min if graphs.FIRST_STEP in source.meta else max
+        module = _of_this_call(inside.module, of_subgraph.inside, module_path(source.meta), nearest)
         return replace(inside, bytes=graphs.tensor_bytes(value), module=module)
     names = [_operator(source.target), _operator(source.meta.get("original_aten"))]
     if source.target.__class__.__name__ == "builtin_function_or_method" and isinstance(source.args[0], Node):
@@ -264,8 +274,9 @@ def describe(source: Node, shown: Node, role: Role, forward: GraphModule | None 
     )
 
 
-def _of_this_call(path: str, inside: GraphModule, around: str) -> str:
-    """The path of a module in a subgraph that stands for several, in the call that ends in `around`.
+def _of_this_call(path: str, inside: GraphModule, around: str, nearest: Callable[[Iterable[int]], int]) -> str:
+    """The path of a module in a subgraph that stands for several, in the call that ends in `around`, where `nearest` is
+    `max`, or begins in it (`min`).
 
     The subgraph of "layers.0" and "layers.1" that is called for "layers.2" and "layers.3": what it says of
     "layers.0.mlp" is there of "layers.2.mlp".
@@ -276,8 +287,8 @@ def _of_this_call(path: str, inside: GraphModule, around: str) -> str:
         return path or around
     known = (module_path(node.meta).split(".") for node in inside.graph.nodes)
     beside = [parts[place] for parts in known if parts[:place] == here[:place] and len(parts) > place]
-    last = max(int(part) for part in beside if part.isdigit())
-    theirs[place] = str(int(theirs[place]) + int(here[place]) - last)
+    there = nearest(int(part) for part in beside if part.isdigit())
+    theirs[place] = str(int(theirs[place]) + int(here[place]) - there)
     return ".".join(theirs)
 
 
@@ -288,12 +299,16 @@ def _operator(target: object) -> str:
     return str(schema.name) if packet is not None and schema is not None else ""
 
 
+#: a model that is called through a wrapper, as transformers' are, is an argument of that
+_ARGUMENT = re.compile(r"^L\['(args|kwargs)'\]\[[^]]*\]\.?")
+
+
 def module_path(meta: Mapping[str, object]) -> str:
     """The path of the module in which a node was traced, from the model down: "layers.0.attention"."""
     stack = meta.get("nn_module_stack")
     if not isinstance(stack, Mapping) or not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
+    path = _ARGUMENT.sub("", str(list(stack.values())[-1][0]))
     for wrapper in ("L['self'].", "L['fn'].", "L['self']", "L['fn']"):
         path = path.removeprefix(wrapper)
     path = path.replace("._modules['", ".").replace("_modules['", "").replace("']", "")

@@ -340,6 +340,10 @@ class _Buffers:
 # values say nothing about memory: torch uses them again for each call of the same subgraph.  So the subgraph is read.
 
 
+#: in the meta of a call's results: the modules that are named there are those of its first step, not of its last
+FIRST_STEP = "multigraph_first_step"
+
+
 @dataclass(frozen=True)
 class SubgraphResult:
     """A result of the call `call`: `made` in the subgraph `inside`, or a view of `operand`, which lies outside."""
@@ -355,12 +359,10 @@ def subgraph_result(forward: GraphModule, node: Node) -> SubgraphResult | None:
     if node.op != "call_function" or node.target is not operator.getitem:
         return None
     call, index = node.args
-    if not isinstance(call, Node) or not _calls_subgraph(call) or not isinstance(index, int):
+    called = subgraph_of(forward, call) if isinstance(call, Node) else None
+    if called is None or not isinstance(call, Node) or not isinstance(index, int):
         return None
-    attribute = call.args[0]
-    inside = getattr(forward, str(attribute.target), None) if isinstance(attribute, Node) else None
-    if not isinstance(inside, GraphModule):
-        return None
+    inside, operands = called
     returned = results(inside.graph)
     value = returned[index] if index < len(returned) else None
     if not isinstance(value, Node):
@@ -368,15 +370,18 @@ def subgraph_result(forward: GraphModule, node: Node) -> SubgraphResult | None:
     made = root(value)
     if made.op != "placeholder":
         return SubgraphResult(call, inside, made, None)
-    operands = call.args[2:]  # behind the subgraph and its name
     position = inside.graph.find_nodes(op="placeholder").index(made)
     operand = operands[position] if position < len(operands) else None
     return SubgraphResult(call, inside, made, operand) if isinstance(operand, Node) else None
 
 
-def _calls_subgraph(node: Node) -> bool:
-    """Whether `node` calls a subgraph."""
-    return node.op == "call_function" and str(node.target) == "invoke_subgraph"
+def subgraph_of(forward: GraphModule, node: Node) -> tuple[GraphModule, Sequence[object]] | None:
+    """The subgraph that `node` calls, and what it gives to it; None where it calls none."""
+    if node.op != "call_function" or str(node.target) != "invoke_subgraph":
+        return None
+    attribute, _, *operands = node.args
+    inside = getattr(forward, str(attribute.target), None) if isinstance(attribute, Node) else None
+    return (inside, operands) if isinstance(inside, GraphModule) else None
 
 
 def owner(forward: GraphModule, node: Node) -> tuple[Node, Node | None]:

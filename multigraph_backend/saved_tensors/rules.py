@@ -7,8 +7,8 @@ In:  `Rule` objects, or the same as JSON for `MULTIGRAPH_OPTIONS`:
 Out: frozen rules, equal by value, and for each saved tensor the rule that decides, or why none does.
 
 Invariant: what nobody named is left alone.  Integers and bools need a rule that names their dtype, tensors under
-`SMALL_BYTES` one that gives `min_bytes`; statistics (see `statistics`), graph inputs, data, parameters and outputs one
-that gives their `role`.  To leave alone, a rule need not name statistics.
+`SMALL_BYTES` one that gives `min_bytes`; statistics (see `statistics`), masks of attention (`masks`), graph inputs,
+data, parameters and outputs one that gives their `role`.  To leave alone, a rule need not name statistics and masks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multigraph_backend.spelling import did_you_mean, shown
 
 SMALL_BYTES = 64 * 1024
 
-Role = Literal["intermediate", "statistic", "input", "data", "parameter", "output"]
+Role = Literal["intermediate", "statistic", "mask", "input", "data", "parameter", "output"]
 ROLES: tuple[str, ...] = get_args(Role)
 
 _SHORT = {
@@ -165,8 +165,8 @@ class Match:
     dtype: the type of its elements, "float32"
     min_bytes: its size at the least
     module: path or glob of the module that produced it, "layers.0.attention", "layers.*"
-    role: "intermediate", "statistic", "parameter", "output", "input" (one that needs a gradient, as what a block before
-    has computed) or "data" (an input that needs none: data, masks, tables)
+    role: "intermediate", "statistic", "mask" (that attention adds, with infinities), "parameter", "output", "input"
+    (one that needs a gradient, as what a block before has computed) or "data" (an input that needs none: data, tables)
     pointwise: whether it is made pointwise of what else is saved, and of parameters: the output of an activation whose
     input is saved too, of a norm whose statistics are
     """
@@ -236,6 +236,7 @@ class Described:
 _ROLE_NOT_NAMED: Mapping[Role, str] = {
     "intermediate": "no rule matches it",
     "statistic": "it is a statistic of a norm, a softmax or an attention, which no rule names",
+    "mask": "it is a mask of an attention, with infinities, which no rule names",
     "input": "it is an input of the graph, which no rule names",
     "data": "it is an input of the graph that needs no gradient, which no rule names",
     "parameter": "it is a parameter of the graph, which no rule names",
@@ -258,7 +259,7 @@ def decide(rules: Sequence[Rule], tensor: Described) -> Rule | str:
             continue
         if match.min_bytes is not None and tensor.bytes < match.min_bytes:
             continue
-        keeps = match.role is None and tensor.role == "statistic" and isinstance(rule.pack, Keep)
+        keeps = match.role is None and tensor.role in ("statistic", "mask") and isinstance(rule.pack, Keep)
         if (match.role or "intermediate") != tensor.role and not keeps:
             kept = _ROLE_NOT_NAMED[tensor.role]
         elif match.dtype is None and not tensor.number:
@@ -280,7 +281,7 @@ def hook_rules(hook: SavedHook) -> tuple[Rule, ...]:
         "no_static": ("input", "data", "output"),
         "all": ("input", "data", "output", "parameter"),
     }
-    always: tuple[Role, ...] = ("intermediate", "statistic")  # a hook is given all that is saved
+    always: tuple[Role, ...] = ("intermediate", "statistic", "mask")  # a hook is given all that is saved
     return tuple(Rule(Match(min_bytes=0, role=role), hook) for role in (*always, *roles.get(filtering, ())))
 
 

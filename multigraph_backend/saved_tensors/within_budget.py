@@ -28,7 +28,7 @@ from multigraph_backend.saved_tensors.rules import Keep, Match, Recompute, Role,
 from multigraph_backend.saved_tensors.tracing import Tracer
 from multigraph_backend.saved_tensors.units import CannotPack, Kept, Traced, Unit
 
-SAVED_ALONE: tuple[Role, ...] = ("intermediate", "statistic")  # for the backward, and for nobody else
+SAVED_ALONE: tuple[Role, ...] = ("intermediate", "statistic", "mask")  # for the backward, and for nobody else
 COMPARED = "the backward asks which of its elements are 0, as that of ReLU does, and rounding changes that"
 HIDDEN = 0.1  # what a second of copying costs while there is enough to compute beside it
 
@@ -174,7 +174,7 @@ def _ways(candidates: Sequence[Candidate], rules: Sequence[Rule]) -> list[Unit]:
 
 
 def again(min_bytes: int | None) -> list[Rule]:
-    """Computing again rounds nothing: statistics too."""
+    """Computing again rounds nothing: statistics and masks too."""
     return [Rule(Match(min_bytes=min_bytes, role=role), Recompute()) for role in SAVED_ALONE]
 
 

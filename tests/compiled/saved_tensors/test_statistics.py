@@ -153,7 +153,7 @@ def test_a_budget_computes_them_again_exactly_and_packs_none() -> None:
 def test_the_graph_modules_of_stock_are_given_all_that_is_saved() -> None:
     hook = SavedHook(lambda x: x, lambda x: x, stock=True)
     roles = [rule.match.role for rule in rules.hook_rules(hook)]
-    assert roles == ["intermediate", "statistic"]
+    assert roles == ["intermediate", "statistic", "mask"]
 
 
 def test_cudnn_gets_its_own_back() -> None:
