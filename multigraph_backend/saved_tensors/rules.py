@@ -8,7 +8,8 @@ Out: frozen rules, equal by value, and for each saved tensor the rule that decid
 
 Invariant: what nobody named is left alone.  Integers and bools need a rule that names their dtype, tensors under
 `SMALL_BYTES` one that gives `min_bytes`; statistics (see `statistics`), masks of attention (`masks`), graph inputs,
-data, parameters and outputs one that gives their `role`.  To leave alone, a rule need not name statistics and masks.
+data, parameters and outputs one that gives their `role`.  To leave alone, a rule need name neither dtype nor bytes, and
+not statistics and masks.
 """
 
 from __future__ import annotations
@@ -259,9 +260,12 @@ def decide(rules: Sequence[Rule], tensor: Described) -> Rule | str:
             continue
         if match.min_bytes is not None and tensor.bytes < match.min_bytes:
             continue
-        keeps = match.role is None and tensor.role in ("statistic", "mask") and isinstance(rule.pack, Keep)
-        if (match.role or "intermediate") != tensor.role and not keeps:
+        keeps = isinstance(rule.pack, Keep)
+        named = match.role or "intermediate"
+        if named != tensor.role and not (keeps and match.role is None and tensor.role in ("statistic", "mask")):
             kept = _ROLE_NOT_NAMED[tensor.role]
+        elif keeps:
+            return rule
         elif match.dtype is None and not tensor.number:
             kept = f"it is {tensor.dtype}, which no rule names"
         elif match.min_bytes is None and tensor.bytes < SMALL_BYTES:

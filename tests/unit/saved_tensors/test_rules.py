@@ -27,6 +27,14 @@ TENSOR = Described(("aten::mul", "aten::gelu"), "float32", True, SMALL_BYTES, "l
 ANY = Rule(pack=Cast("bfloat16"))
 
 
+def test_a_keep_decides_about_small_tensors_and_bools_and_masks_too() -> None:
+    keep, pack = Rule(Match(module=TENSOR.module), Keep()), Rule(Match(min_bytes=0), Cast("bfloat16"))
+    changes: tuple[dict[str, Any], ...] = ({"bytes": 4}, {"number": False, "dtype": "bool"}, {"role": "mask"})
+    for change in changes:
+        assert decide([keep, pack], dataclasses.replace(TENSOR, **change)) is keep
+    assert decide([keep, pack], dataclasses.replace(TENSOR, role="input")) is not keep
+
+
 def test_the_first_rule_that_matches_decides() -> None:
     other = Rule(pack=Scaled("int8"))
     assert decide([ANY, other], TENSOR) is ANY
