@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import collections
 import operator
-import re
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from multigraph_backend import _compat
 from multigraph_backend.lower import modes_of_trace
 from multigraph_backend.lower.repetition import Step
-from multigraph_backend.saved_tensors.graphs import viewed
+from multigraph_backend.saved_tensors.graphs import innermost_module, viewed
 
 # kernels of their own, by the last part of the name
 _ALONE = frozenset((
@@ -481,9 +480,4 @@ def _alone(node: Node, cut_at: Callable[[Node], str | None] | None) -> bool:
 def _path(node: Node) -> str:
     """The path of the module that a node was traced in, "layers.3.attention"; "" where none is known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = str(next(reversed(stack.values()))[0]) if stack else ""
-    path = _ARGUMENT.sub("", path)  # a model that is called through a wrapper is one of its arguments
-    return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-
-
-_ARGUMENT = re.compile(r"^L\['(args|kwargs)'\]\[[^]]*\]\.?")
+    return innermost_module(stack).replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")

@@ -142,9 +142,8 @@ def lift(
     here = _attempt.get() or Attempt()
     if here.why_not is not None:
         raise Refused(here.why_not)
-    differentiated = [node for node, value in _given(module, inputs) if getattr(value, "requires_grad", False)]
-    if not torch.is_grad_enabled():
-        differentiated = []
+    inputs_and_held = _given(module, inputs) if torch.is_grad_enabled() else ()
+    differentiated = [node for node, value in inputs_and_held if getattr(value, "requires_grad", False)]
     steps, nodes = steps_of_trace(module.graph, may_draw, differentiated)
     if (unknown := next((node for node in nodes if changes_state(node)), None)) is not None:
         name = getattr(unknown.target, "__name__", unknown.target)

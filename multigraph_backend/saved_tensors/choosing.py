@@ -18,7 +18,6 @@ Invariant: every saved tensor is in one candidate, and then in one unit or among
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -299,16 +298,12 @@ def _operator(target: object) -> str:
     return str(schema.name) if packet is not None and schema is not None else ""
 
 
-#: a model that is called through a wrapper, as transformers' are, is an argument of that
-_ARGUMENT = re.compile(r"^L\['(args|kwargs)'\]\[[^]]*\]\.?")
-
-
 def module_path(meta: Mapping[str, object]) -> str:
     """The path of the module in which a node was traced, from the model down: "layers.0.attention"."""
     stack = meta.get("nn_module_stack")
     if not isinstance(stack, Mapping) or not stack:
         return ""
-    path = _ARGUMENT.sub("", str(list(stack.values())[-1][0]))
+    path = graphs.innermost_module(stack)
     for wrapper in ("L['self'].", "L['fn'].", "L['self']", "L['fn']"):
         path = path.removeprefix(wrapper)
     path = path.replace("._modules['", ".").replace("_modules['", "").replace("']", "")

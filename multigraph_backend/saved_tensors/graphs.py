@@ -10,7 +10,8 @@ what must hold for every size is decided on expressions.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +70,17 @@ def _copy(module: GraphModule) -> GraphModule:
     returned: Any = graph.graph_copy(module.graph, copies)
     graph.output(returned).meta.update(module.graph.output_node().meta)
     return GraphModule(module, graph)
+
+
+_WRAPPED = re.compile(r"^L\['(args|kwargs)'\]\[[^]]*\]\.?")
+
+
+def innermost_module(stack: Mapping[str, Any]) -> str:
+    """The path of the last module of an `nn_module_stack`, as Dynamo writes it; "" of none.
+
+    A model that is called through a wrapper, as transformers' are, is an argument of that, and its path begins there.
+    """
+    return _WRAPPED.sub("", str(list(stack.values())[-1][0])) if stack else ""
 
 
 def viewed(node: Node) -> Node | None:
