@@ -303,16 +303,14 @@ def _parted(
     )
 
 
-_CONVERTED = (torch.ops.prims.convert_element_type.default, torch.ops.aten.clone.default)
-
-
 def _only_added(tangent: Node) -> bool:
     """Whether all that becomes of a gradient in a backward graph are sums with other values, whose size and type these
     have: then -0.0 in its place changes nothing, not even which gradients there are."""
+    converted = (torch.ops.prims.convert_element_type.default, torch.ops.aten.clone.default)
     same, others = [tangent], []
     for node in same:
         for user in node.users:
-            if viewed(user) is node or user.target in _CONVERTED:
+            if viewed(user) is node or user.target in converted:
                 same.append(user)
             elif (other := _summand(user, node)) is not None:
                 others.append(other)

@@ -109,15 +109,16 @@ def run_page(page: Path, folder: Path, prelude: str = "") -> None:
     files = {block.file_name: block.text for block in blocks(page) if block.file_name is not None}
     for name, text in files.items():
         (folder / name).write_text(text)
-    commands = [(block, *entry) for block in blocks(page) if block.language == "console" for entry in _commands(block)]
+    commands = {block: [*_commands(block)] for block in blocks(page) if block.language == "console"}
     with ThreadPoolExecutor(max_workers=2) as pool:
-        results = [pool.submit(_run_command, block, command, folder) for block, command, _ in commands]
+        results = [pool.submit(_run_in_order, block, entries, folder) for block, entries in commands.items()]
         _run_here(page, prelude)
-        for (block, _, shown), result in zip(commands, results, strict=True):
-            printed = result.result()
-            if shown:
-                _compare(block, shown, printed)
-    not_run = set(files) - {word for _, command, _ in commands for word in shlex.split(command)}
+        for (block, entries), result in zip(commands.items(), results, strict=True):
+            for (_, shown), printed in zip(entries, result.result(), strict=True):
+                if shown:
+                    _compare(block, shown, printed)
+    ran = [command for entries in commands.values() for command, _ in entries]
+    not_run = set(files) - {word for command in ran for word in shlex.split(command)}
     if not_run:
         raise Uncovered(f"{page.name}: no command runs {', '.join(sorted(not_run))}")
 
@@ -185,6 +186,11 @@ def _commands(block: Block) -> Iterator[tuple[str, str]]:
         command = re.match(r"(?:[^\n]*\\\n)*[^\n]*\n", entry)
         assert command is not None
         yield command.group().replace("\\\n", " ").strip(), entry[command.end() :]
+
+
+def _run_in_order(block: Block, entries: list[tuple[str, str]], folder: Path) -> list[str]:
+    """What each command of a block prints: a second one may be there to show what the first has left."""
+    return [_run_command(block, command, folder) for command, _ in entries]
 
 
 def _run_command(block: Block, command: str, folder: Path) -> str:
