@@ -236,7 +236,7 @@ def lend_parameters(partition: Partition) -> list[str]:
     ]
     if first is None or not lent:
         return []
-    at = results.index(first)
+    at = results.index(first, partition.outputs)  # the caller may be handed it as well
     _set_results(forward.graph, [*results[:at], *lent, *results[at:]], at, len(lent))
     for node in lent:
         with backward.graph.inserting_before(given[first.name]):

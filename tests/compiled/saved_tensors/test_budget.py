@@ -227,6 +227,33 @@ def test_compiled_with_a_budget_and_explained() -> None:
     assert multigraph_backend.stats()["unpacked_retries"] == 0
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [{"saved_tensors_budget": 1.0}, {"saved_tensors_budget": 0.2}, {"saved_tensors": [Rule(Match(), Recompute())]}],
+)
+def test_what_is_saved_and_handed_out_is_handed_out(wanted: dict[str, Any]) -> None:
+    """An input that is saved is an output, too, and parameters of its shape are lent to the backward."""
+
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.randn(4, 16))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.tanh(x * self.scale), x.detach(), x
+
+    model = Both()
+    run = torch.compile(model, backend="multigraph", options=wanted)
+    x = torch.randn(4, 16)
+    squashed, detached, same = run(x)
+    squashed.sum().backward()
+    torch.testing.assert_close(squashed, torch.tanh(x * model.scale))
+    torch.testing.assert_close(model.scale.grad, x * (1 - squashed.detach() ** 2))
+    assert same is x and torch.equal(detached, x) and detached.data_ptr() == x.data_ptr()
+    stats = multigraph_backend.stats()
+    assert (stats["eager_calls"], stats["failures"]) == (0, 0)
+
+
 def test_a_budget_of_everything_changes_nothing() -> None:
     model = Mlp()
     assert_step(model, compiled(model, [], saved_tensors_budget=1.0), torch.randn(8, 16), 0.0)
