@@ -132,6 +132,16 @@ def _says_where(node: _Node) -> bool:
     return bool(padded) and any(user.args[1] == 1 for user in used)
 
 
+def _bound_does_not_fit(node: _Node) -> bool:
+    """A bound that the integers have no place for: eager's kernel raises, Inductor's takes what is left of the bits."""
+    value, bounds = _value(node), node.args[1:]
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+        return False
+    known = [bound for bound in (*bounds, *node.kwargs.values()) if isinstance(bound, int)]
+    limits = torch.iinfo(value.dtype)
+    return not all(limits.min <= bound <= limits.max for bound in known)
+
+
 #: whose kernel of eager's is called, where the node is one that goes wrong
 _KERNELS: dict[Any, Callable[[_Node], bool]] = {
     _aten.floor_divide.default: _floors_little,
@@ -144,6 +154,9 @@ _KERNELS: dict[Any, Callable[[_Node], bool]] = {
     _aten.var.correction: _of_one_number,
     _aten.var_mean.correction: _of_one_number,
     _POW: _is_a_root,
+    _aten.clamp.default: _bound_does_not_fit,
+    _aten.clamp_min.default: _bound_does_not_fit,
+    _aten.clamp_max.default: _bound_does_not_fit,
     **({_aten.expm1.default: _cancels} if _compat.EXPM1_CANCELS else {}),
     _aten.atanh.default: _cancels,
     _aten.avg_pool2d_backward.default: _last_windows_are_counted_otherwise,

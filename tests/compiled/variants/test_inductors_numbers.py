@@ -354,3 +354,28 @@ def test_zeros_of_both_signs_are_two_constants_in_a_graph_with_gradients() -> No
         compiled = torch.compile(function, backend="multigraph", dynamic=True, options=options)
         torch.testing.assert_close(run(compiled, x), wanted, rtol=1e-5, atol=1e-6)
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("bounds", [(None, 300), (-5, 300)], ids=str)
+def test_integers_are_clamped_to_bounds_that_they_have_no_place_for(
+    bounds: tuple[int | None, int | None], dtype: torch.dtype
+) -> None:
+    """Eager raises, or, from torch 2.15 on, knows better than to take what is left of the bound's bits."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).clamp(*bounds)
+
+    def run(compiled: Any, x: torch.Tensor) -> Any:
+        try:
+            return compiled(x).tolist()
+        except RuntimeError as error:
+            return next(line for line in str(error).splitlines() if "value" in line)
+
+    x = torch.tensor([0, 1, 43, 44, 100, 126], dtype=dtype)
+    wanted = run(function, x)
+    stock = torch.compile(function, backend="inductor")(x)
+    assert stock.tolist() != wanted
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="multigraph")
+    assert [run(compiled, x), run(compiled, x + 1)] == [wanted, run(function, x + 1)]
