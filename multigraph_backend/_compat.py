@@ -235,6 +235,9 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            shape=("custom_partitioner_fn",)),
         _S("min_cut_rematerialization_partition", "torch._functorch.partitioners",
            "min_cut_rematerialization_partition", feature="changed inputs", shape=("joint_module", "num_fwd_outputs")),
+        _S("aot_autograd", "torch._dynamo.backends.common", "aot_autograd", feature="changed inputs"),
+        _S("boxed_nop", "torch._dynamo.backends.debugging", "boxed_nop", feature="changed inputs",
+           shape=("fx_g", "example_inputs")),
         _S("default_partition", "torch._functorch.partitioners", "default_partition", feature="changed inputs",
            shape=("joint_module", "num_fwd_outputs", "static_lifetime_input_indices")),
         # operators of which Inductor has other numbers than eager

@@ -21,6 +21,7 @@ from multigraph_backend.capture.structure import copy_structure, held_tensors
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.compilers import (
     CHANGES_INPUTS,
+    KEPT_RIGHT,
     CompiledFunction,
     compile_module,
     records,
@@ -83,7 +84,7 @@ def _compiled(module: torch.fx.GraphModule, inputs: list[Any], options: Options,
 
 
 def _refuse_where_torch_lacks(module: torch.fx.GraphModule, options: Options, plain: bool) -> None:
-    if options.compiler == "inductor" and effects.may_change_inputs(module):
+    if options.compiler in KEPT_RIGHT and effects.may_change_inputs(module):
         lacking = next(iter(_compat.missing("changed inputs")), None) or _compat.without("TracingContext")
         if lacking:
             raise CannotLower(f"{CHANGES_INPUTS}: {lacking}")

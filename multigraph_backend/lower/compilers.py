@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 CompiledFunction = Callable[..., Sequence[Any]]
 
-CHANGES_INPUTS = "the graph changes its inputs, what Inductor gets wrong there is not kept out, for this torch differs"
+CHANGES_INPUTS = "the graph changes its inputs, what torch gets wrong there is not kept out, for this torch differs"
+KEPT_RIGHT = ("inductor", "aot_eager")  # compilers under which it is
 
 
 def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> bool:
@@ -54,10 +55,26 @@ def compile_module(
         from multigraph_backend.lower.inductor import compile_graph  # loads Inductor
 
         return compile_graph(module, inputs, options, label, how, ignore_shape_env, when_needed, only_cached)
-    mode = {} if options.mode is None else {"mode": options.mode}
-    run: CompiledFunction = _compat.lookup_compiler(options.compiler)(module, inputs, **mode)
+    if options.compiler == "aot_eager" and not _compat.missing("changed inputs"):
+        run: CompiledFunction = _aot_eager(module, inputs)
+    else:
+        mode = {} if options.mode is None else {"mode": options.mode}
+        run = _compat.lookup_compiler(options.compiler)(module, inputs, **mode)
     if options.compiler in donation.EAGER_COMPILERS and not _compat.without("TracingContext"):
         donation.nothing_donated(getattr(_compat.TracingContext.try_get(), "fw_metadata", None))
+    return run
+
+
+def _aot_eager(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> CompiledFunction:
+    """torch's `aot_eager`, but for its partitioner."""
+    from multigraph_backend.lower.gradients_of_changes import SafePartitioner  # loads AOTAutograd
+
+    run: CompiledFunction = _compat.aot_autograd(
+        fw_compiler=_compat.boxed_nop,
+        bw_compiler=_compat.boxed_nop,
+        partition_fn=SafePartitioner(),
+        keep_inference_input_mutations=True,
+    )(module, inputs)
     return run
 
 

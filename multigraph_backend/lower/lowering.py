@@ -42,6 +42,7 @@ from multigraph_backend.lower import fresh_inputs, guards, one_body, traced_once
 from multigraph_backend.lower.compile_thread import compile_within, describe
 from multigraph_backend.lower.compilers import (
     CHANGES_INPUTS,
+    KEPT_RIGHT,
     CompiledFunction,
     compile_module,
     records,
@@ -133,7 +134,7 @@ def _job(
     pinned: Mapping[sympy.Symbol, int],
     name: str,
 ) -> CompileJob:
-    if options.compiler == "inductor" and graph.mutates_inputs and (lacking := _compat.missing("changed inputs")):
+    if options.compiler in KEPT_RIGHT and graph.mutates_inputs and (lacking := _compat.missing("changed inputs")):
         raise _compat.MissingSymbol(f"{CHANGES_INPUTS}: {lacking[0]}")
     known = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
     recorded = records(graph.module, args, options)

@@ -257,11 +257,15 @@ def _within(x: torch.Tensor, most: float) -> torch.Tensor:
 
 
 def _round_at_random(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """To one of the two neighbours of each value in `dtype`, the nearer the likelier; float32 in and out."""
+    """To one of the two neighbours of each value in `dtype`, the nearer the likelier; float32 in and out.
+
+    What is not finite stays, and so does what would be rounded to infinity.
+    """
     bits, smallest = _PRECISION[dtype]
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two, at or below the value
     step = power.clamp(min=2.0**smallest) * 2.0**-bits
-    return torch.where(torch.isfinite(x), torch.floor(x / step + torch.rand_like(x)) * step, x)
+    rounded = torch.floor(x / step + torch.rand_like(x)) * step
+    return torch.where(torch.isfinite(rounded), rounded, x)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -182,6 +182,9 @@ class Match:
     def __post_init__(self) -> None:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _known_dtype(self.dtype, _dtypes()))
+        for name in ("op", "module"):
+            if not isinstance(getattr(self, name), str | None):
+                raise TypeError(f"{name} must be a name or glob, got {shown(getattr(self, name))}")
         if self.op is not None and "::" not in self.op:
             object.__setattr__(self, "op", self.op.replace(".", "::", 1))
         low = self.min_bytes
@@ -205,6 +208,9 @@ class Rule:
     pack: Pack = Keep()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.match, Match):
+            hint = "; a pack comes second: Rule(Match(), ...)" if isinstance(self.match, Pack) else ""
+            raise TypeError(f"a rule begins with a Match, not {shown(self.match)}{hint}")
         if not isinstance(self.pack, Pack):
             raise TypeError(
                 "a rule packs with Keep, Cast, Scaled, Bits, Offload, Recompute or a saved_hook, "

@@ -126,6 +126,18 @@ def test_compiled_they_do_the_same(pack: Cast | Scaled) -> None:
         assert torch.equal(one.float()[finite], other.float()[finite])
 
 
+def test_what_is_rounded_at_random_ends_where_what_is_rounded_does() -> None:
+    numbers = torch.finfo(torch.float32)
+    edges = torch.tensor([numbers.max, -numbers.max, numbers.tiny, 0.0, -0.0, 449.0])
+    for _ in range(20):
+        assert around(Cast("e4m3", stochastic=True), edges)[[0, 1, 5]].tolist() == [448.0, -448.0, 448.0]
+        back = around(Cast("bfloat16", stochastic=True), edges)
+        assert torch.equal(back[:5], edges.bfloat16().float()[:5])
+    for pack in (Cast("e4m3", stochastic=True), Cast("bfloat16", stochastic=True)):
+        assert not around(pack, torch.tensor([math.inf, -math.inf, math.nan])).isfinite().any()
+
+
+
 def test_where_the_compiler_saturates_what_is_not_finite_is_nan_all_the_same() -> None:
     """The short form for GPUs, but for the conversion."""
     x = torch.tensor([math.inf, -math.inf, math.nan, 1e6, -3.0, -0.0])

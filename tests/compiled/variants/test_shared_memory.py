@@ -593,3 +593,42 @@ def test_what_begins_anywhere_and_is_no_view_counts_as_changed_where_it_is(
             torch.testing.assert_close(mine, twin)
     if not changes:
         assert_nothing_fell_back()
+
+
+# ---------------------------------------------------------------- gradients, of what a buffer was when it was read
+
+
+class Decays(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2))
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.5)
+        return x * self.weight * self.scale
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_buffer_that_is_changed_and_then_read_by_what_has_a_gradient(compiler: str) -> None:
+    """torch's partitioner has the backward compute the new value again, of what is the new value by then."""
+
+    def steps(model: Decays, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        found = []
+        for rows in (4, 5, 3):
+            model.weight.grad = None
+            run(torch.arange(2.0 * rows).reshape(rows, 2)).sum().backward()
+            assert model.weight.grad is not None
+            found.append(model.weight.grad)
+        return found
+
+    eager = Decays()
+    stock, ours = copy.deepcopy(eager), copy.deepcopy(eager)
+    wanted = steps(eager, eager)
+    for found, expected in zip(steps(stock, torch.compile(stock, backend=compiler, dynamic=True)), wanted, strict=True):
+        torch.testing.assert_close(found, expected / 2)
+    torch._dynamo.reset()
+    options = {"compiler": compiler, "specialize": [{"x[0]": 4}]}
+    run = torch.compile(ours, backend=multigraph, dynamic=True, options=options)
+    torch.testing.assert_close(steps(ours, run), wanted)
+    assert_nothing_fell_back()

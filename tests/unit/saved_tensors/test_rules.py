@@ -119,6 +119,7 @@ def test_options_take_rules_and_json() -> None:
         ({"saved_tensors": [{"match": {"opp": "x"}, "pack": "keep"}]}, "did you mean 'op'"),
         ({"saved_tensors": [{"match": {"role": "weights"}, "pack": "keep"}]}, "role must be one of"),
         ({"saved_tensors": [{"match": {"min_bytes": -1}, "pack": "keep"}]}, "min_bytes must be"),
+        ({"saved_tensors": [{"match": {"module": 3}, "pack": "keep"}]}, "module must be a name or glob, got 3"),
         ({"saved_tensors": [{"pack": {"cast": "fp16", "stochastic": True}}]}, "stochastic rounding is for"),
         ({"saved_tensors": [Rule()], "compiler": "aot_eager"}, "only Inductor has it"),
     ],
@@ -126,3 +127,10 @@ def test_options_take_rules_and_json() -> None:
 def test_errors_name_the_cause_and_the_remedy(given: dict[str, object], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
         Options.build(given, environ={})
+
+
+def test_what_is_no_match_is_refused_where_a_rule_begins() -> None:
+    with pytest.raises(TypeError, match=r"begins with a Match, not .*a pack comes second: Rule\(Match\(\), \.\.\.\)"):
+        Rule(Scaled("int8"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="op must be a name or glob, got 3"):
+        Match(op=3)  # type: ignore[arg-type]
