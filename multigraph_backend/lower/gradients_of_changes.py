@@ -7,8 +7,8 @@ backward, and compute there again what was read before the change, from what is 
     forward:  old = exp(x); copy_(x, y); return old * 2   saves x
     backward: exp(x)                                      x is y by then
 
-In: the joint graph of Inductor, or of `aot_eager`.  Out: the same contract as torch's own partitioner; where its answer is wrong the graph
-is parted anew, with all that the backward needs from the forward, or `CannotLower`.
+In: the joint graph of Inductor, or of `aot_eager`.  Out: the same contract as torch's own partitioner; where
+its answer is wrong the graph is parted anew, with all that the backward needs from the forward, or `CannotLower`.
 """
 
 from __future__ import annotations

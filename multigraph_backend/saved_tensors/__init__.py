@@ -12,7 +12,7 @@ The modules, in the order in which a partition of a joint graph passes them:
                        `masks`: what attention adds
     units              one buffer that is to be packed; traced
     tracing            its pack and unpack as graphs: ready ones of `packs`, or a user's, taken apart by `structure`;
-                       by way of the host in `compressed`
+                       by way of the host in `compressed`; `products`: what the backward multiplies as it is saved
     rematerialize      or computed again in the backward
     within_budget      where there is a budget: which units are packed, and how; `costs`: estimated seconds;
                        `within_goal`: the same for a memory goal

@@ -47,7 +47,8 @@ def functions(pack: Ready, value: torch.Tensor) -> tuple[PackFunction, UnpackFun
     if value.dtype not in _FLOATS:
         return f"{_name(value.dtype)} cannot be packed as {pack}"
     if isinstance(pack, Cast):
-        return _cast(pack, value.dtype)
+        found = _cast(pack, value.dtype)
+        return _transposed(value, *found) if pack.multiply and not isinstance(found, str) else found
     return _scaled(pack, value)
 
 
@@ -64,6 +65,17 @@ def _cast(pack: Cast, dtype: torch.dtype) -> tuple[PackFunction, UnpackFunction]
         return (x.to(target),)
 
     return narrow, lambda packed: packed[0].to(dtype)
+
+
+def _transposed(value: torch.Tensor, pack: PackFunction, unpack: UnpackFunction) -> tuple[PackFunction, UnpackFunction]:
+    """As a matrix, a column of the last dimension's elements in a row of what is saved; see `products`."""
+    shape = value.shape
+
+    def turn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (packed,) = pack(x)
+        return (packed.reshape(-1, shape[-1]).t().contiguous(),)
+
+    return turn, lambda packed: unpack([packed[0].t()]).reshape(shape)
 
 
 def _scaled(asked: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFunction] | str:

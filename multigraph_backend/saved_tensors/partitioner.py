@@ -265,7 +265,8 @@ def _said(unit: Unit) -> str:
     if isinstance(unit.pack, Recompute | SavedHook):
         return str(unit.pack)
     order = graphs.memory_order(value)
-    return packs.said(unit.pack, value if order is None else value.permute(order.dims))
+    done = packs.said(unit.pack, value if order is None else value.permute(order.dims))
+    return done if unit.alone is None else f"{done}; not multiplied, for {unit.alone}"
 
 
 def _shares(entry: Traced, total: int) -> list[int]:

@@ -59,18 +59,26 @@ class Cast:
 
     fp8 keeps finite values finite (beyond its range they become its largest); infinities and NaN become NaN.
     `stochastic`: round up or down at random, so that the mean of many roundings is the value.
+    `multiply`: weight gradients multiply what is saved as it is, with the gradient of the output in "float8_e5m2" and a
+    scale (see `products`); for "float8_e4m3fn" alone.  Where that cannot be, `explain()` says why, and it is a cast.
     """
 
     dtype: str
     stochastic: bool = False
+    multiply: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _known_dtype(self.dtype, CAST_TO))
         if self.stochastic and self.dtype in ("float16", "float32"):
             raise ValueError(f"stochastic rounding is for bfloat16 and fp8, not {self.dtype}")
+        if not isinstance(self.multiply, bool):
+            raise ValueError(f"multiply must be True or False, got {shown(self.multiply)}")
+        if self.multiply and self.dtype != "float8_e4m3fn":
+            raise ValueError(f"products of what is saved are for float8_e4m3fn, not {self.dtype}")
 
     def __str__(self) -> str:
-        return f"cast to {self.dtype}" + (", stochastic" if self.stochastic else "")
+        more = (", stochastic" if self.stochastic else "") + (", multiplied" if self.multiply else "")
+        return f"cast to {self.dtype}{more}"
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,8 @@ class Offload:
             hint = f"; did you mean waiting={self.pack}?" if isinstance(self.pack, int) else ""
             raise TypeError(f"an Offload packs with Cast, Scaled, Bits or a saved_hook, not {shown(self.pack)}{hint}")
         _expect_complete(self.pack)
+        if isinstance(self.pack, Cast) and self.pack.multiply:
+            raise ValueError("what is offloaded cannot be multiplied as it is saved; leave multiply out")
         for name in ("waiting", "ahead"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -319,7 +329,7 @@ def rule_to_json(rule: Rule) -> dict[str, Any]:
 
 def _pack_to_json(pack: Pack) -> Any:
     if isinstance(pack, Cast):
-        return {"cast": pack.dtype, "stochastic": pack.stochastic}
+        return {"cast": pack.dtype, "stochastic": pack.stochastic, "multiply": pack.multiply}
     if isinstance(pack, Scaled):
         return {"scale": pack.dtype, "per": pack.per, "stochastic": pack.stochastic}
     if isinstance(pack, Offload):
@@ -340,7 +350,7 @@ def _pack_from_json(pack: Any) -> Pack:
     if pack == "keep":
         return Keep()
     if isinstance(pack, Mapping) and "cast" in pack:
-        _refuse_unknown(pack, ("cast", "stochastic"), "pack")
+        _refuse_unknown(pack, ("cast", "stochastic", "multiply"), "pack")
         return Cast(pack["cast"], **_but(pack, "cast"))
     if isinstance(pack, Mapping) and "scale" in pack:
         _refuse_unknown(pack, ("scale", "per", "stochastic"), "pack")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from multigraph_backend.saved_tensors import graphs, links, tracing
+from multigraph_backend.saved_tensors import graphs, links, products, tracing
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.placement import Placement, Unpacking
 from multigraph_backend.saved_tensors.units import Traced
@@ -62,6 +62,8 @@ def carry_out(partition: Partition, units: Sequence[Traced], placement: Placemen
     for unit in unpacked:
         for member in unit.members:
             _erase(backward.graph, member)
+        if unit.traced.unit.products:
+            products.multiply(backward.graph, unit.traced.unit.products, unit.inputs[0])
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from multigraph_backend import _compat
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.saved_tensors import graphs, packs, rematerialize
+from multigraph_backend.saved_tensors import graphs, packs, products, rematerialize
 from multigraph_backend.saved_tensors.hooks import SavedHook
-from multigraph_backend.saved_tensors.rules import Offload, Recompute
+from multigraph_backend.saved_tensors.rules import Cast, Offload, Recompute
 from multigraph_backend.saved_tensors.structure import CannotTakeApart, take_apart
 from multigraph_backend.saved_tensors.units import CannotPack, Traced, Unit
 
@@ -51,6 +51,7 @@ class Tracer:
     def trace(self, unit: Unit, taken: Collection[str] = ()) -> Traced:
         """`taken`: inputs of the backward that will be gone.  Raises CannotPack."""
         self._expect(unit)
+        unit = self._with_products(unit)
         if isinstance(unit.pack, Recompute):
             return rematerialize.trace(unit, self._backward, taken)
         if isinstance(unit.pack, Offload) and self._computes_bytes:
@@ -77,6 +78,15 @@ class Tracer:
                 raise CannotPack("the backward graph does not take it by its name")
             if not self._placeholders[member.name].users:
                 raise CannotPack("the backward graph does not read it")
+
+    def _with_products(self, unit: Unit) -> Unit:
+        """What asks for products, with those that can be; else with why there are none, and as a cast like any."""
+        if not isinstance(unit.pack, Cast) or not unit.pack.multiply:
+            return unit
+        found = products.find(unit, [self._placeholders[member.name] for member in unit.members])
+        if isinstance(found, str):
+            return replace(unit, pack=replace(unit.pack, multiply=False), alone=found)
+        return replace(unit, products=found)
 
     def into_attention(self, unit: Unit) -> set[str]:
         """The backwards of attentions that read it.

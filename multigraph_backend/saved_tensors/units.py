@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from multigraph_backend.saved_tensors import graphs
 from multigraph_backend.saved_tensors.hooks import SavedHook
+from multigraph_backend.saved_tensors.products import Product
 from multigraph_backend.saved_tensors.rules import Bits, Cast, Described, Offload, Recompute, Scaled
 
 
@@ -21,7 +22,8 @@ from multigraph_backend.saved_tensors.rules import Bits, Cast, Described, Offloa
 class Unit:
     """One buffer to pack: `source` is the forward node whose value is packed, `members` the saved views of it.
 
-    `held`: who else may hold its memory.
+    `held`: who else may hold its memory.  `products`: steps of the backward that multiply what is saved; `alone`: why
+    there are none although its rule asks for them.
     """
 
     source: Node
@@ -30,6 +32,8 @@ class Unit:
     pack: Cast | Scaled | Bits | Offload | Recompute | SavedHook
     rule: str
     held: str | None = None
+    products: tuple[Product, ...] = ()
+    alone: str | None = None
 
     @property
     def name(self) -> str:

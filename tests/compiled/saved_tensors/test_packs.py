@@ -137,7 +137,6 @@ def test_what_is_rounded_at_random_ends_where_what_is_rounded_does() -> None:
         assert not around(pack, torch.tensor([math.inf, -math.inf, math.nan])).isfinite().any()
 
 
-
 def test_where_the_compiler_saturates_what_is_not_finite_is_nan_all_the_same() -> None:
     """The short form for GPUs, but for the conversion."""
     x = torch.tensor([math.inf, -math.inf, math.nan, 1e6, -3.0, -0.0])
