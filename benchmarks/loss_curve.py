@@ -38,6 +38,7 @@ COLUMNS = (
 FORMS: dict[str, list[Rule]] = {
     "unpacked": [],
     "fp8": [Rule(Match(), Cast("float8_e4m3fn"))],
+    "fp8 products": [Rule(Match(), Cast("float8_e4m3fn", multiply=True))],
     "fp8, statistics too": [
         Rule(Match(role="statistic"), Cast("float8_e4m3fn")),
         Rule(Match(), Cast("float8_e4m3fn")),

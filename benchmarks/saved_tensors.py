@@ -15,6 +15,7 @@ inductor, checkpointing   each block under torch.utils.checkpoint
 inductor, selective       the same, and what matrix products give is saved
 multigraph                torch.compile(backend="multigraph"), no rules
 multigraph, fp8           options={"saved_tensors": [Rule(Match(...), Cast("float8_e4m3fn"))]}
+multigraph, fp8 products  the same with Cast("float8_e4m3fn", multiply=True): weight gradients multiply what is saved
 multigraph, int8          the same with Scaled("int8", per="row")
 multigraph, fp8, pointwise     what is made pointwise of what is packed is computed again from that: before the others
                           a Rule(Match(..., pointwise=True), Recompute(from_packed=True))
@@ -54,10 +55,11 @@ once more in a process of its own, beside unpacked Inductor, as "..., alone": st
 wrong gradients through cuDNN's attention in a process that had compiled another form before, and right ones alone.
 Where that row is right, multigraph's are compared with it.
 
-The goals: a step of 1.03 times the unpacked one's for fp8, 1.04 for int8, 1.01 for offloading, and for fp8 also half of
-what stock's packing costs; no peak above stock's by more than 1 %, and of 10 layers on a backward peak of int8 that is
-20 % lower; of offloading, 95 % of what is offloaded gone from the peak. With `--no-reordering` Inductor keeps the order
-of operations, in all forms; there the forward peak is to be half of stock's. The exit status is about multigraph's rows
+The goals: a step of 1.03 times the unpacked one's for fp8, 0.97 with fp8 products, 1.04 for int8, 1.01 for offloading,
+and for fp8 also half of what stock's packing costs; no peak above stock's by more than 1 %, and of 10 layers on a
+backward peak of int8 that is 20 % lower; of offloading, 95 % of what is offloaded gone from the peak. With
+`--no-reordering` Inductor keeps the order of operations, in all forms; there the forward peak is to be half of stock's.
+The exit status is about multigraph's rows
 alone.
 
     python benchmarks/saved_tensors.py --json saved_tensors.json
@@ -140,6 +142,7 @@ QUICK = ("eager", "eager, save_on_cpu", "inductor", "inductor, int8", "multigrap
 STOCK = {
     "multigraph": "inductor",
     "multigraph, fp8": "inductor, fp8",
+    "multigraph, fp8 products": "inductor, fp8",
     "multigraph, int8": "inductor, int8",
     "multigraph, fp8, pointwise": "inductor, fp8",
     "multigraph, int8, pointwise": "inductor, int8",
@@ -147,7 +150,7 @@ STOCK = {
     "multigraph, budget 0.5": "inductor, budget 0.5",
     "multigraph, budget 0.3, int8": "inductor, int8",
 }
-WITHIN = {"fp8": 1.03, "int8": 1.04, "offload": 1.01}  # of the unpacked step
+WITHIN = {"fp8": 1.03, "fp8 products": 0.97, "int8": 1.04, "offload": 1.01}  # of the unpacked step
 DEEP = 10  # layers, from which on the specification asks for more than "not above stock"
 
 ALONE = ", alone"  # behind the name of a form that was measured in a process of its own
@@ -315,6 +318,7 @@ def forms_of(stack: Stack, options: Mapping[str, Any]) -> list[Form]:
     first = [f"*blocks.{number}{end}" for number in range(stack.first_blocks()) for end in ("", ".*")]
     offload = [Rule(Match(module=name, dtype=match.dtype, min_bytes=stack.least), Offload()) for name in first]
     fp8, int8 = Rule(match, Cast("float8_e4m3fn")), Rule(match, Scaled("int8", per="row"))
+    products = Rule(match, Cast("float8_e4m3fn", multiply=True))
     pointwise = Rule(replace(match, pointwise=True), Recompute(from_packed=True))
     return [
         Form("eager", program),
@@ -331,6 +335,7 @@ def forms_of(stack: Stack, options: Mapping[str, Any]) -> list[Form]:
         Form("inductor, selective", partial(inductor, kept)),
         Form("multigraph", ours),
         Form("multigraph, fp8", partial(ours, fp8), "fp8"),
+        Form("multigraph, fp8 products", partial(ours, products), "fp8 products"),
         Form("multigraph, int8", partial(ours, int8), "int8"),
         Form("multigraph, fp8, pointwise", partial(ours, pointwise, fp8), "fp8"),
         Form("multigraph, int8, pointwise", partial(ours, pointwise, int8), "int8"),

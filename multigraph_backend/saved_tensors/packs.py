@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from multigraph_backend import _compat
 from multigraph_backend.saved_tensors import compressed
 from multigraph_backend.saved_tensors.hooks import SavedHook
 from multigraph_backend.saved_tensors.offload import operators, transfers
@@ -73,7 +74,9 @@ def _transposed(value: torch.Tensor, pack: PackFunction, unpack: UnpackFunction)
 
     def turn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         (packed,) = pack(x)
-        return (packed.reshape(-1, shape[-1]).t().contiguous(),)
+        turned = packed.reshape(-1, shape[-1]).t()
+        # the product wants it so; a contiguous copy alone would lie as the compiler would rather have it
+        return (_compat.force_stride_order(turned, [turned.shape[1], 1]),)
 
     return turn, lambda packed: unpack([packed[0].t()]).reshape(shape)
 

@@ -8,8 +8,8 @@ runs over the rows of what is saved, so that is saved transposed, once, and the 
 rounded.  Gradients are small and of any size, so they have a scale, one for the tensor, and e5m2, which has more
 exponents (the recipe of Transformer Engine and of torchao for gradients; what is saved has no scale, as in any `Cast`).
 
-In: a unit whose `Cast` asks for it, and the backward graph; later the placeholder of what is saved.  Out: the products
-that can be, or why there are none; the backward with these in place of the others.
+In: the buffer of a unit whose `Cast` asks for it, and its members in the backward graph; later the placeholder of what
+is saved.  Out: the products that can be, or why there are none; the backward with these in place of the others.
 
 Invariants: a product is taken only where its operand is, element for element, the unit's buffer as a matrix, or that
 transposed.  Where a gradient is infinite or NaN, the whole product is NaN.
@@ -20,15 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from multigraph_backend import _compat
 from multigraph_backend.saved_tensors import graphs
-
-if TYPE_CHECKING:
-    from multigraph_backend.saved_tensors.units import Unit
 
 GRADIENT = torch.float8_e5m2
 _STEP = 16  # bytes: the hardware reads rows of such pieces
@@ -48,11 +46,9 @@ class Product:
     left: bool
 
 
-def find(unit: Unit, placeholders: Sequence[Node]) -> tuple[Product, ...] | str:
-    """The products that can multiply what `unit` saves, or why there are none; `placeholders`: its members, in the
-    backward."""
-    source = graphs.tensor(unit.source)
-    assert source is not None
+def find(source: torch.Tensor, placeholders: Sequence[Node]) -> tuple[Product, ...] | str:
+    """The products that can multiply a unit's buffer `source` as it is saved, or why there are none; `placeholders`:
+    the unit's members, in the backward."""
     if not all(isinstance(size, int) for size in source.shape):
         return "its sizes differ from call to call"
     if source.dim() < 2 or not source.is_contiguous():
@@ -127,15 +123,17 @@ def multiply(graph: Graph, products: Sequence[Product], saved: Node) -> None:
 
 
 def _rounded(graph: Graph, before: Node, gradient: Node) -> tuple[Node, Node]:
-    """The gradient in fp8, contiguous, and its scale, of no dimension."""
+    """The gradient in fp8, row by row, and its scale, of no dimension."""
     aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
     most = torch.finfo(GRADIENT).max
 
     def call(target: Any, *args: Any, **kwargs: Any) -> Node:
         return _call(graph, before, target, *args, **kwargs)
 
-    wide = call(convert, gradient, torch.float32)
-    largest = call(aten.amax.default, call(aten.abs.default, wide))
+    # the largest in its own type: what is converted for both is kept for both
+    largest = call(aten.amax.default, call(aten.abs.default, gradient))
+    if largest.meta["val"].dtype != torch.float32:
+        largest = call(convert, largest, torch.float32)
     # so that its reciprocal is a normal number, too
     scale = call(
         aten.div.Tensor, call(aten.clamp_min.default, largest, torch.finfo(torch.float32).tiny * most * 2), most
@@ -143,9 +141,12 @@ def _rounded(graph: Graph, before: Node, gradient: Node) -> tuple[Node, Node]:
     finite = call(aten.lt.Scalar, largest, math.inf)
     nothing = call(aten.full.default, [], math.nan, dtype=torch.float32, device=before.meta["val"].device)
     scale = call(aten.where.self, finite, scale, nothing)
+    wide = gradient if gradient.meta["val"].dtype == torch.float32 else call(convert, gradient, torch.float32)
     inside = call(aten.mul.Tensor, wide, call(aten.reciprocal.default, scale))
     narrow = call(convert, inside, GRADIENT)
-    return call(aten.clone.default, narrow, memory_format=torch.contiguous_format), scale
+    # a contiguous copy alone would lie as the compiler would rather have it
+    rows = [int(narrow.meta["val"].shape[1]), 1]
+    return call(_compat.force_stride_order, narrow, rows), scale
 
 
 def _one(graph: Graph, like: Node) -> Node:

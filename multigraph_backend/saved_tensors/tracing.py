@@ -83,7 +83,9 @@ class Tracer:
         """What asks for products, with those that can be; else with why there are none, and as a cast like any."""
         if not isinstance(unit.pack, Cast) or not unit.pack.multiply:
             return unit
-        found = products.find(unit, [self._placeholders[member.name] for member in unit.members])
+        source = graphs.tensor(unit.source)
+        assert source is not None
+        found = products.find(source, [self._placeholders[member.name] for member in unit.members])
         if isinstance(found, str):
             return replace(unit, pack=replace(unit.pack, multiply=False), alone=found)
         return replace(unit, products=found)

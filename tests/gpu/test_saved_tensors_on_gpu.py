@@ -132,7 +132,7 @@ def test_a_mask_comes_back_from_its_bits() -> None:
     assert torch.equal(torch.compile(both[1], fullgraph=True)((packed,)), x)
 
 
-@pytest.mark.parametrize("pack", [Cast("e4m3"), Scaled("int8", per=64)], ids=str)
+@pytest.mark.parametrize("pack", [Cast("e4m3"), Cast("e4m3", multiply=True), Scaled("int8", per=64)], ids=str)
 def test_a_packed_step_is_recorded_and_replayed(pack: Pack) -> None:
     model = block()
     reference = copy.deepcopy(model)

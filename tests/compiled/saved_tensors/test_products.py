@@ -1,8 +1,9 @@
-"""Weight gradients that multiply what is saved in fp8 as it is: the right product, and a plain cast where none can be."""
+"""Weight gradients that multiply what is saved in fp8 as it is: the right product, and a cast where none can be."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 from multigraph_backend import Cast, Match, Offload, Rule
 from multigraph_backend.saved_tensors.rules import rule_from_json, rule_to_json
@@ -100,25 +102,24 @@ tanh_pack_where_1 = where(tanh_pack_lt, tanh, tanh_pack_add)
 tanh_pack_convert_element_type = convert_element_type(tanh_pack_where_1, torch.float8_e4m3fn)
 tanh_pack_view = view(tanh_pack_convert_element_type, [-1, 32])
 tanh_pack_permute = permute(tanh_pack_view, [1, 0])
-tanh_pack_clone = clone(tanh_pack_permute)
+tanh_pack_inductor_force_stride_order = inductor_force_stride_order(tanh_pack_permute, [64, 1])
 t_3 = t(t)
-return mm, tanh_pack_clone, t_3
+return mm, tanh_pack_inductor_force_stride_order, t_3
 """,
     )
     assert_expected_inline(
         text(made.backward[0]),
         """\
-tanh_pack_clone: input
+tanh_pack_inductor_force_stride_order: input
 t_3: input
 tangents_1: input
 full_default = full([], 1.0)
 t_1 = t(tangents_1)
-tanh_unpack_permute = permute(tanh_pack_clone, [1, 0])
+tanh_unpack_permute = permute(tanh_pack_inductor_force_stride_order, [1, 0])
 tanh_unpack_convert_element_type = convert_element_type(tanh_unpack_permute, torch.float32)
 tanh_unpack_view = view(tanh_unpack_convert_element_type, [64, 32])
 tanh_unpack_clone = clone(tanh_unpack_view)
-convert_element_type_default = convert_element_type(t_1, torch.float32)
-abs_default = abs(convert_element_type_default)
+abs_default = abs(t_1)
 amax_default = amax(abs_default)
 clamp_min_default = clamp_min(amax_default, 1.3481509610710651e-33)
 div_tensor = div(clamp_min_default, 57344.0)
@@ -126,11 +127,11 @@ lt_scalar = lt(amax_default, inf)
 full_default_1 = full([], nan)
 where_self = where(lt_scalar, div_tensor, full_default_1)
 reciprocal_default = reciprocal(where_self)
-mul_tensor = mul(convert_element_type_default, reciprocal_default)
-convert_element_type_default_1 = convert_element_type(mul_tensor, torch.float8_e5m2)
-clone_default = clone(convert_element_type_default_1)
-permute_default = permute(tanh_pack_clone, [1, 0])
-_scaled_mm_default = _scaled_mm(clone_default, permute_default, where_self, full_default)
+mul_tensor = mul(t_1, reciprocal_default)
+convert_element_type_default = convert_element_type(mul_tensor, torch.float8_e5m2)
+inductor_force_stride_order_default = inductor_force_stride_order(convert_element_type_default, [64, 1])
+permute_default = permute(tanh_pack_inductor_force_stride_order, [1, 0])
+_scaled_mm_default = _scaled_mm(inductor_force_stride_order_default, permute_default, where_self, full_default)
 t_2 = t(_scaled_mm_default)
 mm_2 = mm(tangents_1, t_3)
 t_4 = t(t_2)
@@ -241,6 +242,31 @@ def test_compiled_by_inductor_within_a_budget_and_without() -> None:
             assert (one - two).norm() <= 0.12 * two.norm()
         multiplied = [entry for entry in accounts()[-1].tensors if "fn, multiplied" in str(entry.packed)]
         assert multiplied, more
+
+
+@pytest.mark.parametrize("function", [right, left])
+def test_operands_lie_as_the_hardware_wants_them(function: Callable[..., torch.Tensor]) -> None:
+    """The left one row by row, the right one column by column; a CPU would take any, and the compiler chooses."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(512, 64).bfloat16(), torch.randn(256, 64).bfloat16()
+
+    def run() -> None:
+        options = {"saved_tensors": everything(FP8), "on_failure": "raise"}
+        made = torch.compile(lambda x, weight: function(x, weight).sin(), backend="multigraph", options=options)
+        made(x.clone().requires_grad_(), weight.clone().requires_grad_()).sum().backward()
+
+    _, code = run_and_get_code(run)
+    backward = code[-1]
+    left_one, right_one = re.findall(
+        r"_scaled_mm\((\w+), reinterpret_tensor\((\w+), \(512, \d+\), \(1, 512\), 0\)", backward
+    )[0]
+    for name in {left_one, right_one}:
+        at = re.escape(name)
+        (strides,) = re.findall(
+            rf"{at} = empty_strided_cpu\(\(\d+, 512\), \((\d+, 1)\)|{at} = rand_strided\(\(\d+, 512\), \((\d+, 1)\)",
+            backward,
+        )
+        assert "512, 1" in strides
 
 
 def test_what_is_no_such_cast_is_refused() -> None:

@@ -19,7 +19,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +118,10 @@ def draw(seed: int) -> Program:
         rules.append(idle[-1])
     operations = tuple(rng.choice(kind) for kind in kinds)
     decomposed = rng.random() < 0.5
+    if pack == Cast("e4m3") and rng.random() < 0.5:  # whose weight gradients are multiplied where the width is 16
+        rows, multiplied = 48 if rows < 10_000 else 17_008, Cast("e4m3", multiply=True)
+        rules = [replace(rule, pack=multiplied) if rule.pack == pack else rule for rule in rules]
+        pack = multiplied
     return Program(rows, width, operations, decomposed, pack, bound, named, bits, tuple(rules), tuple(idle))
 
 
