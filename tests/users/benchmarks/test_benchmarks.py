@@ -70,6 +70,18 @@ def test_depth(tmp_path: Path) -> None:
     assert all(row["spared"] > 0 for row in rows if row["form"] == "multigraph, repeat")
 
 
+@pytest.mark.slow
+def test_first_calls(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    rows = run("first_calls", tmp_path)
+    forms = ("inductor", "inductor, by blocks", "multigraph, repeat")
+    assert [(row["model"], row["passes"], row["form"]) for row in rows] == [
+        ("gpt2", "inference", form) for form in forms
+    ]
+    assert positive(rows, "seconds", "cpu_seconds", "over_inductor", "us", "call_over_inductor", "peak_mib")
+    assert all(row["error_to_eager"] < 1e-4 for row in rows)
+
+
 def test_replay(tmp_path: Path) -> None:
     rows = run("replay", tmp_path)
     forms, parts = ("eager", "inductor", "stock", "multigraph"), ("guards + wrappers", "input copy")
