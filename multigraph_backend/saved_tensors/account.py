@@ -24,8 +24,9 @@ class SavedTensor:
 
     `packed`: how, or None where it is kept, and then `reason` says why.  Bytes as they are for the sizes of the first
     call: `bytes_saved` on the device, `bytes_on_host` on the host.  `with_`: the tensor that lies in the same memory
-    and is packed in its place.  `pack_before`, `unpack_before`: steps of the forward and the backward graph.  `held`:
-    who else may hold the memory of what is packed, so that it is free later, or never.
+    and is packed in its place.  `pack_before`, `unpack_before`: steps of the forward and the backward graph, none of
+    the latter where it is only multiplied.  `held`: who else may hold the memory of what is packed, so that it is free
+    later, or never.
     """
 
     name: str
@@ -110,7 +111,8 @@ class SavedTensors:
                 line += f" and {_mib(entry.bytes_on_host)} on the host" if entry.bytes_on_host else ""
                 line += f", {entry.packed}"
                 line += f", in the memory of {entry.with_}" if entry.with_ else ""
-                line += f"; packed before {entry.pack_before}, unpacked before {', '.join(entry.unpack_before)}"
+                line += f"; packed before {entry.pack_before}"
+                line += f", unpacked before {', '.join(entry.unpack_before)}" if entry.unpack_before else ""
                 line += f"; it is {entry.held}" if entry.held else ""
             lines.append(line)
         return lines

@@ -231,6 +231,7 @@ def _account(traced: Sequence[Traced], kept: Sequence[Kept], placed: placement.P
     tensors = []
     for entry in traced:
         unit = entry.unit
+        multiplied = {product.name for product in unit.products}
         shares, on_host = _shares(entry, entry.saved_bytes), _shares(entry, entry.host_bytes)
         for member, share, there in zip(unit.members, shares, on_host, strict=True):
             tensors.append(
@@ -244,7 +245,9 @@ def _account(traced: Sequence[Traced], kept: Sequence[Kept], placed: placement.P
                     with_=unit.source.name if member is not unit.source else None,
                     held=unit.held,
                     pack_before=placed.pack_before[unit.name],
-                    unpack_before=tuple(copy.before for copy in placed.unpackings[unit.name]),
+                    unpack_before=tuple(
+                        copy.before for copy in placed.unpackings[unit.name] if not multiplied >= {*copy.uses}
+                    ),
                 )
             )
     return SavedTensors(
