@@ -70,6 +70,13 @@ def test_depth(tmp_path: Path) -> None:
     assert all(row["spared"] > 0 for row in rows if row["form"] == "multigraph, repeat")
 
 
+def test_products(tmp_path: Path) -> None:
+    rows = run("products", tmp_path)
+    forms = {"fp8": ("unpacked", "buffer", "scaled"), "int8": ("unpacked", "buffer")}
+    assert [(row["pack"], row["form"]) for row in rows] == [(pack, form) for pack in forms for form in forms[pack]]
+    assert positive(rows, "us", "over_unpacked", "off")
+
+
 @pytest.mark.slow
 def test_first_calls(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -1,0 +1,158 @@
+"""One weight-gradient product of what was packed: unpacked before it, inside of it, or multiplied as it is saved.
+
+`dw = dy.t() @ x` at the shapes of decoder blocks, in bfloat16; x is what a pack saved. The forms, compiled by Inductor:
+
+unpacked             x was never packed: the product alone, of the GPU's library
+buffer               x is unpacked into a buffer, and that multiplied, as saved tensors are by default
+inside               x is unpacked in the prologue of Triton's template, which Inductor tunes and may refuse; on a GPU
+inside, or library   the same, where tuning may also take the library over a buffer
+scaled               x in float8_e4m3fn is multiplied as it is, dy rounded to float8_e5m2: `Cast(..., multiply=True)`
+
+us              of the product, with all that its form does for it, on the GPU
+over unpacked   paired by turns
+fused           whether the unpack is in the product's own kernel
+error           to the product of what is packed, in float64, relative
+
+    python benchmarks/products.py --json products.json
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from measure import Column, Results, arguments, attempt, device_passes, input_sets, interleaved, own_code, paired_ratio
+from torch._inductor.utils import run_and_get_code
+
+COLUMNS = (
+    Column("shape", "tokens x in x out"),
+    Column("pack", "pack"),
+    Column("form", "form"),
+    Column("us", "us", 1),
+    Column("over_unpacked", "over unpacked", 3),
+    Column("fused", "fused"),
+    Column("off", "error", 4),
+)
+SHAPES = (
+    (8192, 1024, 1024), (8192, 1024, 3072), (8192, 1024, 4096), (8192, 4096, 1024),
+    (8192, 2048, 2048), (8192, 2048, 8192), (8192, 8192, 2048),
+)  # fmt: skip
+E5M2 = 57344.0
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def packed(pack: str, x: torch.Tensor) -> Tensors:
+    if pack == "fp8":
+        return (x.to(torch.float8_e4m3fn),)
+    scale = x.abs().amax(-1, keepdim=True).float() / 127
+    return (x.float() / scale).round().to(torch.int8), scale
+
+
+def unpacked(saved: Tensors) -> torch.Tensor:
+    x = saved[0].float() * saved[1] if len(saved) > 1 else saved[0]
+    return x.to(torch.bfloat16)
+
+
+def plain(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return dy.t() @ x
+
+
+def by_way_of_a_buffer(dy: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+    return dy.t() @ unpacked(saved)
+
+
+def scaled(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`x` lies transposed."""
+    scale = dy.abs().amax().float() / E5M2
+    rounded = (dy.t().float() / scale).to(torch.float8_e5m2).contiguous()
+    one = torch.ones((), device=dy.device)
+    return torch._scaled_mm(rounded, x.t(), scale, one, out_dtype=torch.bfloat16)
+
+
+TUNED = {"max_autotune_gemm": True, "prologue_fusion": True, "benchmark_epilogue_fusion": True}
+FORMS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any]]] = {
+    "unpacked": (plain, {}),
+    "buffer": (by_way_of_a_buffer, {}),
+    "inside": (by_way_of_a_buffer, {**TUNED, "max_autotune_gemm_backends": "TRITON"}),
+    "inside, or library": (by_way_of_a_buffer, {**TUNED, "max_autotune_gemm_backends": "ATEN,TRITON"}),
+    "scaled": (scaled, {}),
+}
+
+
+def measured(device: str, shape: tuple[int, int, int], pack: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """The values of each form's row, or an "error"."""
+    names = ["unpacked", "buffer"]
+    names += ["inside", "inside, or library"] if device == "cuda" else []
+    names += ["scaled"] if pack == "fp8" else []
+    rows: dict[str, dict[str, Any]] = {}
+    passes: dict[str, Any] = {}
+    for name in names:
+        made, error = attempt(partial(_form, device, shape, pack, name))
+        rows[name] = {"error": error}
+        if made is not None:
+            rows[name], passes[name] = made
+    taken = interleaved(passes, rounds)
+    for name, times in taken.items():
+        rows[name]["us"] = statistics.median(times)
+        if "unpacked" in taken:
+            rows[name]["over_unpacked"] = paired_ratio(times, taken["unpacked"])
+    return rows
+
+
+def _form(device: str, shape: tuple[int, int, int], pack: str, name: str) -> tuple[dict[str, Any], Any]:
+    """What is known of a form before it is timed, and the pass that times it."""
+    tokens, inside, outside = shape
+    function, how = FORMS[name]
+    torch.manual_seed(0)
+
+    def given() -> Tensors:
+        x, dy = (torch.randn(tokens, columns, device=device).bfloat16() for columns in (inside, outside))
+        saved = packed(pack, x)
+        if name == "unpacked":
+            return dy * 1e-3, unpacked(saved)
+        return dy * 1e-3, *((saved[0].t().contiguous(),) if name == "scaled" else saved)
+
+    inputs = input_sets(given)
+    with inductor_config.patch(how):
+        run = torch.compile(own_code(function), dynamic=False)
+        made, code = run_and_get_code(run, *inputs[0])
+    dy, *saved = inputs[0]
+    x = saved[0].t() if name == "scaled" else saved[0] if name == "unpacked" else unpacked(tuple(saved))
+    wanted = dy.double().t() @ x.double()
+    off = float((made.double() - wanted).norm() / wanted.norm())
+    if not off < (0.1 if name == "scaled" else 0.01):
+        raise RuntimeError(f"an error of {off:.3g}")
+    fused = name not in ("unpacked", "scaled") and _one_kernel("\n".join(code))
+    return {"off": off, "fused": "yes" if fused else "no"}, device_passes({name: run}, inputs, device)[name]
+
+
+def _one_kernel(code: str) -> bool:
+    """Whether the call makes one buffer, its result: what is unpacked has none."""
+    return code.count("= empty_strided") == 1
+
+
+def main() -> int:
+    args = arguments(__doc__).parse_args()
+    results = Results("products", "Products: a weight gradient of what was packed", COLUMNS, args)
+    shapes = ((256, 64, 128),) if args.quick else SHAPES
+    for shape in shapes:
+        for pack in ("fp8", "int8"):
+            _add(results, shape, pack, 3 if args.quick else 40)
+    return results.finish()
+
+
+def _add(results: Results, shape: tuple[int, int, int], pack: str, rounds: int) -> None:
+    rows, failed = attempt(partial(measured, results.device, shape, pack, rounds))
+    for form, row in (rows or {"unpacked": {}}).items():
+        about = {"shape": " x ".join(map(str, shape)), "pack": pack, "form": form}
+        results.add(about, row, row.pop("error", None) or failed, form == "inside")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
