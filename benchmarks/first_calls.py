@@ -52,6 +52,7 @@ from measure import (
     Results,
     answer,
     arguments,
+    attempt,
     in_own_process,
     interleaved,
     own_code,
@@ -205,7 +206,7 @@ BESIDE = {name: "inductor, 8 sizes" if "sizes" in name else "inductor" for name 
 
 
 def measured(device: str, name: str, training: bool, rounds: int, quick: bool, forms: list[str]) -> dict[str, Any]:
-    """The values of each form's row."""
+    """The values of each form's row, or an "error"."""
     torch._dynamo.config.recompile_limit = 4 * len(ROWS)
     original, inputs = model_of(name, device, quick)
     original.train(training)
@@ -241,14 +242,18 @@ def measured(device: str, name: str, training: bool, rounds: int, quick: bool, f
     rows: dict[str, dict[str, Any]] = {}
     calls: dict[str, Callable[[], Any]] = {}
     for form in forms:
-        rows[form], calls[form] = first(FORMS[form])
+        made, error = attempt(partial(first, FORMS[form]))
+        rows[form] = {"error": error}
+        if made is not None:
+            rows[form], calls[form] = made
     for call in calls.values():
         for _ in range(3):
             call()
     taken = interleaved({form: partial(_call_us, call) for form, call in calls.items()}, rounds)
-    for form, row in rows.items():
+    for form in taken:
+        row = rows[form]
         row["us"] = statistics.median(taken[form])
-        if (beside := BESIDE[form]) in rows:
+        if (beside := BESIDE[form]) in taken:
             row["over_inductor"] = row["cpu_seconds"] / rows[beside]["cpu_seconds"]
             row["call_over_inductor"] = paired_ratio(taken[form], taken[beside])
     return rows
@@ -307,9 +312,11 @@ def main() -> int:
         for passes in [args.passes] if args.passes else PASSES[: 1 if args.quick else 2]:
             words = ["--device", device, "--threads", str(args.threads), "--passes", passes, "--models", name]
             words += ["--rounds", str(rounds), *(["--quick"] if args.quick else []), "--forms", *forms]
-            rows, error = in_own_process(os.fspath(Path(__file__).resolve()), words, SECONDS)
+            rows, failed = in_own_process(os.fspath(Path(__file__).resolve()), words, SECONDS)
             for form in forms:
-                results.add({"model": name, "passes": passes, "form": form}, (rows or {}).get(form, {}), error)
+                row = (rows or {}).get(form, {})
+                error = row.pop("error", None) or failed
+                results.add({"model": name, "passes": passes, "form": form}, row, error)
     return results.finish()
 
 
