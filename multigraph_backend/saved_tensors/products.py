@@ -33,6 +33,11 @@ _STEP = 16  # bytes: the hardware reads rows of such pieces
 _CAPABLE = (8, 9)
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ONE = "multigraph_scale_of_one"
+#: views that say where elements lie, and leave their bits and their signs
+_LAYOUTS = {
+    getattr(torch.ops.aten, name)
+    for name in ("view", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "alias", "detach")
+}
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,14 @@ class Product:
     left: bool
 
 
+def layout_alone(node: Node) -> bool:
+    """Whether a view is one of where elements lie."""
+    return getattr(node.target, "overloadpacket", None) in _LAYOUTS and node.target != torch.ops.aten.view.dtype
+
+
 def find(source: torch.Tensor, placeholders: Sequence[Node]) -> tuple[Product, ...] | str:
     """The products that can multiply a unit's buffer `source` as it is saved, or why there are none; `placeholders`:
-    the unit's members, in the backward."""
+    the unit's members, in the backward, by way of views of its layout alone."""
     if not all(isinstance(size, int) for size in source.shape):
         return "its sizes differ from call to call"
     if source.dim() < 2 or not source.is_contiguous():
@@ -72,7 +82,7 @@ def _read_by(placeholder: Node, rows: int, columns: int) -> Iterator[Product]:
     for node in reached:
         for user in node.users:
             if graphs.viewed(user) is node:
-                reached.append(user)
+                reached += [user] if layout_alone(user) else []
             elif user.target is torch.ops.aten.mm.default and not user.kwargs:
                 left, right = user.args
                 other = right if left is node else left

@@ -85,7 +85,12 @@ class Tracer:
             return unit
         source = graphs.tensor(unit.source)
         assert source is not None
-        found = products.find(source, [self._placeholders[member.name] for member in unit.members])
+        members = [
+            self._placeholders[member.name]
+            for member in unit.members
+            if all(map(products.layout_alone, graphs.chain(member, unit.source)))
+        ]
+        found = products.find(source, members)
         if isinstance(found, str):
             return replace(unit, pack=replace(unit.pack, multiply=False), alone=found)
         return replace(unit, products=found)

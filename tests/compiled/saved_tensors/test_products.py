@@ -15,6 +15,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from multigraph_backend import Cast, Match, Offload, Rule
+from multigraph_backend.saved_tensors import products
 from multigraph_backend.saved_tensors.rules import rule_from_json, rule_to_json
 from tests.support.saved_tensors.models import accounts, step
 from tests.support.saved_tensors.partitioned import everything, partition, text
@@ -177,6 +178,10 @@ def a_part(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(torch.tanh(x)[:32], weight)
 
 
+def negated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(torch._neg_view(torch.tanh(x)), weight)
+
+
 def two_saved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Each is the other's gradient's factor, and both are saved."""
     return torch.tanh(x).t() @ torch.sigmoid(x) @ weight.t()
@@ -206,6 +211,25 @@ def test_a_product_of_two_saved_tensors_is_no_weight_gradient() -> None:
     plain, _ = weight_gradient(two_saved, x, weight, torch.randn(32, 48), Cast("fp8"))
     assert found.shape == plain.shape
     assert found.isfinite().all()
+
+
+def test_negatives_of_what_lies_in_memory_are_taken_for_what_they_are() -> None:
+    x, weight, cotangent = torch.randn(64, 32), torch.randn(48, 32), torch.randn(64, 48)
+    found, _ = weight_gradient(negated, x, weight, cotangent)
+    wanted = -(rounded(cotangent).t() @ torch.tanh(x).to(torch.float8_e4m3fn).double())
+    assert (found.double() - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_views_of_other_bits_are_not_followed() -> None:
+    graph = torch.fx.Graph()
+    value = graph.placeholder("value")
+    named = {"permute": [1, 0], "view": [32, 64], "_neg_view": None, "unsqueeze": 0, "detach": None}
+    nodes = {name: graph.call_method(name, (value,)) for name in named}
+    for name, node in nodes.items():
+        node.op, node.target = "call_function", getattr(torch.ops.aten, name).default
+    cast = graph.call_function(torch.ops.aten.view.dtype, (value, torch.bfloat16))
+    assert [name for name, node in nodes.items() if not products.layout_alone(node)] == ["_neg_view"]
+    assert not products.layout_alone(cast)
 
 
 def test_sizes_that_differ_from_call_to_call() -> None:
