@@ -341,9 +341,10 @@ class Region:
 
     def _run_eagerly(self, args: Sequence[Any], why: str) -> Any:
         events.count("eager_calls")
+        outputs = self._graph.module(*args)  # what raises here, too, is the program's own, and says enough
         if not self.generic.failures:  # else it was said when generic failed
             events.warn_once(f"{self.user_code}: eager", "%s: runs eagerly: %s", self.user_code, why)
-        return self._graph.module(*args)
+        return outputs
 
     # ---------------------------------------------------------------- publishing
 

@@ -229,6 +229,18 @@ def test_where_generic_comes_after_the_failure_calls_past_it_go_its_way_too() ->
     assert check is not None
 
 
+def test_an_error_of_the_program_is_raised_as_it_is_and_the_code_stays(caplog: pytest.LogCaptureFixture) -> None:
+    def inverse(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(x)
+
+    run = compile("aot_eager", inverse)
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        run(torch.zeros(8, 8))
+    assert [record.message for record in caplog.records if record.name.startswith("multigraph")] == []
+    with ran(variants=1):
+        torch.testing.assert_close(run(torch.eye(8) * 2), torch.eye(8) / 2)
+
+
 def test_a_compile_that_ends_the_process_does_not() -> None:
     compiled = compile(only_the_variant(exits))
     with ran(generic=1, failures=1):
