@@ -63,6 +63,8 @@ def find(source: torch.Tensor, placeholders: Sequence[Node]) -> tuple[Product, .
         return "its sizes differ from call to call"
     if source.dim() < 2 or not source.is_contiguous():
         return "it is no matrix, row by row"
+    if not hasattr(torch.ops.aten, "_scaled_mm"):
+        return "this torch has no such product"
     if source.device.type == "cuda" and torch.cuda.get_device_capability(source.device) < _CAPABLE:
         return "its device does not multiply fp8"
     columns = int(source.shape[-1])
