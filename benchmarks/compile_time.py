@@ -23,9 +23,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._inductor.utils as inductor_utils
 import workloads
-from measure import Call, Column, Results, arguments, attempt, own_code
+from measure import Call, Column, Results, arguments, attempt, fresh_cache, own_code
 from torch._dynamo.utils import calculate_time_spent
 
 import multigraph_backend
@@ -43,9 +42,6 @@ COLUMNS = (
     Column("stock_compile_seconds", "no trace", 2),
     Column("compile_over_stock", "compile/no trace", 2),
 )
-
-# the same from 2.11 to 2.15; the older name is going
-fresh_cache: Callable[[], Any] = getattr(inductor_utils, "fresh_cache", None) or inductor_utils.fresh_inductor_cache
 
 PASSES = ("forward", "forward+backward")
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import statistics
 import sys
 import time
@@ -31,13 +30,14 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
-import torch._inductor.utils as inductor_utils
 import workloads
 from measure import (
     Column,
     Results,
     answer,
     arguments,
+    cpu_seconds,
+    fresh_cache,
     in_own_process,
     interleaved,
     own_code,
@@ -77,8 +77,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 SECONDS = 3000.0  # until a process counts as hanging
 
-fresh_cache: Callable[[], Any] = getattr(inductor_utils, "fresh_cache", None) or inductor_utils.fresh_inductor_cache
-
 
 def measured(device: str, layers: int, training: bool, rounds: int, dynamic: bool) -> dict[str, dict[str, Any]]:
     """The values of each form's row."""
@@ -110,10 +108,10 @@ def measured(device: str, layers: int, training: bool, rounds: int, dynamic: boo
         with fresh_cache(), inductor_config.patch(compile_threads=1):
             runs[name] = torch.compile(own_code(program), fullgraph=True, **form)
             wait()
-            started, before = time.perf_counter(), _cpu()
+            started, before = time.perf_counter(), cpu_seconds()
             results = step(runs[name])
             wait()
-            rows[name] = {"seconds": time.perf_counter() - started, "cpu_seconds": _cpu() - before}
+            rows[name] = {"seconds": time.perf_counter() - started, "cpu_seconds": cpu_seconds() - before}
         said = " ".join(entry for entry in _repeated() if entry not in known)
         counted = re.findall(r"(\d+) of (\d+) steps compiled", said)
         rows[name]["steps"] = sum(int(steps) for _, steps in counted) or None
@@ -146,11 +144,6 @@ def _call_us(step: Callable[..., Any], run: Callable[..., Any]) -> float:
         step(run)
     wait()
     return (time.perf_counter() - started) * 1e6 / 3
-
-
-def _cpu() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def main() -> int:

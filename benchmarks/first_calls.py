@@ -34,7 +34,6 @@ import copy
 import importlib
 import os
 import re
-import resource
 import statistics
 import sys
 import time
@@ -46,13 +45,14 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
-import torch._inductor.utils as inductor_utils
 from measure import (
     Column,
     Results,
     answer,
     arguments,
     attempt,
+    cpu_seconds,
+    fresh_cache,
     in_own_process,
     interleaved,
     own_code,
@@ -77,8 +77,6 @@ COLUMNS = (
 PASSES = ("inference", "training")
 SECONDS = 3000.0  # until a process counts as hanging
 ROWS = (2, 3, 4, 5, 6, 7, 8, 9)  # batch sizes; 0 and 1 are graphs of their own
-
-fresh_cache: Callable[[], Any] = getattr(inductor_utils, "fresh_cache", None) or inductor_utils.fresh_inductor_cache
 
 Inputs = Callable[[int], dict[str, torch.Tensor]]
 
@@ -228,11 +226,15 @@ def measured(device: str, name: str, training: bool, rounds: int, quick: bool, f
             batches = [inputs(rows) for rows in form.sizes]
             wait()
             held = _lowest()
-            started, before = time.perf_counter(), _cpu()
+            started, before = time.perf_counter(), cpu_seconds()
             for given in batches:
                 step(module, run, given)
             wait()
-            row = {"seconds": time.perf_counter() - started, "cpu_seconds": _cpu() - before, "peak_mib": _most() - held}
+            row = {
+                "seconds": time.perf_counter() - started,
+                "cpu_seconds": cpu_seconds() - before,
+                "peak_mib": _most() - held,
+            }
             given = inputs(form.sizes[0])
             row["error_to_eager"] = worst_difference(step(module, run, given), step(original, original, given))
         return row, partial(step, module, run, inputs(form.sizes[0]))
@@ -266,11 +268,6 @@ def _call_us(call: Callable[[], Any]) -> float:
         call()
     wait()
     return (time.perf_counter() - started) * 1e6 / 3
-
-
-def _cpu() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _lowest() -> float:

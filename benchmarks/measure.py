@@ -26,6 +26,7 @@ import os
 import platform
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -101,6 +102,21 @@ def worst_difference(outputs: Sequence[torch.Tensor], references: Sequence[torch
 
 
 # ---------------------------------------------------------------- timing
+
+
+def fresh_cache() -> Any:
+    """A context in which Inductor's caches are empty, in a folder of their own."""
+    import torch._inductor.utils as inductor_utils  # what compiles nothing does not load it
+
+    # the same from 2.11 to 2.15; the older name is going
+    made: Callable[[], Any] = getattr(inductor_utils, "fresh_cache", None) or inductor_utils.fresh_inductor_cache
+    return made()
+
+
+def cpu_seconds() -> float:
+    """Of the processors, that this process has taken, and those that it has started and seen end."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 @contextlib.contextmanager

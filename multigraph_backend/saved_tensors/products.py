@@ -118,8 +118,9 @@ def _fits(product: Node, operand: Node, left: bool, rows: int, columns: int) -> 
 def multiply(graph: Graph, products: Sequence[Product], saved: Node) -> None:
     """Put the products over `saved`, the placeholder of the transposed matrix, in place of those of `graph`."""
     turn = torch.ops.aten.permute.default
+    named = {node.name: node for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)}
     for product in products:
-        node = next(node for node in graph.nodes if node.name == product.name)
+        node = named[product.name]
         gradient = node.args[1 if product.left else 0]
         assert isinstance(gradient, Node)
         one = _one(graph, saved)
