@@ -894,6 +894,14 @@ def group_timeout(name: str) -> float | None:
         return None
 
 
+def kernels_timed() -> int:
+    """How often Inductor has timed a kernel in this process, to choose among several; 0 where that is not counted."""
+    if without("counters"):
+        return 0
+    counts = __getattr__("counters")["inductor"]
+    return sum(count for name, count in list(counts.items()) if name.startswith("benchmarking."))
+
+
 def lookup_compiler(compiler: str | Callable[..., Any]) -> Callable[..., Any]:
     """A torch.compile backend by name; a callable is returned as it is."""
     found: Callable[..., Any] = __getattr__("lookup_backend")(compiler)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.warm_up import MOST_LAYERS, WarmUp
@@ -102,6 +103,82 @@ def test_a_backward_that_warms_up_frees_what_was_saved_for_it_as_it_goes() -> No
         # one gradient lies beside all that was saved, and each further one where the tensor before it lay
         assert bench.device.pool_bytes() <= 4 * words * (layers + 1) + KIB
     assert bench.recorded() == 2
+
+
+def test_what_kernels_are_tuned_with_is_given_back_before_anything_is_recorded() -> None:
+    """Inductor counts how often it times a kernel, which takes copies of its inputs and a buffer to fill the cache."""
+    bench, tuned = Bench(), False
+
+    def tuning(x: torch.Tensor) -> tuple[torch.Tensor]:
+        nonlocal tuned
+        if not tuned:
+            counters["inductor"]["benchmarking.InductorBenchmarker.benchmark_gpu"] += 1
+            x.repeat(8 * KIB)  # dead at once
+            tuned = True
+        return wide(x)
+
+    alone = Bench()
+    untuned = alone.piece(wide, 1, 1)
+    for _ in range(4):
+        call_right(untuned, wide, values())
+    piece = bench.piece(tuning, 1, 1)
+    x = values()
+    assert_equal(piece([x]), wide(x))
+    assert bench.device.pool_bytes() >= 256 * KIB
+    for _ in range(5):
+        call_right(piece, wide, values())
+        assert bench.device.pool_bytes() <= alone.device.pool_bytes()
+    assert bench.recorded() == 1
+    assert bench.replays() == 5
+    assert len(bench.device.pools()) == 1
+    assert not bench.unrecorded(piece)
+
+
+@pytest.mark.parametrize("order", ["large first", "small first"])
+def test_of_two_sizes_that_have_warmed_up_only_the_larger_one_begins_a_new_pool(order: str) -> None:
+    """One that the smaller begins would have only pieces for the larger: what was warmed up is kept for that then."""
+    bench, tuned = Bench(), set()
+
+    def tuning(size: int, x: torch.Tensor) -> tuple[torch.Tensor]:
+        if size not in tuned:
+            tuned.add(size)
+            counters["inductor"]["benchmarking.InductorBenchmarker.benchmark_gpu"] += 1
+            x.repeat(128 * KIB // size)
+        return wide(x)
+
+    small, large = 16, 256
+    piece = bench.piece(tuning, 2, 1)
+
+    def call(size: int) -> None:
+        call_right(piece, lambda _, x: wide(x), size, values(size))
+
+    call(small)
+    call(large)  # whose first call begins with an empty pool
+    taken = bench.device.pool_bytes()
+    for size in (large, small) if order == "large first" else (small, large):
+        call(size)
+    for size in (small, large, large, small):
+        call(size)
+    assert bench.recorded() == 2
+    assert bench.replays() == 6
+    assert (bench.device.pool_bytes() < taken / 2) == (order == "large first")
+    assert len(bench.device.pools()) == 1
+
+
+def test_a_pool_in_which_something_is_recorded_is_kept_though_kernels_are_tuned_there() -> None:
+    def tuning(x: torch.Tensor) -> tuple[torch.Tensor]:
+        counters["inductor"]["benchmarking.InductorBenchmarker.benchmark_gpu"] += 1
+        return wide(x)
+
+    bench = Bench()
+    first, later = bench.piece(wide, 1, 1), bench.piece(tuning, 1, 1)
+    for _ in range(3):
+        call_right(first, wide, values())
+    for _ in range(4):
+        call_right(later, tuning, values())
+        call_right(first, wide, values())
+    assert bench.recorded() == 2
+    assert bench.device.generation == 0
 
 
 def test_a_first_call_takes_what_it_takes_alone_whatever_first_calls_of_other_code_took() -> None:

@@ -104,6 +104,8 @@ class Room:
         self._returns = False  # what was left is to go back to the device
         self._given_back = 0  # bytes, when the cache was emptied
         self._trimming = self._capturing = 0.0  # seconds
+        self._tuned = False  # kernels were, in calls that have warmed up in the pool in use
+        self._largest = 0  # bytes of the inputs of the largest of these that began a step
 
     def recorded(self, node: Node, grew: int = 0) -> None:
         """Take note of the pool that a new node lives in, and of the bytes that it grew by."""
@@ -121,14 +123,35 @@ class Room:
             with contextlib.suppress(DeviceFailed, RuntimeError):  # there may be no memory for the anchor of a new pool
                 self.leave_pools()
 
-    def warms_up(self, warm: Node) -> None:
-        """Take note of the pool that a step warms up in."""
+    def warms_up(self, warm: Node, keyed: KeyedPiece) -> None:
+        """Take note of the pool that a step warms up in, which a call of `keyed` begins."""
         self.warmed = True
+        self._largest = max(self._largest, keyed.nbytes)
         self.recorded(warm)
 
     def warmed_up(self, keyed: KeyedPiece) -> None:
         """Take note that the pool in use has what a call of `keyed` takes."""
         self._warmed_in[keyed] = self._device.generation
+
+    def tuned(self) -> None:
+        """Take note that kernels were tuned in a call that has warmed up: for that their inputs were copied, and a
+        buffer as large as the device's cache was written before each of many runs."""
+        self._tuned = True
+
+    def leave_tuned(self, keyed: KeyedPiece) -> bool:
+        """With nothing on the path, and before `keyed` is recorded as the first in its pool: give that back if kernels
+        were tuned in it, for recordings need nothing of that; whether there was one.
+
+        Not before one that is smaller than what has warmed up there: it would begin a pool in which the larger one
+        finds only pieces."""
+        if not self._tuned or self._nodes.size or not self.warmed or keyed.nbytes < self._largest:
+            return False
+        generation = self._device.generation
+        if not self._left():
+            return False
+        for warmed in [warmed for warmed, number in self._warmed_in.items() if number == generation]:
+            self._warmed_in[warmed] = self._device.generation  # what was given back has room for it
+        return True
 
     def make(self, limits: Limits) -> None:
         """Give up the least recently used recordings until there is room for one more."""
@@ -391,6 +414,10 @@ class Room:
         """Leave a pool that holds nothing; whether there was one, and it could be left."""
         if self._nodes.size or self._nodes.path or not (self.used or self.warmed):
             return False
+        return self._left()
+
+    def _left(self) -> bool:
+        """Leave a pool without recordings; whether it could be left."""
         self.used = True
         try:
             self.leave_pools()
@@ -406,7 +433,8 @@ class Room:
         there, where it may answer calls although that was given up."""
         if not self._nodes.size and self.used:
             self._device.new_pool()
-            self.used = self.warmed = False
+            self.used = self.warmed = self._tuned = False
+            self._largest = 0
         self._old |= set(range(self._seen, self._device.generation))
         self._old &= set(self._device.generations())  # one that could not be left may have been since
         self._seen = self._device.generation

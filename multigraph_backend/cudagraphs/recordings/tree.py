@@ -388,7 +388,7 @@ class Tree(Nodes):
             raise NotRecorded(late)
         self.room.hear(keyed, limits)
         self.room.make(limits)
-        anew = self._make_way(keyed, inputs) or anew
+        anew = self._make_way(keyed, inputs) or self._leave_tuned(keyed) or anew
         self.room.admit(keyed, inputs, plan, limits)
         return self._record(parent, keyed, inputs, plan, first, anew)
 
@@ -405,6 +405,12 @@ class Tree(Nodes):
             return False
         self.sharing.give_way(keyed)
         return True
+
+    def _leave_tuned(self, keyed: KeyedPiece) -> bool:
+        """Leave a pool in which kernels were tuned, where nobody else has to do with it, as above; whether it was."""
+        if self.path or self.shared or self._running or self.turns.aside or keyed.piece.spec.groups:
+            return False
+        return self.room.leave_tuned(keyed)
 
     def _child(self, parent: Node, keyed: KeyedPiece, inputs: list[object]) -> Node | None:
         """The child of `parent` that answers this call, perhaps after its code was built again."""

@@ -11,7 +11,8 @@ runtime: tensors free it as they die, as in a program without recordings, and th
              ...
 
 Before anything is recorded, first calls of other code begin with an empty pool: in what is left of blocks of other
-sizes there is room for less than its bytes.
+sizes there is room for less than its bytes.  And where kernels were tuned in a first call, which takes memory that no
+recording needs, the largest that has warmed up is recorded in an empty pool.
 
 As long as anything of it is alive, no recording may be made or replayed: it does not know of these blocks and would
 write over them.  So a `WarmUp` stands at the end of the path like a recording whose outputs are alive, and all calls
@@ -186,7 +187,7 @@ class WarmUps:
             log.debug("no room to warm up in: %s", error)
             return None
         warm = WarmUp(tree)
-        self._room.warms_up(warm)
+        self._room.warms_up(warm, keyed)
         self._settling.begin(keyed)
         tree.path.append(warm)
         return warm
@@ -201,7 +202,7 @@ class WarmUps:
             self._settling.called(keyed, inputs, {slot.handle for slot in warm.slots})
         self._room.warmed_up(keyed)
         outputs: Sequence[Any] = ()
-        began, had = False, self._room.reserved()
+        began, had, timed = False, self._room.reserved(), _compat.kernels_timed()
 
         def in_pool() -> Any:
             nonlocal began
@@ -224,6 +225,8 @@ class WarmUps:
             return None
         finally:  # where it failed, the error holds frames, and they hold tensors
             self._room.grew(had)
+            if _compat.kernels_timed() != timed:
+                self._room.tuned()
             if began:
                 warm.running -= 1
             with _compat.without_torch_function():  # of outputs whose classes answer what is asked about them
