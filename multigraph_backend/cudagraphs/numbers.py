@@ -9,12 +9,14 @@ Here the graph takes them from an input behind all others instead, and each step
 
     (x, scale, eps) -> x * scale + eps      (x, scale, eps, numbers) -> x * numbers[0] + numbers[1]
 
-What is computed of numbers alone is computed on the GPU as well, for the steps there; what the CPU wants of them is
-left as it is.  A vector is made once for each set of values, and never written over: a recording reads it where it
-lies, and one that meets other values copies, as of any input.
+What is computed of numbers alone is computed on the GPU as well, for the steps there.  Where it is an output, a float
+that a forward saves in the type in which it was used say, it leaves the graph, for its kernel on the CPU would cut
+that: it is computed beside each call.  What else the CPU wants of numbers is left as it is.  A vector is made once for
+each set of values, and never written over: a recording reads it where it lies, and one that meets other values copies,
+as of any input.
 
 In:  a graph before it is compiled, and what a call of its code is given.
-Out: the graph with that input, and the vector for a call; outputs on the CPU where the program has them there.
+Out: the graph with that input and without those outputs, the vector for a call, and the outputs that left.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.allocator import sleeping
@@ -44,19 +46,21 @@ class Numbers:
     """What `lift` has made of a graph.
 
     places: positions of the inputs whose values are in the vector, in its order; empty: there is none
-    at_home: positions of outputs that the program computes on the CPU
+    at_home: positions of outputs that the program computes on the CPU, None in the graph
     device: where the vector is to be
+    home: what computes these outputs, of all inputs
     """
 
     places: tuple[int, ...]
     at_home: tuple[int, ...]
     device: torch.device
+    home: GraphModule | None = None
 
     def supplied(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """`run`, the code of the graph, as its callers know it."""
         if self.places:
             run = _with_vector(run, Vectors(self.places, self.device))
-        return _at_home(run, self.at_home) if self.at_home else run
+        return run if self.home is None else _with_outputs(run, self.at_home, self.home)
 
 
 # ---------------------------------------------------------------- the graph
@@ -90,18 +94,41 @@ def lift(gm: GraphModule, inputs: list[Any], device_type: str) -> Numbers | None
     lifted = _Lifted(gm, places, placeholders[-1], fake.fake_mode, gpus[0])
     for node, of in wanted:
         node.replace_input_with(of, lifted.on_gpu(of))
+    at_home = tuple(at for at, node in enumerate(outputs_of(gm)) if node in derived and node not in places)
+    home = _taken_out(gm, placeholders, derived, at_home) if at_home else None
     for node in reversed(list(derived)):
         if node.op != "placeholder" and not node.users:
             gm.graph.erase_node(node)
     if (vector := lifted.end()) is not None:
         inputs.append(vector)
     gm.recompile()
-    at_home = tuple(at for at, node in enumerate(outputs_of(gm)) if node in derived and node not in places)
     if vector is None and not at_home:
         return None
     device = torch.device(device_type, gpus[0].index or 0)
-    numbers = gm.meta[NAME] = Numbers(tuple(places[node] for node in lifted.order), at_home, device)
+    numbers = gm.meta[NAME] = Numbers(tuple(places[node] for node in lifted.order), at_home, device, home)
     return numbers
+
+
+def _taken_out(
+    gm: GraphModule, placeholders: Sequence[Node], derived: Mapping[Node, None], at_home: Sequence[int]
+) -> GraphModule:
+    """What computes the outputs `at_home` of all inputs; in `gm` they are None from now on."""
+    outputs, graph = list(outputs_of(gm)), Graph()
+    wanted = [outputs[at] for at in at_home]
+    needed = set(wanted)
+    for node in reversed(list(derived)):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    known = {node: graph.placeholder(f"given_{place}") for place, node in enumerate(placeholders)}
+    for node in derived:
+        if node in needed and node not in known:
+            known[node] = graph.node_copy(node, known.__getitem__)
+            known[node].meta.clear()  # it would keep the trace
+    graph.output(tuple(known[node] for node in wanted))
+    for at in at_home:
+        outputs[at] = None
+    gm.graph.output_node().args = (tuple(outputs),)
+    return GraphModule({}, graph)
 
 
 class _Lifted:
@@ -238,7 +265,8 @@ def hide(gm: GraphModule, unread: Sequence[int], inputs: list[Any]) -> list[int]
 
 
 def show_again(code: Any, handed_on: Sequence[int]) -> None:
-    """Let Inductor's `code`, and what is compiled after it, know that the outputs `handed_on` have no dimension."""
+    """Let Inductor's `code`, and what is compiled after it, know that the outputs `handed_on` are numbers: without a
+    dimension."""
     context = None if _compat.without("TracingContext") else _compat.TracingContext.try_get()
     for strides in (code.output_strides, getattr(context, "output_strides", None)):
         if strides:
@@ -322,11 +350,17 @@ def _with_vector(run: Callable[[list[Any]], Any], vector: Vectors) -> Callable[[
     return supplied
 
 
-def _at_home(run: Callable[[list[Any]], Any], positions: Sequence[int]) -> Callable[[list[Any]], Any]:
-    def moved(inputs: list[Any]) -> Any:
+def _with_outputs(
+    run: Callable[[list[Any]], Any], positions: Sequence[int], home: GraphModule
+) -> Callable[[list[Any]], Any]:
+    compute = home.forward
+
+    def completed(inputs: list[Any]) -> Any:
+        with torch.no_grad():
+            computed = compute(*inputs)  # first: the code clears what it is given
         outputs = list(run(inputs))
-        for at in positions:
-            outputs[at] = outputs[at].cpu()
+        for at, value in zip(positions, computed, strict=True):
+            outputs[at] = value
         return tuple(outputs)
 
-    return moved
+    return completed

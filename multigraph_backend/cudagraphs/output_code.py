@@ -371,7 +371,7 @@ def _compile_inner(
         if found is not None:
             raise RuntimeError(f"{label}: Inductor gave a {type(code).__name__}, which is not called as other code is")
         return code
-    numbers.show_again(code, handed_on)
+    numbers.show_again(code, [*handed_on, *(() if found is None else found.at_home)])
     spec = of_inductor.from_inductor(code, taken)
     log.debug("%s:\n%s", label, spec.describe())
     if wanted.required:

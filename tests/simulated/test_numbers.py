@@ -7,7 +7,9 @@ Inductor's own pass, which copies numbers to the GPU where graphs are recorded, 
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import pickle
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -139,22 +141,41 @@ def test_a_graph_whose_compile_failed_is_compiled_again() -> None:
     assert [tuple(value.shape) for value in first[1]] == [tuple(value.shape) for value in again[1]]
 
 
-def test_outputs_that_the_program_computes_on_the_cpu_are_there() -> None:
-    """Inductor moves them to the GPU with the number that they are computed of."""
+def test_outputs_that_the_program_computes_on_the_cpu_leave_the_graph() -> None:
+    """Inductor moves them to the GPU with the number that they are computed of, or cuts the graph for their kernel."""
     graph = Graph()
-    t, x = graph.given("t"), graph.given("x", (3,), torch.float32, GPU)
-    gm = graph.ends(graph.step(aten.mul.Tensor, x, t), graph.step(aten.add.Tensor, t, 1))
-    found, inputs, _ = _lifted(graph, gm)
-    assert found == numbers.Numbers((0,), (1,), GPU)
-    _copied(gm, inputs)
-    elsewhere = torch.device("meta")
+    t, unused, x = graph.given("t"), graph.given("unused"), graph.given("x", (3,), torch.float32, GPU)
+    saved = graph.step(prims.convert_element_type.default, t, torch.float32, dtype=torch.float32)
+    more = graph.step(aten.mul.Tensor, saved, 3)
+    gm = graph.ends(unused, saved, graph.step(aten.mul.Tensor, x, saved), more)
+    found, inputs, handed_on = _lifted(graph, gm)
+    assert found is not None
+    assert (found.places, found.at_home, handed_on) == ((0,), (1, 3), [0])
+    assert _copied(gm, inputs) == 0
+    assert {node.meta["val"].device for node in gm.graph.nodes if node.op == "call_function"} == {GPU}
 
-    def run(inputs: list[Any]) -> tuple[Any, ...]:
-        return inputs[0] * 2, inputs[0] + 1
+    kept = pickle.loads(pickle.dumps(found))  # as caches of compiled code do
+    for numbers_of in (found, kept):
+        taken: list[Any] = []
 
-    moved = numbers._at_home(lambda inputs: (torch.ones(3, device=elsewhere), inputs[0] + 1), (1,))
-    assert [value.device.type for value in moved([torch.ones(())])] == ["meta", "cpu"]
-    assert numbers._at_home(run, (1,))([torch.ones(())])[1] == 2
+        def code(inputs: list[Any], taken: list[Any] = taken) -> tuple[Any, ...]:
+            taken += inputs
+            results = gm(*inputs)
+            inputs.clear()
+            return tuple(results)
+
+        given = [torch.tensor(0.1, dtype=torch.float64), torch.tensor(7.0), torch.ones(3)]
+        number, first, scaled, last = _completed(numbers_of)(code)(list(given))
+        assert len(taken) == 4
+        assert number is given[1]
+        assert torch.equal(first, torch.tensor(0.1))
+        assert torch.equal(last, torch.tensor(0.1) * 3)
+        assert (first.dtype, last.dtype, first.device) == (torch.float32, torch.float32, CPU)
+        torch.testing.assert_close(scaled, torch.full((3,), 0.1))
+
+
+def _completed(found: numbers.Numbers) -> Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]]:
+    return dataclasses.replace(found, device=CPU).supplied
 
 
 def test_a_number_that_the_program_changes_is_changed() -> None:
@@ -226,7 +247,7 @@ def _random(seed: int) -> tuple[Graph, torch.fx.GraphModule]:
 
 
 def test_random_graphs_compute_the_same_and_copy_nothing_that_the_gpu_reads() -> None:
-    lifted = handed = 0
+    lifted = handed = homes = 0
     for seed in range(400):
         graph, gm = _random(seed)
         rng = random.Random(seed)
@@ -243,7 +264,12 @@ def test_random_graphs_compute_the_same_and_copy_nothing_that_the_gpu_reads() ->
             continue
         lifted += bool(found.places)
         vector = numbers.Vectors(found.places, CPU)
-        actual = gm(*given, *([vector(given)] if found.places else []))
+        actual = list(gm(*given, *([vector(given)] if found.places else [])))
+        if found.home is not None:
+            assert [actual[at] for at in found.at_home] == [None] * len(found.at_home)
+            for at, value in zip(found.at_home, found.home(*given), strict=True):
+                actual[at] = value
+            homes += 1
         for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
             assert torch.equal(one.signbit(), other.signbit()) or one.isnan().any()
@@ -251,9 +277,10 @@ def test_random_graphs_compute_the_same_and_copy_nothing_that_the_gpu_reads() ->
             if node.op == "call_function" and node.meta["val"].device == GPU:
                 assert all(of.meta["val"].device == GPU for of in node.all_input_nodes)
         for at, node in enumerate(numbers.outputs_of(gm)):
-            on_cpu = node.meta["val"].device == CPU
-            assert (at in found.at_home) == (on_cpu and node.op != "placeholder")
+            assert (node is None) == (at in found.at_home)
+            assert node is None or node.op == "placeholder" or node.meta["val"].device == GPU
     assert lifted > 200
+    assert homes > 100
     assert handed > 20
 
 
