@@ -92,11 +92,13 @@ def measured(device: str, shape: tuple[int, int, int], pack: str, rounds: int) -
     names += ["scaled"] if pack == "fp8" else []
     rows: dict[str, dict[str, Any]] = {}
     passes: dict[str, Any] = {}
+    held: list[Any] = []  # inputs: what is timed reads them where they lie
     for name in names:
         made, error = attempt(partial(_form, device, shape, pack, name))
         rows[name] = {"error": error}
         if made is not None:
-            rows[name], passes[name] = made
+            rows[name], passes[name], inputs = made
+            held.append(inputs)
     taken = interleaved(passes, rounds)
     for name, times in taken.items():
         rows[name]["us"] = statistics.median(times)
@@ -105,8 +107,8 @@ def measured(device: str, shape: tuple[int, int, int], pack: str, rounds: int) -
     return rows
 
 
-def _form(device: str, shape: tuple[int, int, int], pack: str, name: str) -> tuple[dict[str, Any], Any]:
-    """What is known of a form before it is timed, and the pass that times it."""
+def _form(device: str, shape: tuple[int, int, int], pack: str, name: str) -> tuple[dict[str, Any], Any, Any]:
+    """What is known of a form before it is timed, the pass that times it, and the inputs of that."""
     tokens, inside, outside = shape
     function, how = FORMS[name]
     torch.manual_seed(0)
@@ -129,7 +131,7 @@ def _form(device: str, shape: tuple[int, int, int], pack: str, name: str) -> tup
     if not off < (0.1 if name == "scaled" else 0.01):
         raise RuntimeError(f"an error of {off:.3g}")
     fused = name not in ("unpacked", "scaled") and _one_kernel("\n".join(code))
-    return {"off": off, "fused": "yes" if fused else "no"}, device_passes({name: run}, inputs, device)[name]
+    return {"off": off, "fused": "yes" if fused else "no"}, device_passes({name: run}, inputs, device)[name], inputs
 
 
 def _one_kernel(code: str) -> bool:
