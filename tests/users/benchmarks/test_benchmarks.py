@@ -89,6 +89,7 @@ def test_first_calls(tmp_path: Path) -> None:
     assert all(row["error_to_eager"] < 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_replay(tmp_path: Path) -> None:
     rows = run("replay", tmp_path)
     forms, parts = ("eager", "inductor", "stock", "multigraph"), ("guards + wrappers", "input copy")
@@ -110,6 +111,7 @@ def test_distributed(tmp_path: Path) -> None:
     assert positive(rows, "us")
 
 
+@pytest.mark.slow
 def test_capture_sizes(tmp_path: Path) -> None:
     rows = run("capture_sizes", tmp_path)
     assert [(row["form"], row["order"], row["sizes"]) for row in rows] == [
@@ -120,6 +122,7 @@ def test_capture_sizes(tmp_path: Path) -> None:
     assert [list(row["each_size_ms"]) for row in rows] == [["4", "3", "2"]] * 2
 
 
+@pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     rows = run("memory", tmp_path)
     assert Counter(row["program"] for row in rows) == {"two lengths": 4}
@@ -206,6 +209,7 @@ def test_sleep(tmp_path: Path) -> None:
     assert positive(rows, "gib", "sleep_s", "wake_s", "first_s", "over_stock")
 
 
+@pytest.mark.slow
 def test_models(tmp_path: Path) -> None:
     rows = run("models", tmp_path)
     assert [(row["model"], row["mode"]) for row in rows] == [("decoder", "inference"), ("decoder", "checkpointed")]

@@ -111,10 +111,10 @@ def run_page(page: Path, folder: Path, prelude: str = "") -> None:
         (folder / name).write_text(text)
     commands = {block: [*_commands(block)] for block in blocks(page) if block.language == "console"}
     with ThreadPoolExecutor(max_workers=2) as pool:
-        results = [pool.submit(_run_in_order, block, entries, folder) for block, entries in commands.items()]
+        results = [pool.submit(_run_in_order, row, folder) for row in _rows(commands)]
         _run_here(page, prelude)
-        for (block, entries), result in zip(commands.items(), results, strict=True):
-            for (_, shown), printed in zip(entries, result.result(), strict=True):
+        for result in results:
+            for block, shown, printed in result.result():
                 if shown:
                     _compare(block, shown, printed)
     ran = [command for entries in commands.values() for command, _ in entries]
@@ -188,9 +188,23 @@ def _commands(block: Block) -> Iterator[tuple[str, str]]:
         yield command.group().replace("\\\n", " ").strip(), entry[command.end() :]
 
 
-def _run_in_order(block: Block, entries: list[tuple[str, str]], folder: Path) -> list[str]:
-    """What each command of a block prints: a second one may be there to show what the first has left."""
-    return [_run_command(block, command, folder) for command, _ in entries]
+#: commands one after the other: their block, what is run, and what is shown of it
+Row = list[tuple[Block, str, str]]
+
+
+def _rows(commands: dict[Block, list[tuple[str, str]]]) -> list[Row]:
+    """Those of a block are a row, for a second one may be there to show what the first has left; and so are those of
+    blocks that begin with the same setting, such as a folder."""
+    rows: dict[object, Row] = {}
+    for block, entries in commands.items():
+        settings = [word for command, _ in entries for word in shlex.split(command) if re.match(r"[A-Z_]+=", word)]
+        rows.setdefault(settings[0] if settings else block, []).extend((block, *entry) for entry in entries)
+    return list(rows.values())
+
+
+def _run_in_order(row: Row, folder: Path) -> Row:
+    """What is shown of each, and what it prints."""
+    return [(block, shown, _run_command(block, command, folder)) for block, command, shown in row]
 
 
 def _run_command(block: Block, command: str, folder: Path) -> str:
@@ -349,6 +363,19 @@ def test_a_page_that_is_right(tmp_path: Path) -> None:
         "```python\nprint(1)\n```\n\n```text\n1\n```\n"
     )
     run_page(page, tmp_path)
+
+
+def test_commands_that_share_a_folder_run_one_after_the_other() -> None:
+    page = Path("page.md")
+    texts = ["$ KEPT=a first\n", "$ other\n", "$ KEPT=a second\nshown\n$ third\n", "$ KEPT=b fourth\n"]
+    commands = {
+        block: [*_commands(block)] for line, text in enumerate(texts) for block in [Block(page, "console", text, line)]
+    }
+    assert [[command for _, command, _ in row] for row in _rows(commands)] == [
+        ["KEPT=a first", "KEPT=a second", "third"],
+        ["other"],
+        ["KEPT=b fourth"],
+    ]
 
 
 def test_differences_from_run_to_run_are_ignored() -> None:
