@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from multigraph_backend.lower.order_of_changes import InnerCompile
 _aten = torch.ops.aten
 _Node = torch.fx.Node
 _POW = _aten.pow.Tensor_Scalar
+_ODD_IN_FLOAT32 = 1 << 24  # from here on, not every odd number is there
+#: operators of which an index below 0 is an error, and Inductor counts from the end
+_FROM_THE_BEGIN = {"aten.index_select.default", "aten.index_add.default", "aten.index_copy.default"}
 
 
 def compile_as_eager(
@@ -108,6 +112,19 @@ def _by_pow(value: torch.Tensor) -> bool:
     return value.dtype == torch.float16 and value.device.type == "cpu"
 
 
+def _goes_wrong_as_float(node: _Node) -> bool:
+    """An exponent that Inductor's code has in float32, where it is 0, or even, and was not: eager has it in float64."""
+    exponent = node.args[1]
+    if not isinstance(exponent, int | float) or not math.isfinite(exponent):
+        return False
+    rounded = torch.tensor(float(exponent), dtype=torch.float32).item()
+    return rounded != exponent and (rounded == 0 or abs(exponent) >= _ODD_IN_FLOAT32)
+
+
+def _is_no_power_of_inductors(node: _Node) -> bool:
+    return _is_a_root(node) or (_is_float(node) and _goes_wrong_as_float(node))
+
+
 def _cancels(node: _Node) -> bool:
     """`expm1` on the CPU is `exp(x) - 1`, `atanh` a logarithm of nearly 1: 0 of small numbers.
 
@@ -153,7 +170,7 @@ _KERNELS: dict[Any, Callable[[_Node], bool]] = {
     _aten.remainder.Scalar_Tensor: _leaves_little,
     _aten.var.correction: _of_one_number,
     _aten.var_mean.correction: _of_one_number,
-    _POW: _is_a_root,
+    _POW: _is_no_power_of_inductors,
     _aten.clamp.default: _bound_does_not_fit,
     _aten.clamp_min.default: _bound_does_not_fit,
     _aten.clamp_max.default: _bound_does_not_fit,
@@ -265,6 +282,31 @@ def _keeps_inside(node: _Node) -> bool:
     return True
 
 
+def _counts_from_the_end(node: _Node) -> bool:
+    """An index below 0 of an operator that has no such index becomes one that is beyond every size."""
+    if str(node.meta.get("original_aten")) not in _FROM_THE_BEGIN:
+        return False
+    return _guard(node, 1)
+
+
+def _guard(node: _Node, place: int) -> bool:
+    """The same for the argument there, an index or a list of some."""
+    given: Any = node.args[place]
+    guarded = [index and _beyond(node, index) for index in given] if isinstance(given, list) else _beyond(node, given)
+    if guarded == given:
+        return False
+    node.update_arg(place, guarded)
+    return True
+
+
+def _beyond(node: _Node, index: _Node) -> _Node:
+    value = _value(index)
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
+        return index
+    below = _before(node, _aten.lt.Scalar, index, 0)
+    return _before(node, _aten.where.ScalarSelf, below, torch.iinfo(value.dtype).max, index)
+
+
 def _before(node: _Node, target: Any, *args: Any, **kwargs: Any) -> _Node:
     """A call of `target` put before `node`."""
     with node.graph.inserting_before(node):
@@ -285,4 +327,11 @@ _REWRITTEN: dict[Any, Callable[[_Node], bool]] = {
     _aten.floor_divide.Scalar: _takes_remainder_off,
     _aten.div.Tensor_mode: _takes_remainder_off,
     _aten.div.Scalar_mode: _takes_remainder_off,
+    _aten.index.Tensor: _counts_from_the_end,
+    _aten.index_put.default: _counts_from_the_end,
+    **(
+        {_aten.embedding.default: partial(_guard, place=1), _aten.gather.default: partial(_guard, place=2)}
+        if _compat.GATHERS_FROM_THE_END
+        else {}
+    ),
 }

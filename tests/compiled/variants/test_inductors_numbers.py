@@ -42,6 +42,10 @@ def softshrink(x: torch.Tensor) -> Tensors:
     return functional.softshrink(x), functional.softshrink(input=x, lambd=0.1)
 
 
+def powers(x: torch.Tensor) -> Tensors:
+    return x**1e-50, x**-1e-46, x.half() ** 1e-50, x**16777217.0, x**-16777219
+
+
 def variance_of_one(x: torch.Tensor) -> Tensors:
     return x.var(unbiased=False), x.std(unbiased=False), torch.var_mean(x, correction=0)[0]
 
@@ -137,6 +141,7 @@ KEPT_OUT: dict[str, tuple[Program, Tensors, tuple[int, ...] | None]] = {
     "variance of infinity": (variance_of_one, (torch.tensor([INF]),), None),
     "indices of minus infinity": (indices, (torch.full((1, 1, 5, 5), -INF),), None),
     "indices in three dimensions": (indices_in_three, (torch.full((1, 1, 5, 5), -INF),), None),
+    "powers that float32 has not": (powers, (torch.tensor([0.0, -0.0, 1.0, -2.0, -1.0, NAN, INF, 1e-30]),), None),
     "root of minus infinity": (root, (torch.tensor([-INF, 4.0], dtype=torch.float16),), None),
     "one by a root": (one_by_root, (torch.tensor([-INF, -0.0, 4.0]),), None),
     "exponential of a small number": (relative(torch.expm1), (torch.tensor([1e-9, -1e-5] * 8),), (2, 15)),
@@ -379,3 +384,33 @@ def test_integers_are_clamped_to_bounds_that_they_have_no_place_for(
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="multigraph")
     assert [run(compiled, x), run(compiled, x + 1)] == [wanted, run(function, x + 1)]
+
+
+BEFORE_THE_BEGIN: dict[str, tuple[Program, bool]] = {
+    "index_select": (lambda x, at: (x.index_select(0, at), x.t().index_select(1, at.int())), True),
+    "index_add": (lambda x, at: (x.index_add(0, at, x[:2], alpha=2),), True),
+    "index_copy": (lambda x, at: (x.clone().index_copy_(0, at, x[:2]),), True),
+    "gather": (lambda x, at: (x.gather(0, at.view(1, 2)),), TORCH < (2, 13)),
+    "embedding": (lambda x, at: (functional.embedding(at, x),), TORCH < (2, 13)),
+    "nll_loss": (lambda x, at: (functional.nll_loss(x[:2], at, ignore_index=-100),), TORCH < (2, 13)),
+}
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("name", BEFORE_THE_BEGIN)
+def test_an_index_before_the_begin_is_an_error_where_it_is_one_in_eager(
+    name: str, repeated: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program, stock_takes_it = BEFORE_THE_BEGIN[name]
+    x, inside, outside = random(4, 3), torch.tensor([0, 2]), torch.tensor([0, -1])
+    assert isinstance(outcome(program, (x, outside), backend="inductor"), str) != stock_takes_it
+    torch._dynamo.reset()
+    run = torch.compile(program, backend="multigraph")
+    if repeated:
+        assert same(list(run(x, inside)), list(program(x, inside)))
+    capfd.readouterr()
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+        run(x, outside)
+    assert "FX-traced" not in capfd.readouterr().err  # torch's own print, of graphs that are called as modules
+    assert same(list(run(x, inside)), list(program(x, inside)))
+    assert multigraph_backend.stats()["eager_calls"] == (0 if repeated else 1)
