@@ -228,6 +228,7 @@ def test_beside_loads(tmp_path: Path) -> None:
     assert positive([row], "alone_p50_ms", "p99_ms", "worst_ms", "ratio", "hold_ms", "loads_s")
 
 
+@pytest.mark.slow
 def test_serving(tmp_path: Path) -> None:
     rows = run("serving", tmp_path)
     assert [row["form"] for row in rows] == ["multigraph", "static loop"]
