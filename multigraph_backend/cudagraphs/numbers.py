@@ -84,6 +84,8 @@ def lift(gm: GraphModule, inputs: list[Any], device_type: str) -> Numbers | None
             if _changes_nothing(node):
                 node.replace_all_uses_with(node.all_input_nodes[0])
             derived[node] = None
+    at_home = tuple(at for at, node in enumerate(outputs_of(gm)) if node in derived and node not in places)
+    home = _taken_out(gm, placeholders, derived, at_home) if at_home else None
     wanted = [
         (node, of)
         for node in gm.graph.nodes
@@ -94,8 +96,6 @@ def lift(gm: GraphModule, inputs: list[Any], device_type: str) -> Numbers | None
     lifted = _Lifted(gm, places, placeholders[-1], fake.fake_mode, gpus[0])
     for node, of in wanted:
         node.replace_input_with(of, lifted.on_gpu(of))
-    at_home = tuple(at for at, node in enumerate(outputs_of(gm)) if node in derived and node not in places)
-    home = _taken_out(gm, placeholders, derived, at_home) if at_home else None
     for node in reversed(list(derived)):
         if node.op != "placeholder" and not node.users:
             gm.graph.erase_node(node)
