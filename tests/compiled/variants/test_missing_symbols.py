@@ -65,6 +65,7 @@ def test_each_symbol_that_is_missing_turns_its_feature_off_with_one_line(tmp_pat
             assert any(line.startswith("torch ") and " differs: " in line for line in entry["lines"]), (name, entry)
 
 
+@pytest.mark.slow
 def test_programs_are_right_and_one_line_says_what_is_missing(tmp_path: Path) -> None:
     said = hidden("run", tmp_path, 900)
     assert len(said) > 15
