@@ -122,8 +122,10 @@ def _taken_out(
     known = {node: graph.placeholder(f"given_{place}") for place, node in enumerate(placeholders)}
     for node in derived:
         if node in needed and node not in known:
-            known[node] = graph.node_copy(node, known.__getitem__)
-            known[node].meta.clear()  # it would keep the trace
+            made = known[node] = graph.node_copy(node, known.__getitem__)
+            made.meta.clear()  # it would keep the trace
+            if made.target is _prims.convert_element_type.default:  # Python at each call, and five times as slow
+                made.target = _aten.to.dtype  # of another type: what changes nothing is no step any more
     graph.output(tuple(known[node] for node in wanted))
     for at in at_home:
         outputs[at] = None

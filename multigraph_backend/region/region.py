@@ -344,7 +344,7 @@ class Region:
         # What raises here, too, is the program's own, and says enough.  A call of the module would print it as well,
         # and forget where it was raised; so would its `forward`, which is unwritten until somebody asks for the code.
         module = self._graph.module
-        assert module.code
+        _ = module.code
         outputs = module.forward(*args)
         if not self.generic.failures:  # else it was said when generic failed
             events.warn_once(f"{self.user_code}: eager", "%s: runs eagerly: %s", self.user_code, why)
