@@ -1,7 +1,8 @@
 """The programs whose memory `memory.py` measures, and the forms in which they run.
 
 Each program compiles what it is given to compile, and yields a number after each step: a loss, the mean of an output,
-a batch size.  So its memory can be looked at in between, and its numbers compared.
+a batch size.  So its memory can be looked at in between, and its numbers compared.  Those that train take a number of
+steps for `step_times.py`, which times them.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def _loss(model: torch.nn.Module) -> Loss:
     return loss
 
 
-def two_lengths(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
-    layers, width, batch, lengths, steps = (2, 64, 2, (8, 4), 4) if quick else (12, 1024, 8, (1024, 512), 40)
+def two_lengths(compiled: Compile, device: str, quick: bool, steps: int = 0) -> Iterator[float]:
+    layers, width, batch, lengths, usual = (2, 64, 2, (8, 4), 4) if quick else (12, 1024, 8, (1024, 512), 40)
+    steps = steps or usual
     model = _model(layers, width, device)
     loss, optimizer = compiled(_loss(model)), torch.optim.AdamW(model.parameters(), lr=1e-4)
     for step in range(steps):
@@ -52,8 +54,9 @@ def two_lengths(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
         yield float(value.detach())
 
 
-def accumulation(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
-    layers, width, batch, length, steps = (2, 64, 2, 8, 3) if quick else (12, 1024, 8, 512, 10)
+def accumulation(compiled: Compile, device: str, quick: bool, steps: int = 0) -> Iterator[float]:
+    layers, width, batch, length, usual = (2, 64, 2, 8, 3) if quick else (12, 1024, 8, 512, 10)
+    steps = steps or usual
     model = _model(layers, width, device)
     loss, mark = marked_by_step(compiled(_loss(model)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -93,8 +96,9 @@ def sizes(compiled: Compile, device: str, quick: bool, order: str) -> Iterator[f
                 yield float(torch.linalg.vector_norm(run(x), 1, dtype=torch.float32)) / x.numel()
 
 
-def three_models(compiled: Compile, device: str, quick: bool, kept: bool = False) -> Iterator[float]:
-    layers, width, batch, length, steps = (1, 64, 2, 8, 3) if quick else (4, 1024, 8, 512, 10)
+def three_models(compiled: Compile, device: str, quick: bool, kept: bool = False, steps: int = 0) -> Iterator[float]:
+    layers, width, batch, length, usual = (1, 64, 2, 8, 3) if quick else (4, 1024, 8, 512, 10)
+    steps = steps or usual
     models = [_model(layers, width, device) for _ in range(3)]
     losses = [compiled(_loss(model)) for model in models]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in models]
@@ -160,9 +164,15 @@ def sharded(compiled: Compile, device: str, quick: bool) -> Iterator[float]:
 def program(name: str) -> Callable[[Compile, str, bool], Iterator[float]]:
     if name.startswith("sizes, "):
         return partial(sizes, order=name.removeprefix("sizes, "))
-    training = {"two lengths": two_lengths, "accumulation": accumulation, "three models": three_models}
-    training[KEPT] = partial(three_models, kept=True)
-    return {**training, EDGE: at_the_edge, SHARDED: sharded}[name]
+    programs: dict[str, Callable[[Compile, str, bool], Iterator[float]]] = {
+        "two lengths": two_lengths,
+        "accumulation": accumulation,
+        "three models": three_models,
+        KEPT: partial(three_models, kept=True),
+        EDGE: at_the_edge,
+        SHARDED: sharded,
+    }
+    return programs[name]
 
 
 # ---------------------------------------------------------------- forms

@@ -14,17 +14,17 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 FACTS = {"benchmark", "title", "quick", "commit", "date", "torch", "triton", "python", "device", "columns", "rows"}
 
 
-def run(name: str, folder: Path) -> list[dict[str, Any]]:
-    """The rows of a quick run on the CPU, none of which failed."""
+def run(name: str, folder: Path, *words: str, nested: bool = True) -> list[dict[str, Any]]:
+    """The rows of a quick run on the CPU with more `words`, none of which failed; `nested` as in `forked.run`."""
     path = folder / "out" / f"{name}.json"
-    command = [str(CHECKOUT / "benchmarks" / f"{name}.py"), "--quick", "--device", "cpu"]
+    command = [str(CHECKOUT / "benchmarks" / f"{name}.py"), "--quick", "--device", "cpu", *words]
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "MULTIGRAPH_COMMIT": "abc",
         "OMP_WAIT_POLICY": "passive",
     }
-    done = forked.run(*command, "--json", str(path), cwd=folder, env=environment, nested=True)
+    done = forked.run(*command, "--json", str(path), cwd=folder, env=environment, nested=nested)
     said = f"{done.stdout}\n{done.stderr}"
     assert path.exists(), said
     written = json.loads(path.read_text())

@@ -12,6 +12,7 @@ import importlib
 import logging
 import math
 import os
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -128,6 +129,15 @@ def test_memory(tmp_path: Path) -> None:
     assert Counter(row["program"] for row in rows) == {"two lengths": 4}
     # each form computes what eager does, on the same inputs: else its row would have failed
     assert all(len(row["numbers"]) >= 3 for row in rows)
+
+
+@pytest.mark.slow
+def test_step_times_beside_another_checkout(tmp_path: Path) -> None:
+    shutil.copytree(CHECKOUT / "multigraph_backend", tmp_path / "before" / "multigraph_backend")
+    words = ("--before", str(tmp_path / "before"), "--before-commit", "abc", "--program", "three models", "small")
+    rows = run("step_times", tmp_path, *words, nested=False)  # a fork has imported this checkout's
+    assert [(row["program"], row["before"]) for row in rows] == [("three models", "abc"), ("small", "abc")]
+    assert positive(rows, "ms", "before_ms", "stock_ms", "ratio", "over_stock")
 
 
 def test_memory_of_a_series_of_processes(load: Callable[[str], Any]) -> None:
