@@ -18,6 +18,7 @@ one line says so, `status()` has the reason, and torch's own allocator serves.  
 
     library.py      the shared library: found, loaded, its version checked, its functions typed
     installing.py   install, status
+    ended_pools.py  torch's pools that are over: their memory goes back when torch bears it
     sleeping.py     sleep, wake: of the whole process; what sleeps, for whoever reads it
     pools.py        pool, and sleep and wake of one
     relief.py       what is asked to give memory up before an allocation fails

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.allocator import installing, library, sleeping
+from multigraph_backend.allocator import ended_pools, installing, library, sleeping
 from multigraph_backend.allocator.library import Block, Library, Refused
 from multigraph_backend.allocator.sleeping import Asleep, Keep, Sleeper
 from multigraph_backend.allocator.statistics import segments_of
@@ -58,6 +58,9 @@ class _Kind(Protocol):
     def reserved(self) -> tuple[int, int]: ...
     def lent(self) -> int: ...
     def ranges(self) -> tuple[sleeping.Range, ...]: ...
+    def ranges_asleep(self) -> tuple[sleeping.Range, ...]:
+        """Those, also after `close`, that sleep."""
+
     def sleep(self, keep: bool) -> int: ...
     def wake(self) -> int: ...
     def empty_cache(self) -> int: ...
@@ -219,7 +222,7 @@ class Pool:
 
 def _end(kind: _Kind) -> None:
     kind.close()
-    sleeping.ended(kind)
+    sleeping.ended(kind, kind.ranges_asleep)
 
 
 _WAKE_FIRST = "the pool sleeps: wake it first"
@@ -256,6 +259,7 @@ def pool(
         events.warn_once("allocator pool", "a pool of the allocator extension does nothing: %s", reason)
         return Pool(_Nothing(), reason, sleeps)
     torch.cuda.init()
+    ended_pools.sweep(_index(device))
     if sleeps:
         sleeping.will_be_possible()
     index = _index(device)
@@ -315,6 +319,8 @@ class _Nothing:
 
     def ranges(self) -> tuple[sleeping.Range, ...]:
         return ()
+
+    ranges_asleep = ranges
 
     def sleep(self, keep: bool) -> int:
         return 0
@@ -403,9 +409,14 @@ class _OfTorch:
         refused = ctypes.c_uint64()
         outs = [ctypes.byref(out) for out in (current, peak, count, refused)]
         self._library.call("mg_segments_read", self._slot, *outs)
+        return current.value - self._away()[1], peak.value
+
+    def _away(self) -> tuple[bool, int]:
+        """Whether it sleeps, and the bytes that the device has back of it."""
+        assert self._library is not None
         asleep, away = ctypes.c_int(), ctypes.c_size_t()
         self._library.call("mg_segments_asleep", self._slot, ctypes.byref(asleep), ctypes.byref(away))
-        return current.value - away.value, peak.value
+        return bool(asleep.value), away.value
 
     def lent(self) -> int:
         return 0
@@ -417,6 +428,9 @@ class _OfTorch:
         blocks = (Block * count.value)()
         self._library.call("mg_segments_list", self._slot, blocks, count.value, ctypes.byref(count))
         return tuple((block.address, block.bytes) for block in blocks)
+
+    def ranges_asleep(self) -> tuple[sleeping.Range, ...]:
+        return self.ranges() if self._library is not None and self._away()[0] else ()
 
     def sleep(self, keep: bool) -> int:
         assert self._library is not None
@@ -450,7 +464,7 @@ class _OfTorch:
 
     def close(self) -> None:
         self.mem_pool = None
-        self._pools = []
+        ended_pools.end(self._pools, self.index)
         if self._library is not None:
             self._library.call("mg_segments_close", self._slot)
 
@@ -504,10 +518,8 @@ class _OfTheExtension:
             self._call("mg_release_pool")
 
     def reserved(self) -> tuple[int, int]:
-        asleep, away = ctypes.c_int(), ctypes.c_size_t()
-        self._library.call("mg_pool_asleep", self._device, *self._id, ctypes.byref(asleep), ctypes.byref(away))
         segments = segments_of(self._library, self._device, self._id)
-        now = sum(segment["total_size"] for segment in segments) - away.value
+        now = sum(segment["total_size"] for segment in segments) - self._away()[1]
         self._peak = max(now, getattr(self, "_peak", 0))
         return now, self._peak
 
@@ -519,6 +531,15 @@ class _OfTheExtension:
     def ranges(self) -> tuple[sleeping.Range, ...]:
         segments = segments_of(self._library, self._device, self._id)
         return tuple((segment["address"], segment["total_size"]) for segment in segments)
+
+    def ranges_asleep(self) -> tuple[sleeping.Range, ...]:
+        return self.ranges() if self._away()[0] else ()
+
+    def _away(self) -> tuple[bool, int]:
+        """Whether it sleeps, and the bytes that the device has back of it."""
+        asleep, away = ctypes.c_int(), ctypes.c_size_t()
+        self._library.call("mg_pool_asleep", self._device, *self._id, ctypes.byref(asleep), ctypes.byref(away))
+        return bool(asleep.value), away.value
 
     def sleep(self, keep: bool) -> int:
         given = ctypes.c_size_t()

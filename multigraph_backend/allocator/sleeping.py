@@ -57,6 +57,7 @@ listeners: list[Listener] = []
 
 _lock = threading.RLock()
 _asleep: dict[object, Sleeper] = {}
+_ended: dict[object, Callable[[], Sequence[Range]]] = {}  # which never wake, and what of each is still there
 #: tensors of the backend's own, and what is in them; of those that were made since something here could sleep
 _survivors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _possible = False
@@ -77,8 +78,19 @@ def survives(tensor: torch.Tensor, contents: torch.Tensor | None = None) -> None
 
 
 def asleep(device: int) -> tuple[Sleeper, ...]:
-    """What sleeps on a device.  Waits for nobody."""
-    return tuple(sleeper for sleeper in list(_asleep.values()) if sleeper.device == device)
+    """What sleeps on a device."""
+    return tuple(sleeper for key, sleeper in list(_asleep.items()) if sleeper.device == device and _is_there(key))
+
+
+def _is_there(key: object) -> bool:
+    """Whether what was told of under `key` has memory: what is in an ended pool dies some time, and others get its
+    addresses then."""
+    left = _ended.get(key)
+    if left is None or left():
+        return True
+    _asleep.pop(key, None)
+    _ended.pop(key, None)
+    return False
 
 
 def fall_asleep(key: object, sleeper: Sleeper, give_up: Callable[[], int]) -> int:
@@ -123,9 +135,11 @@ def _write_survivors(key: object, woken: Sleeper) -> None:
         torch.cuda.synchronize(woken.device)  # recordings read them on whichever stream
 
 
-def ended(key: object) -> None:
-    """What was told of under `key` is over, and never wakes.  Calls nobody: it is said when objects end."""
-    _asleep.pop(key, None)
+def ended(key: object, left: Callable[[], Sequence[Range]]) -> None:
+    """What was told of under `key` is over, and never wakes; `left`: what of it is still there, for tensors are in it.
+    Tells nobody: it is said when objects end."""
+    if key in _asleep:
+        _ended[key] = left
 
 
 def _tell(device: int) -> None:

@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 
 import multigraph_backend
 from multigraph_backend import allocator
+from multigraph_backend.allocator import ended_pools
 from multigraph_backend.backend import multigraph
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.devices.cuda import CudaDevice
@@ -300,6 +301,33 @@ def test_a_copy_to_the_host_in_the_middle_costs_one_cut() -> None:
     assert seen.recordings >= 2
     assert unrecorded() == {}
     assert "recordings on device 0" in str(multigraph_backend.explain())
+
+
+def test_pools_end_while_the_user_has_one_open() -> None:
+    """torch aborts a process in which a pool's object goes then."""
+    run = compiled(lambda x: torch.relu(x @ x).sum(1))
+    x = torch.randn(512, 512, device=CUDA)
+    for _ in range(3):
+        close(run(x), torch.relu(x @ x).sum(1))
+    assert not ended_pools.allocates_into_a_pool(0)
+    mine = torch.cuda.MemPool()
+    seen: list[bool] = []
+    with torch.cuda.use_mem_pool(mine):
+        thread = threading.Thread(target=lambda: seen.append(ended_pools.allocates_into_a_pool(0)))
+        thread.start()
+        thread.join()
+        assert seen == [True]
+        multigraph_backend.release()
+        for _ in range(3):
+            close(run(x), torch.relu(x @ x).sum(1))
+        multigraph_backend.release()
+        pool = allocator.pool()
+        pool.close()
+    for _ in range(3):
+        close(run(x), torch.relu(x @ x).sum(1))
+    multigraph_backend.release()
+    assert not ended_pools._over
+    assert counts()["pool_held_bytes"] == 0
 
 
 def test_inside_a_capture_of_the_user() -> None:

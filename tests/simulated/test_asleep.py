@@ -164,14 +164,19 @@ def test_collectives_over_memory_that_is_to_sleep(bench: Bench, monkeypatch: pyt
     fall_asleep("pool", sleeper(bench, w))
 
 
-def test_a_pool_that_ended_asleep_refuses_nothing_more(bench: Bench) -> None:
+def test_what_is_in_a_pool_that_ended_asleep_is_refused_until_it_is_gone(bench: Bench) -> None:
     w = values()
     piece = bench.piece(weighted, 2, 1, static=(1,))
     for _ in range(3):
         call_right(piece, weighted, values(), w)
     fall_asleep("pool", sleeper(bench, w))
-    sleeping.ended("pool")
+    left: list[sleeping.Range] = [(0, 1)]
+    sleeping.ended("pool", lambda: left)
+    with pytest.raises(Asleep, match="called while memory that it reads sleeps"):
+        piece([values(), w])
     other = values()
+    call_right(piece, weighted, values(), other)
+    left.clear()
     for _ in range(3):
         call_right(piece, weighted, values(), other)
     assert any(node.holds is never for node in bench.tree.root.below())

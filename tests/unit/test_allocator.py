@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from expecttest import assert_expected_inline
 
 import multigraph_backend
 from multigraph_backend import _compat, allocator
-from multigraph_backend.allocator import installing, library, pools, sleeping, statistics
+from multigraph_backend.allocator import ended_pools, installing, library, pools, sleeping, statistics
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.doctor.allocator import AllocatorFacts
 from multigraph_backend.doctor.allocator import allocator as findings
@@ -96,6 +97,38 @@ def test_sleep_without_a_gpu_says_why() -> None:
     assert not pool.asleep
     with pool, pool:
         pass
+
+
+def test_what_is_in_an_ended_pool_sleeps_until_it_is_gone() -> None:
+    key, left = object(), [(64, 64)]
+    sleeping.fall_asleep(key, sleeping.Sleeper(62, ((64, 64),)), lambda: 64)
+    sleeping.ended(key, lambda: left)
+    assert [sleeper.has(100) for sleeper in sleeping.asleep(62)] == [True]
+    left.clear()
+    assert sleeping.asleep(62) == ()
+    left.append((64, 64))  # another pool's, at the same addresses
+    assert sleeping.asleep(62) == ()
+    sleeping.ended(object(), lambda: left)  # one that did not sleep
+    assert sleeping.asleep(62) == ()
+
+
+def test_pools_that_are_over_go_when_nothing_is_allocated_into_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        pass
+
+    busy = True
+    monkeypatch.setattr(ended_pools, "allocates_into_a_pool", lambda index: busy)
+    pools: Any = [Pool(), Pool()]
+    seen = [weakref.ref(pool) for pool in pools]
+    ended_pools.end(pools, 62)
+    assert pools == []
+    ended_pools.sweep(61)
+    assert all(pool() is not None for pool in seen)
+    busy = False
+    ended_pools.sweep(61)
+    assert all(pool() is not None for pool in seen)
+    ended_pools.sweep(62)
+    assert [pool() for pool in seen] == [None, None]
 
 
 def test_a_pool_that_sleeps_is_not_opened_and_one_that_is_open_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +237,7 @@ def test_a_pool_of_torch_s_that_is_open_is_opened_again_over_the_same_slot(monke
     monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(ended_pools, "allocates_into_a_pool", lambda index: bool(is_open))
     kind = pools._OfTorch(0, True, allocator="of slot 3")
     pool = pools.Pool(kind, None)
     for _ in range(2):

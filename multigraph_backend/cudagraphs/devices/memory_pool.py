@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
+from multigraph_backend.allocator import ended_pools
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class TorchPool:
     def __init__(self, index: int, anchor: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
         """`anchor`: a graph that is captured here on `stream` and kept, for a pool lives as long as a graph in it."""
         self.index = index
+        ended_pools.sweep(index)
         self._pool, self._anchor = torch.cuda.MemPool(), anchor
         self.id: tuple[int, int] = self._pool.id
         self.adopted: set[int] = set()
@@ -264,4 +266,5 @@ class TorchPool:
         # in this order: when the pool's object goes, torch gives back what no graph keeps any more; what a graph still
         # keeps then stays reserved until the cache is emptied or memory is short
         self._anchor.reset()
-        self.__dict__.pop("_pool", None)
+        if "_pool" in self.__dict__:
+            ended_pools.end([self.__dict__.pop("_pool")], self.index)

@@ -64,7 +64,7 @@ class Sleepers:
         self, inputs: Sequence[Any], label: str = "compiled code", constants: Sequence[torch.Tensor] = ()
     ) -> None:
         """Raise `Asleep` where one of these lies in memory that sleeps."""
-        for sleeper in sleeping.asleep(self._device.index):  # a pool that has ended since is not among them
+        for sleeper in sleeping.asleep(self._device.index):
             if sleeper.ranges is None:
                 raise Asleep(f"{label}: called while all memory of the device sleeps; wake it first")
             with _compat.without_torch_function():
