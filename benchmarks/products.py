@@ -4,7 +4,9 @@
 
 unpacked             x was never packed: the product alone, of the GPU's library
 buffer               x is unpacked into a buffer, and that multiplied, as saved tensors are by default
-inside               x is unpacked in the prologue of Triton's template, which Inductor tunes and may refuse; on a GPU
+inside               x is unpacked in the prologue of Triton's template, which Inductor tunes and may refuse; on a GPU.
+                     The unpack is an `invoke_quant`, which Inductor's rules against such prologues let pass
+template             "unpacked" by Triton's template instead of the library: what "inside" is at best; on a GPU
 inside, or library   the same, where tuning may also take the library over a buffer
 scaled               x in float8_e4m3fn is multiplied as it is, dy rounded to float8_e5m2: `Cast(..., multiply=True)`
 
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 from measure import Column, Results, arguments, attempt, device_passes, input_sets, interleaved, own_code, paired_ratio
+from torch._higher_order_ops import InvokeQuant
 from torch._inductor.utils import run_and_get_code
 
 COLUMNS = (
@@ -42,6 +45,7 @@ SHAPES = (
     (8192, 1024, 1024), (8192, 1024, 3072), (8192, 1024, 4096), (8192, 4096, 1024),
     (8192, 2048, 2048), (8192, 2048, 8192), (8192, 8192, 2048),
 )  # fmt: skip
+PLAIN = ("unpacked", "template")  # what they multiply was never packed
 E5M2 = 57344.0
 
 Tensors = tuple[torch.Tensor, ...]
@@ -67,6 +71,19 @@ def by_way_of_a_buffer(dy: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
     return dy.t() @ unpacked(saved)
 
 
+def inside(dy: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+    x: torch.Tensor = InvokeQuant()(_cast if len(saved) == 1 else _scale, *saved)
+    return dy.t() @ x
+
+
+def _cast(x: torch.Tensor) -> torch.Tensor:
+    return unpacked((x,))
+
+
+def _scale(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return unpacked((x, scale))
+
+
 def scaled(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`x` lies transposed."""
     scale = dy.abs().amax().float() / E5M2
@@ -79,8 +96,9 @@ TUNED = {"max_autotune_gemm": True, "prologue_fusion": True, "benchmark_epilogue
 FORMS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any]]] = {
     "unpacked": (plain, {}),
     "buffer": (by_way_of_a_buffer, {}),
-    "inside": (by_way_of_a_buffer, {**TUNED, "max_autotune_gemm_backends": "TRITON"}),
-    "inside, or library": (by_way_of_a_buffer, {**TUNED, "max_autotune_gemm_backends": "ATEN,TRITON"}),
+    "template": (plain, {**TUNED, "max_autotune_gemm_backends": "TRITON"}),
+    "inside": (inside, {**TUNED, "max_autotune_gemm_backends": "TRITON"}),
+    "inside, or library": (inside, {**TUNED, "max_autotune_gemm_backends": "ATEN,TRITON"}),
     "scaled": (scaled, {}),
 }
 
@@ -88,7 +106,7 @@ FORMS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any]]] = {
 def measured(device: str, shape: tuple[int, int, int], pack: str, rounds: int) -> dict[str, dict[str, Any]]:
     """The values of each form's row, or an "error"."""
     names = ["unpacked", "buffer"]
-    names += ["inside", "inside, or library"] if device == "cuda" else []
+    names += ["template", "inside", "inside, or library"] if device == "cuda" else []
     names += ["scaled"] if pack == "fp8" else []
     rows: dict[str, dict[str, Any]] = {}
     passes: dict[str, Any] = {}
@@ -116,7 +134,7 @@ def _form(device: str, shape: tuple[int, int, int], pack: str, name: str) -> tup
     def given() -> Tensors:
         x, dy = (torch.randn(tokens, columns, device=device).bfloat16() for columns in (inside, outside))
         saved = packed(pack, x)
-        if name == "unpacked":
+        if name in PLAIN:
             return dy * 1e-3, unpacked(saved)
         return dy * 1e-3, *((saved[0].t().contiguous(),) if name == "scaled" else saved)
 
@@ -125,12 +143,12 @@ def _form(device: str, shape: tuple[int, int, int], pack: str, name: str) -> tup
         run = torch.compile(own_code(function), dynamic=False)
         made, code = run_and_get_code(run, *inputs[0])
     dy, *saved = inputs[0]
-    x = saved[0].t() if name == "scaled" else saved[0] if name == "unpacked" else unpacked(tuple(saved))
+    x = saved[0].t() if name == "scaled" else saved[0] if name in PLAIN else unpacked(tuple(saved))
     wanted = dy.double().t() @ x.double()
     off = float((made.double() - wanted).norm() / wanted.norm())
     if not off < (0.1 if name == "scaled" else 0.01):
         raise RuntimeError(f"an error of {off:.3g}")
-    fused = name not in ("unpacked", "scaled") and _one_kernel("\n".join(code))
+    fused = name not in (*PLAIN, "scaled") and _one_kernel("\n".join(code))
     return {"off": off, "fused": "yes" if fused else "no"}, device_passes({name: run}, inputs, device)[name], inputs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,9 @@ from accelerate.state import AcceleratorState
 from torch._dynamo import config as dynamo_config
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import multigraph_backend
 from multigraph_backend import redirect
 from multigraph_backend.integrations import accelerate_plugin
-
-AOT = {"compiler": "aot_eager"}
+from tests.support.on_device import DEVICE, ON_GPU, nothing_fell_back, options, same
 
 
 def small() -> torch.nn.Module:
@@ -28,13 +27,13 @@ def small() -> torch.nn.Module:
 def trained(**settings: Any) -> list[torch.Tensor]:
     """Two steps of two accumulated batches each."""
     AcceleratorState._reset_state(reset_partial_state=True)  # a process has one, with the plugin of its first user
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **settings)
+    accelerator = Accelerator(cpu=not ON_GPU, gradient_accumulation_steps=2, **settings)
     torch.manual_seed(1)
     model = small()
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     for rows in (4, 6, 4, 5):
         with accelerator.accumulate(prepared):
-            accelerator.backward(prepared(torch.randn(rows, 4)).square().mean())
+            accelerator.backward(prepared(torch.randn(rows, 4, device=DEVICE)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -42,19 +41,19 @@ def trained(**settings: Any) -> list[torch.Tensor]:
 
 def test_the_plugin_names_multigraph() -> None:
     expected = trained()
-    plugin = accelerate_plugin(options=AOT, dynamic=True)
+    plugin = accelerate_plugin(options=options(), dynamic=True)
     got = trained(dynamo_plugin=plugin)
-    torch.testing.assert_close(got, expected)
-    assert multigraph_backend.stats()["generic_calls"] >= 4
+    same(got, expected)
+    assert nothing_fell_back()["generic_calls"] >= 4
 
 
 def test_its_own_setting_is_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MULTIGRAPH_OPTIONS", '{"*": {"compiler": "aot_eager"}}')
+    monkeypatch.setenv("MULTIGRAPH_OPTIONS", json.dumps({"*": options()}))
     expected = trained()
     with dynamo_config.patch(debug_backend_override=redirect.EVERYTHING):
         got = trained(dynamo_backend="inductor")
-    torch.testing.assert_close(got, expected)
-    assert multigraph_backend.stats()["generic_calls"] >= 4
+    same(got, expected)
+    assert nothing_fell_back()["generic_calls"] >= 4
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -69,7 +68,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 @pytest.mark.parametrize("how", ["model.compile", "torch_compile"])
 def test_the_trainer(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By compiling the model before, and by its own switch, redirected; with accumulated gradients."""
-    monkeypatch.setenv("MULTIGRAPH_OPTIONS", '{"*": {"compiler": "aot_eager"}}')
+    monkeypatch.setenv("MULTIGRAPH_OPTIONS", json.dumps({"*": options()}))
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
@@ -80,7 +79,7 @@ def test_the_trainer(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def train(model: Any, **settings: Any) -> list[torch.Tensor]:
         arguments = TrainingArguments(
             output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, logging_strategy="no", **settings,
+            report_to=[], use_cpu=not ON_GPU, save_strategy="no", disable_tqdm=True, logging_strategy="no", **settings,
         )  # fmt: skip
         Trainer(model=model, args=arguments, train_dataset=Tokens()).train()
         return [parameter.detach() for parameter in model.parameters()]
@@ -92,7 +91,5 @@ def test_the_trainer(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     else:
         with dynamo_config.patch(debug_backend_override=redirect.EVERYTHING):
             got = train(model, torch_compile=True)
-    torch.testing.assert_close(got, expected)
-    ran = multigraph_backend.stats()
-    assert ran["generic_calls"] >= 4
-    assert ran["failures"] == ran["eager_calls"] == 0
+    same(got, expected)
+    assert nothing_fell_back()["generic_calls"] >= 4

@@ -9,9 +9,7 @@ import lightning
 import torch
 import torchmetrics
 
-import multigraph_backend
-
-SETTINGS: dict[str, Any] = {"backend": "multigraph", "dynamic": True, "options": {"compiler": "aot_eager"}}
+from tests.support.on_device import DEVICE, nothing_fell_back, same, settings
 
 
 class Regression(lightning.LightningModule):
@@ -34,8 +32,8 @@ def fit(model: Any) -> None:
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(10, 4), torch.randn(10, 1))
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, accumulate_grad_batches=2,
+        max_epochs=1, accelerator=DEVICE.type, devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2,
     )  # fmt: skip
     trainer.fit(model, torch.utils.data.DataLoader(data, 4))
 
@@ -45,23 +43,21 @@ def test_a_compiled_module_is_fitted_as_eager_is() -> None:
     module = Regression()
     twin = copy.deepcopy(module)
     fit(twin)
-    fit(torch.compile(module, **SETTINGS))
-    torch.testing.assert_close(list(module.parameters()), list(twin.parameters()))
-    torch.testing.assert_close(module.error.compute(), twin.error.compute())
-    ran = multigraph_backend.stats()
-    assert ran["generic_calls"] >= 3
-    assert ran["failures"] == ran["eager_calls"] == 0
+    fit(torch.compile(module, **settings()))
+    same(list(module.parameters()), list(twin.parameters()))
+    same(module.error.compute(), twin.error.compute())
+    assert nothing_fell_back()["generic_calls"] >= 3
 
 
 def test_fabric_takes_a_compiled_model() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
+    model = torch.nn.Linear(4, 1, device=DEVICE)
     twin = copy.deepcopy(model)
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 4, device=DEVICE)
     twin(x).square().mean().backward()
-    fabric = lightning.Fabric(accelerator="cpu")
-    compiled, optimizer = fabric.setup(torch.compile(model, **SETTINGS), torch.optim.SGD(model.parameters(), 0.0))
+    fabric = lightning.Fabric(accelerator=DEVICE.type, devices=1)
+    compiled, optimizer = fabric.setup(torch.compile(model, **settings()), torch.optim.SGD(model.parameters(), 0.0))
     fabric.backward(compiled(x).square().mean())
     optimizer.step()
-    torch.testing.assert_close(model.weight.grad, twin.weight.grad)
-    assert multigraph_backend.stats()["generic_calls"] == 1
+    same(model.weight.grad, twin.weight.grad)
+    assert nothing_fell_back()["generic_calls"] == 1

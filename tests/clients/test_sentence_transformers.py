@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-import multigraph_backend
+from tests.support.on_device import DEVICE, nothing_fell_back, same, settings
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "trace", "many", "variants", "a", "call"]
 
@@ -32,12 +32,10 @@ def test_sentences_are_encoded_as_eager_does(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path)  # fmt: skip
     transformer = models.Transformer(str(tmp_path))
     pooling = models.Pooling(16)
-    model = sentence_transformers.SentenceTransformer(modules=[transformer, pooling], device="cpu")
+    model = sentence_transformers.SentenceTransformer(modules=[transformer, pooling], device=str(DEVICE))
     batches = [["one trace", "many variants"], ["a call", "one trace many variants", "many"]]
     wanted = [model.encode(batch) for batch in batches]
-    model.compile(backend="multigraph", dynamic=True, options={"compiler": "aot_eager"})
+    model.compile(**settings())
     for batch, expected in zip(batches, wanted, strict=True):
-        torch.testing.assert_close(torch.from_numpy(model.encode(batch)), torch.from_numpy(expected))
-    ran = multigraph_backend.stats()
-    assert ran["generic_calls"] >= 2
-    assert ran["failures"] == ran["eager_calls"] == 0
+        same(torch.from_numpy(model.encode(batch)), torch.from_numpy(expected))
+    assert nothing_fell_back()["generic_calls"] >= 2
