@@ -21,6 +21,8 @@ in variants  share of the calls behind "us" that a variant ran; "replayed": that
 worst        largest relative difference from eager, on new inputs, before and after a form is timed
 failures     of multigraph's compiles
 
+A form that is 30 times as slow as the fastest is timed by one call, and has no ratio.
+
 Each kind of weights has a process of its own. Processes compile side by side (`--jobs`), then each in turn warms up,
 when recordings are made, and is timed, while nothing else runs. Weights that cannot be made or called are a row with
 the error; the exit status is about multigraph's rows, and about weights that need no kernels of their own. Inductor is
@@ -97,6 +99,8 @@ RECORDED = (Goal("replayed", "replayed", 1, at_least=True), Goal("ratio", "over_
 GOALS = {"cpu": (IN_VARIANTS,), "cuda": (IN_VARIANTS, *RECORDED)}
 
 WARM_UP = 12  # calls of each form and size
+TOO_SLOW = 0.2  # seconds of a call, which is not made so often then
+SLOW = 30  # times as slow as the fastest: one call says enough
 SECONDS = 1200.0  # of one process
 NEEDED = 'benchmarks/quantized.py needs torchao: pip install "multigraph[clients]"'
 
@@ -310,9 +314,12 @@ class Comparison:
             self.about[OURS] |= {"explain": str(multigraph_backend.explain()).splitlines()}
 
     def _warm(self, form: str, made: Call, call: str) -> None:
+        took = []
         for _ in range(3):
+            began = time.perf_counter()
             self.check(form, made, call)
-        for _ in range(WARM_UP):
+            took.append(time.perf_counter() - began)
+        for _ in range(WARM_UP if min(took) < TOO_SLOW else 0):
             made(*self.inputs(call))
         wait()
 
@@ -347,6 +354,9 @@ class Comparison:
         for made in forms.values():  # recordings of other sizes may have given way to those of this one
             for each in (*inputs, *inputs):
                 made(*each)
+        once = {form: end_to_end_us(made, inputs, 1)() for form, made in forms.items()}
+        slow = {form: us for form, us in once.items() if us > SLOW * min(once.values())}
+        forms = {form: made for form, made in forms.items() if form not in slow}
         before = answered()
         end = interleaved({form: end_to_end_us(made, inputs) for form, made in forms.items()}, rounds)
         found: dict[str, dict[str, Any]] = {form: {"us": statistics.median(us)} for form, us in end.items()}
@@ -359,7 +369,7 @@ class Comparison:
             for form, us in work.items():
                 found[form]["gpu_us"] = statistics.median(us)
             add_ratios(found, work, "gpu_over_stock")
-        return found
+        return found | {form: {"us": us} for form, us in slow.items()}
 
 
 def add_ratios(found: Mapping[str, dict[str, Any]], taken: Mapping[str, Sequence[float]], key: str) -> None:
