@@ -13,6 +13,7 @@ scaled               x in float8_e4m3fn is multiplied as it is, dy rounded to fl
 us              of the product, with all that its form does for it, on the GPU
 over unpacked   paired by turns
 fused           whether the unpack is in the product's own kernel
+slower by       by how much Inductor found the product with the unpack inside to be slower, where it tried and refused
 error           to the product of what is packed, in float64, relative
 
     python benchmarks/products.py --json products.json
@@ -20,9 +21,12 @@ error           to the product of what is packed, in float64, relative
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -39,6 +43,7 @@ COLUMNS = (
     Column("us", "us", 1),
     Column("over_unpacked", "over unpacked", 3),
     Column("fused", "fused"),
+    Column("slower", "slower by", 3),
     Column("off", "error", 4),
 )
 SHAPES = (
@@ -139,7 +144,7 @@ def _form(device: str, shape: tuple[int, int, int], pack: str, name: str) -> tup
         return dy * 1e-3, *((saved[0].t().contiguous(),) if name == "scaled" else saved)
 
     inputs = input_sets(given)
-    with inductor_config.patch(how):
+    with inductor_config.patch(how), refusals() as refused:
         run = torch.compile(own_code(function), dynamic=False)
         made, code = run_and_get_code(run, *inputs[0])
     dy, *saved = inputs[0]
@@ -149,7 +154,31 @@ def _form(device: str, shape: tuple[int, int, int], pack: str, name: str) -> tup
     if not off < (0.1 if name == "scaled" else 0.01):
         raise RuntimeError(f"an error of {off:.3g}")
     fused = name not in (*PLAIN, "scaled") and _one_kernel("\n".join(code))
-    return {"off": off, "fused": "yes" if fused else "no"}, device_passes({name: run}, inputs, device)[name], inputs
+    about = {"off": off, "fused": "yes" if fused else "no", "slower": max(refused, default=None)}
+    return about, device_passes({name: run}, inputs, device)[name], inputs
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[list[float]]:
+    """How many times as slow as two kernels those were that Inductor tried inside, and did not fuse for that."""
+    found: list[float] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "cannot fuse (benchmark)" in (said := record.getMessage()):
+                found.extend(float(each) for each in re.findall(r"(\d+\.\d+)[^x]*x slowdown", said))
+
+    log, handler = logging.getLogger("torch._inductor.scheduler.__fusion"), Handler()
+    level, passes_on = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = passes_on
 
 
 def _one_kernel(code: str) -> bool:

@@ -23,6 +23,9 @@ failures     of multigraph's compiles
 
 A form that is 30 times as slow as the fastest is timed by one call, and has no ratio.
 
+Floats that the model holds (epsilons) are constants, in all forms: torch._dynamo.config.specialize_float, as
+docs/how-to/serve.md has it.
+
 Each kind of weights has a process of its own. Processes compile side by side (`--jobs`), then each in turn warms up,
 when recordings are made, and is timed, while nothing else runs. Weights that cannot be made or called are a row with
 the error; the exit status is about multigraph's rows, and about weights that need no kernels of their own. Inductor is
@@ -52,6 +55,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import workloads
 from measure import (
     Call,
@@ -417,6 +421,7 @@ def answered() -> Answered:
 
 def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one kind of weights."""
+    torch._dynamo.config.specialize_float = True
     with torch.no_grad():
         comparison = Comparison(args.weights, args.device, args.quick, args.tuned)
         for form in chosen(args.only):

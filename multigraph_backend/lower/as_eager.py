@@ -36,7 +36,7 @@ def compile_as_eager(
     inner: InnerCompile | None, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Any:
     """Inductor's compile of one graph, with eager's numbers; then as `compile_with_regions`."""
-    for module in _graphs(gm):
+    for module in graphs(gm):
         give_eagers_numbers(module)
     return compile_with_regions(inner, gm, example_inputs, **settings)
 
@@ -58,7 +58,8 @@ def give_eagers_numbers(gm: torch.fx.GraphModule) -> None:
         gm.recompile()
 
 
-def _graphs(gm: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+def graphs(gm: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """`gm`, and the graphs that it calls."""
     return [module for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
 
 
@@ -199,26 +200,26 @@ def _takes_remainder_off(node: _Node) -> bool:
     dtype = _value(node).dtype
     x, y = (_as(node, operand, dtype) for operand in node.args[:2])
     if not isinstance(x, _Node):
-        x = _before(node, _aten.full.default, [], x, dtype=dtype, device=_value(node).device)
-    over = _before(node, _aten.div.Tensor, x, y)
-    left = _before(node, _remainder(y), x, y)
-    quotient = _before(node, _aten.div.Tensor, _before(node, _aten.sub.Tensor, x, left), y)
-    one_less = _before(node, _aten.sub.Tensor, quotient, 1)
-    quotient = _before(node, _aten.where.self, _is_of_other_sign(node, left, y), one_less, quotient)
-    floor = _before(node, _aten.floor.default, quotient)
-    above = _before(node, _aten.gt.Scalar, _before(node, _aten.sub.Tensor, quotient, floor), 0.5)
-    whole = _before(node, _aten.where.self, above, _before(node, _aten.add.Tensor, floor, 1), floor)
+        x = call_before(node, _aten.full.default, [], x, dtype=dtype, device=_value(node).device)
+    over = call_before(node, _aten.div.Tensor, x, y)
+    left = call_before(node, _remainder(y), x, y)
+    quotient = call_before(node, _aten.div.Tensor, call_before(node, _aten.sub.Tensor, x, left), y)
+    one_less = call_before(node, _aten.sub.Tensor, quotient, 1)
+    quotient = call_before(node, _aten.where.self, _is_of_other_sign(node, left, y), one_less, quotient)
+    floor = call_before(node, _aten.floor.default, quotient)
+    above = call_before(node, _aten.gt.Scalar, call_before(node, _aten.sub.Tensor, quotient, floor), 0.5)
+    whole = call_before(node, _aten.where.self, above, call_before(node, _aten.add.Tensor, floor, 1), floor)
     # eager's 0 has the sign of `x / y`, and what is divided by 0 is that
-    no_sign = _before(node, _aten.eq.Scalar, quotient, 0)
-    whole = _before(node, _aten.where.self, no_sign, _before(node, _aten.mul.Tensor, over, 0.0), whole)
+    no_sign = call_before(node, _aten.eq.Scalar, quotient, 0)
+    whole = call_before(node, _aten.where.self, no_sign, call_before(node, _aten.mul.Tensor, over, 0.0), whole)
     if isinstance(y, _Node) or abs(y) < 1:
         # of a quotient that is too large, `fmod` for whole vectors is NaN; and there is no `isinf` for them
-        large = _before(node, _aten.eq.Scalar, _before(node, _aten.abs.default, over), math.inf)
-        finite = _before(node, _aten.lt.Scalar, _before(node, _aten.abs.default, x), math.inf)
-        large = _before(node, _aten.logical_and.default, large, finite)
-        whole = _before(node, _aten.where.self, large, over, whole)
+        large = call_before(node, _aten.eq.Scalar, call_before(node, _aten.abs.default, over), math.inf)
+        finite = call_before(node, _aten.lt.Scalar, call_before(node, _aten.abs.default, x), math.inf)
+        large = call_before(node, _aten.logical_and.default, large, finite)
+        whole = call_before(node, _aten.where.self, large, over, whole)
     if isinstance(y, _Node):
-        whole = _before(node, _aten.where.self, _before(node, _aten.eq.Scalar, y, 0), over, whole)
+        whole = call_before(node, _aten.where.self, call_before(node, _aten.eq.Scalar, y, 0), over, whole)
     node.replace_all_uses_with(whole if isinstance(y, _Node) or y != 0 else over)
     node.graph.erase_node(node)
     return True
@@ -227,7 +228,7 @@ def _takes_remainder_off(node: _Node) -> bool:
 def _as(node: _Node, operand: Any, dtype: torch.dtype) -> Any:
     if not isinstance(operand, _Node) or _value(operand).dtype == dtype:
         return operand
-    return _before(node, torch.ops.prims.convert_element_type.default, operand, dtype)
+    return call_before(node, torch.ops.prims.convert_element_type.default, operand, dtype)
 
 
 def _remainder(y: Any) -> Any:
@@ -237,10 +238,10 @@ def _remainder(y: Any) -> Any:
 def _is_of_other_sign(node: _Node, left: _Node, y: Any) -> _Node:
     """Where what a division by `y` leaves is below 0 and `y` is not, or the other way round."""
     if not isinstance(y, _Node):
-        return _before(node, _aten.gt.Scalar if y < 0 else _aten.lt.Scalar, left, 0)
-    below = [_before(node, _aten.lt.Scalar, each, 0) for each in (left, y)]
-    some = _before(node, _aten.ne.Scalar, left, 0)
-    return _before(node, _aten.logical_and.default, some, _before(node, _aten.ne.Tensor, *below))
+        return call_before(node, _aten.gt.Scalar if y < 0 else _aten.lt.Scalar, left, 0)
+    below = [call_before(node, _aten.lt.Scalar, each, 0) for each in (left, y)]
+    some = call_before(node, _aten.ne.Scalar, left, 0)
+    return call_before(node, _aten.logical_and.default, some, call_before(node, _aten.ne.Tensor, *below))
 
 
 def _takes_fmod(node: _Node) -> bool:
@@ -251,9 +252,9 @@ def _takes_fmod(node: _Node) -> bool:
     if not isinstance(_value(y), torch.Tensor) and not isinstance(y, int | float):  # a number that is known at the call
         node.meta["should_fallback"] = True
         return False
-    left = _before(node, _remainder(y), x, y)
-    moves, moved = _is_of_other_sign(node, left, y), _before(node, _aten.add.Tensor, left, y)
-    node.replace_all_uses_with(_before(node, _aten.where.self, moves, moved, left))
+    left = call_before(node, _remainder(y), x, y)
+    moves, moved = _is_of_other_sign(node, left, y), call_before(node, _aten.add.Tensor, left, y)
+    node.replace_all_uses_with(call_before(node, _aten.where.self, moves, moved, left))
     node.graph.erase_node(node)
     return True
 
@@ -270,12 +271,14 @@ def _keeps_inside(node: _Node) -> bool:
     for dim, size in enumerate(sizes):  # type: ignore[arg-type]
         # where it is in this dimension alone: the others have one place
         alone = [[part if at == dim else 0 for at, part in enumerate(each)] for each in (strides, padding, dilation)]  # type: ignore[arg-type]
-        where = _before(node, node.target, places, kernel, [1] * len(alone[0]), *alone)
+        where = call_before(node, node.target, places, kernel, [1] * len(alone[0]), *alone)
         if padding[dim]:  # type: ignore[index]
-            first = _before(node, _aten.remainder.Scalar, where, dilation[dim])  # type: ignore[index]
-            where = _before(node, _aten.where.self, _before(node, _aten.lt.Scalar, where, 0), first, where)
+            first = call_before(node, _aten.remainder.Scalar, where, dilation[dim])  # type: ignore[index]
+            where = call_before(node, _aten.where.self, call_before(node, _aten.lt.Scalar, where, 0), first, where)
         index = (
-            where if dim == 0 else _before(node, _aten.add.Tensor, _before(node, _aten.mul.Tensor, index, size), where)
+            where
+            if dim == 0
+            else call_before(node, _aten.add.Tensor, call_before(node, _aten.mul.Tensor, index, size), where)
         )
     node.replace_all_uses_with(index)
     node.graph.erase_node(node)
@@ -303,11 +306,11 @@ def _beyond(node: _Node, index: _Node) -> _Node:
     value = _value(index)
     if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
         return index
-    below = _before(node, _aten.lt.Scalar, index, 0)
-    return _before(node, _aten.where.ScalarSelf, below, torch.iinfo(value.dtype).max, index)
+    below = call_before(node, _aten.lt.Scalar, index, 0)
+    return call_before(node, _aten.where.ScalarSelf, below, torch.iinfo(value.dtype).max, index)
 
 
-def _before(node: _Node, target: Any, *args: Any, **kwargs: Any) -> _Node:
+def call_before(node: _Node, target: Any, *args: Any, **kwargs: Any) -> _Node:
     """A call of `target` put before `node`."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(target, args, kwargs)

@@ -28,7 +28,14 @@ KEPT = "the backward needs an input as it was before the graph changed it in pla
 # code that comes from a cache was compiled as all of these decide
 _DECIDING = tuple(
     str(Path(__file__).with_name(name))
-    for name in ("as_eager.py", "changes.py", Path(__file__).name, "nested_regions.py", "order_of_changes.py")
+    for name in (
+        "as_eager.py",
+        "changes.py",
+        Path(__file__).name,
+        "nested_regions.py",
+        "order_of_changes.py",
+        "quantized_products.py",
+    )
 )
 
 _Partitioner: Any = object if _compat.missing("changed inputs") else _compat.CustomPartitionerFn

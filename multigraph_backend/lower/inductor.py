@@ -5,7 +5,8 @@ Imported when a graph is to be compiled by Inductor, not before: it loads Induct
 In: a graph module and its inputs, options.  Out: Inductor's code, with what the options ask for around it: recordings
 (`cudagraphs`), packed tensors (`saved_tensors`), backward code that may run again (`retained`), bodies for blocks that
 come again (`one_body`), and always the two guards around changed inputs (`gradients_of_changes`, `order_of_changes`)
-and eager's numbers where Inductor has others (`as_eager`).
+eager's numbers where Inductor has others (`as_eager`), and products that it has a slow kernel for
+(`quantized_products`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import as_eager, block_operator, one_body, retained, traced_once
+from multigraph_backend.lower import block_operator, one_body, quantized_products, retained, traced_once
 from multigraph_backend.lower import only_cached as from_caches
 from multigraph_backend.lower.gradients_of_changes import SafePartitioner
 from multigraph_backend.lower.order_of_changes import InnerCompile
@@ -159,7 +160,10 @@ def compile_fx_settings(
     theirs = chosen.get("custom_partitioner_fn", _compat.partitioner_config.custom_partitioner_fn)
     safe = SafePartitioner(theirs)
     patches = {**chosen, "custom_partitioner_fn": safe if around is None else around(safe)}
-    return {"config_patches": patches, "inner_compile": functools.partial(as_eager.compile_as_eager, inner)}
+    return {
+        "config_patches": patches,
+        "inner_compile": functools.partial(quantized_products.compile_with_products, inner),
+    }
 
 
 def _lacks_for_packing() -> str | None:

@@ -9,12 +9,17 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 
 collect_ignore = [
     path.name for path in HERE.glob("test_*.py") if importlib.util.find_spec(path.stem.removeprefix("test_")) is None
 ]
+
+# convolutions of eager and of Inductor in float32, by kernels that are not chosen anew
+torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+torch.backends.cudnn.deterministic = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

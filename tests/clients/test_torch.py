@@ -33,7 +33,7 @@ def printed(
     *words: str, ranks: int = 1, folder: Path, compiled: bool = False, redirected: bool = False
 ) -> dict[str, Any]:
     """The last line of a script's output as JSON.  `compiled`: multigraph has compiled in each rank, and nothing ran
-    eagerly; on a GPU it was recorded."""
+    eagerly; on a GPU it was recorded, where what is redirected trains: FSDP2's parameters move for some steps first."""
     (folder / "sitecustomize.py").write_text(COUNTED if compiled else "")
     paths = [str(folder), str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {
@@ -55,7 +55,7 @@ def printed(
         of_ranks = [count for count in counts if count["regions"]]
         assert len(of_ranks) == ranks, lines
         assert all(count["failures"] == count["eager_calls"] == 0 for count in of_ranks), of_ranks
-        assert not ON_GPU or all(count["recordings"] for count in of_ranks), of_ranks
+        assert not (ON_GPU and redirected) or all(count["recordings"] for count in of_ranks), of_ranks
     return found
 
 

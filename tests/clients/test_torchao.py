@@ -77,7 +77,7 @@ def test_an_adapter_over_quantized_weights_trains_with_saved_tensors_packed() ->
         x = torch.randn(rows, 64, device=DEVICE)
         wanted = torch.autograd.grad(step(x), (down, up))
         got = torch.autograd.grad(compiled(x), (down, up))
-        same(got, wanted, rtol=2e-2, atol=1e-4)
+        same(got, wanted, rtol=2e-2, atol=1e-3)
     nothing_fell_back()
     assert "packed" in str(multigraph_backend.explain())
     replayed()
