@@ -11,16 +11,21 @@ open.  In between it is cached: what was allocated there may die, and nothing el
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Iterable
 
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.process.captures import beside_captures
 
 _lock = threading.RLock()  # a pool may be collected while another one is ended
 _over: dict[int, list[torch.cuda.MemPool]] = {}  # by device
-_LOOKS = 3  # for an event that is over as soon as the device has seen it
+_spare: dict[int, tuple[torch.Tensor, torch.cuda.Stream]] = {}  # by device: for the next question
+_LOOKS, _BETWEEN = 4, 1e-4  # and seconds, for an event on a stream that has nothing to do
+_STREAMS = 32  # that torch hands out in turn
 _PENDING = "active_pending_free"  # torch's word for a block that waits for events
 
 
@@ -39,6 +44,14 @@ def sweep(index: int) -> None:
             _over.pop(index)
 
 
+def prepare(index: int) -> None:
+    """Take what a later question needs, for it may come when memory has run out."""
+    with _lock:
+        if index not in _spare:
+            allocates_into_a_pool(index)
+    sweep(index)
+
+
 def allocates_into_a_pool(index: int) -> bool:
     """Whether any thread does so on the device, in a capture or otherwise; true also where that cannot be told.
 
@@ -48,20 +61,48 @@ def allocates_into_a_pool(index: int) -> bool:
     try:
         if _compat.is_capturing():
             return True
-        with _compat.disable_current_modes(), torch.cuda.device(index):
-            used = torch.empty(1, dtype=torch.uint8, device="cuda")
-            address, other = used.data_ptr(), torch.cuda.Stream()
-            while other == torch.cuda.current_stream():  # torch hands out a few streams in turn
-                other = torch.cuda.Stream()
+        with _compat.disable_current_modes(), torch.cuda.device(index), beside_captures():
+            used, own = _spare.get(index) or _block()
+            other = _idle_stream(own)
+            if other is None:
+                return True
+            _spare.pop(index, None)
+            address = used.data_ptr()
             used.record_stream(other)
             del used
             for _ in range(_LOOKS):
-                torch.empty(1, dtype=torch.uint8, device="cuda")
+                with contextlib.suppress(torch.OutOfMemoryError):  # it has looked before it found no memory
+                    torch.empty(1, dtype=torch.uint8, device="cuda")
                 if address not in _pending(_compat.raw_snapshot(None)["segments"]):
+                    with contextlib.suppress(torch.OutOfMemoryError):
+                        _spare[index] = _block()  # in no pool of the user's, for none is open
                     return False
-    except RuntimeError:  # out of memory; another thread captures; a forked process, which has no device
+                time.sleep(_BETWEEN)
+    except (RuntimeError, OSError):  # out of memory; another thread captures; a forked process, which has no device
         pass
     return True
+
+
+def _block() -> tuple[torch.Tensor, torch.cuda.Stream]:
+    """The least that can be allocated, and the stream that it belongs to."""
+    return torch.empty(1, dtype=torch.uint8, device="cuda"), torch.cuda.current_stream()
+
+
+def _idle_stream(own: torch.cuda.Stream) -> torch.cuda.Stream | None:
+    """One that is not `own`, and has nothing to do, among those that torch hands out in turn; the last where
+    all of them are busy.  None where one captures: to ask that whether it is busy would spoil the capture."""
+    found = None
+    for _ in range(_STREAMS):
+        stream = torch.cuda.Stream()
+        if stream == own:
+            continue
+        with torch.cuda.stream(stream):
+            if _compat.is_capturing():
+                return None
+        found = stream
+        if stream.query():
+            break
+    return found
 
 
 def _pending(segments: Iterable[dict[str, object]]) -> set[object]:

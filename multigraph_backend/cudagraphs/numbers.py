@@ -32,8 +32,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
 from multigraph_backend.allocator import sleeping
-from multigraph_backend.cudagraphs.devices.cuda import beside_captures
 from multigraph_backend.cudagraphs.partition import cuts
+from multigraph_backend.process.captures import beside_captures
 
 NAME = "numbers"  # of the input, and of what is noted in a graph's `meta`
 MOST = 16  # vectors that are kept for the values of one graph

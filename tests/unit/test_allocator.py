@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,25 +109,6 @@ def test_what_is_in_an_ended_pool_sleeps_until_it_is_gone() -> None:
     assert sleeping.asleep(62) == ()
     sleeping.ended(object(), lambda: left)  # one that did not sleep
     assert sleeping.asleep(62) == ()
-
-
-def test_pools_that_are_over_go_when_nothing_is_allocated_into_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pool:
-        pass
-
-    busy = True
-    monkeypatch.setattr(ended_pools, "allocates_into_a_pool", lambda index: busy)
-    pools: Any = [Pool(), Pool()]
-    seen = [weakref.ref(pool) for pool in pools]
-    ended_pools.end(pools, 62)
-    assert pools == []
-    ended_pools.sweep(61)
-    assert all(pool() is not None for pool in seen)
-    busy = False
-    ended_pools.sweep(61)
-    assert all(pool() is not None for pool in seen)
-    ended_pools.sweep(62)
-    assert [pool() for pool in seen] == [None, None]
 
 
 def test_a_pool_that_sleeps_is_not_opened_and_one_that_is_open_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from multigraph_backend.cudagraphs.devices.memory_pool import (
     generator_set_free,
 )
 from multigraph_backend.process import garbage
+from multigraph_backend.process.captures import beside_captures
 from multigraph_backend.process.interruptions import from_outside, without_frames
 
 
@@ -457,24 +458,6 @@ def _quietly(function: Callable[[], None]) -> None:
 
 
 _handles = threading.local()  # `devices`: those of which this thread has a handle of cuBLAS
-
-_RELAXED = 2  # the driver's CU_STREAM_CAPTURE_MODE_RELAXED
-
-
-@contextlib.contextmanager
-def beside_captures() -> Iterator[None]:
-    """Calls of this thread that the driver would take for a mistake while another thread captures in global mode.
-
-    Raises OSError where the driver does not say that it lets them.
-    """
-    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    mode = ctypes.c_int(_RELAXED)
-    if status := exchange(ctypes.byref(mode)):
-        raise OSError(f"cuThreadExchangeStreamCaptureMode returned {status}")
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
 
 
 def _captures(streams: Iterable[int]) -> bool:

@@ -164,7 +164,7 @@ class TorchPool:
     def __init__(self, index: int, anchor: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
         """`anchor`: a graph that is captured here on `stream` and kept, for a pool lives as long as a graph in it."""
         self.index = index
-        ended_pools.sweep(index)
+        ended_pools.prepare(index)
         self._pool, self._anchor = torch.cuda.MemPool(), anchor
         self.id: tuple[int, int] = self._pool.id
         self.adopted: set[int] = set()
