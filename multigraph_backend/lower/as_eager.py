@@ -241,7 +241,7 @@ def _is_of_other_sign(node: _Node, left: _Node, y: Any) -> _Node:
         return call_before(node, _aten.gt.Scalar if y < 0 else _aten.lt.Scalar, left, 0)
     below = [call_before(node, _aten.lt.Scalar, each, 0) for each in (left, y)]
     some = call_before(node, _aten.ne.Scalar, left, 0)
-    return call_before(node, _aten.logical_and.default, some, call_before(node, _aten.ne.Tensor, *below))
+    return call_before(node, _aten.logical_and.default, some, call_before(node, _aten.logical_xor.default, *below))
 
 
 def _takes_fmod(node: _Node) -> bool:

@@ -230,6 +230,21 @@ def test_floor_divisions_are_eagers_at_all_edges_with_their_signs(dtype: torch.d
         assert torch.equal(*signs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_divisions_of_a_size_are_compiled(dtype: torch.dtype) -> None:
+    """Of scalars whose ranges Inductor knows: it compares these, and cannot those of two truths."""
+
+    def program(x: torch.Tensor) -> Tensors:
+        size, two = torch.scalar_tensor(x.shape[0], dtype=dtype), torch.scalar_tensor(2, dtype=dtype)
+        less = 3 - size
+        return x + less // two, less % two, torch.div(less, two, rounding_mode="floor"), less // 2, less % -2
+
+    compiled = torch.compile(program, backend="multigraph", dynamic=True, options={"on_failure": "raise"})
+    for rows in (2, 5, 8):
+        x = torch.randn(rows)
+        torch.testing.assert_close(compiled(x), program(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("row", PASSED_ON)
 def test_it_is_stocks_number_under_multigraph(row: str) -> None:
     program, inputs, generated = PASSED_ON[row]
