@@ -129,6 +129,16 @@ HEADLINES = (
         keys=("static_us", "dynamic_us"),
     ),
     Headline(
+        "A token of a decoder whose weights torchao has made int8",
+        "quantized.json",
+        "us",
+        "us",
+        {"weights": "Int8WeightOnly", "call": "decode, 1"},
+        stock={"form": "reduce-overhead"},
+        peer={"form": "eager"},
+        peer_name="eager",
+    ),
+    Headline(
         "Saved for the backward, 12 decoder blocks, fp8",
         "saved_tensors.json",
         "saved_mib",

@@ -12,11 +12,11 @@ from tests.support.on_device import DEVICE, nothing_fell_back, same, settings
 
 def test_a_resnet_trains_with_its_statistics_and_infers() -> None:
     torch.manual_seed(0)
-    model = torchvision.models.resnet18(num_classes=5).to(DEVICE)
+    model = torchvision.models.resnet18(num_classes=5).to(DEVICE, torch.float64)  # behind many norms
     twin = copy.deepcopy(model)
     compiled = torch.compile(model, **settings(specialize=[{"x[0]": 4}]))
     for rows in (3, 4):
-        x = torch.randn(rows, 3, 64, 64, device=DEVICE)
+        x = torch.randn(rows, 3, 64, 64, device=DEVICE, dtype=torch.float64)
         for each in (compiled, twin):
             each(x).square().mean().backward()
     for (name, got), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
