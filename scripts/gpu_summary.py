@@ -5,7 +5,9 @@
 PARTS.tsv has a line for each part: name, exit status, seconds, the last line of its log.
 """
 
+import contextlib
 import csv
+import importlib.metadata
 import json
 import os
 import platform
@@ -22,6 +24,16 @@ def described() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
+def clients() -> dict[str, str]:
+    """The versions of the libraries that tests/clients are for, as far as they are there."""
+    found = {}
+    for path in sorted((Path(__file__).parents[1] / "tests" / "clients").glob("test_*.py")):
+        name = path.stem.removeprefix("test_").replace("_", "-")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def main(parts_file: Path, summary_file: Path) -> int:
     with parts_file.open(newline="") as lines:
         rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
@@ -35,6 +47,7 @@ def main(parts_file: Path, summary_file: Path) -> int:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "gpus": gpus,
+        **({"libraries": clients()} if any(row[0].startswith("clients-") for row in rows) else {}),
         "parts": parts,
     }
     summary_file.write_text(json.dumps(summary, indent=1) + "\n")

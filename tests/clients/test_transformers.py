@@ -101,6 +101,7 @@ def test_each_attention_answers_as_eager_does(attention: str) -> None:
     assert ran["generic_calls"] >= 5
 
 
+@pytest.mark.slow
 def test_a_pipeline_over_a_compiled_model(model: Any) -> None:
     words = ["[PAD]", "[BOS]", "[UNK]", *(f"w{number}" for number in range(61))]
     tokens = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))

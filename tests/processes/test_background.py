@@ -334,6 +334,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     failed("")
 
 
+@pytest.mark.slow
 def test_killed_at_random_times_it_is_tried_again_and_gets_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return x.log1p().abs() + 19

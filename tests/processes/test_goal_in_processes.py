@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support import forked
 from tests.support.saved_tensors import goal_in_a_process
 
@@ -20,6 +22,7 @@ def run(goal: str, cache: Path) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 def test_a_second_process_has_the_plan_and_the_code_of_the_first_and_another_goal_neither(tmp_path: Path) -> None:
     first, second, third = run("3 MiB", tmp_path), run("3 MiB", tmp_path), run("4 MiB", tmp_path)
     assert first["plan"] == second["plan"] != third["plan"]

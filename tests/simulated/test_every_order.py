@@ -128,6 +128,7 @@ def test_everything_held_keeps_its_value(length: int) -> None:
         assert run.bench.replays() == ROUNDS * length - len(set(program.calls)), program
 
 
+@pytest.mark.slow
 def test_everything_held_keeps_its_value_in_programs_of_four_calls() -> None:
     for program in programs(4, mixed=False):
         run = Run(program)

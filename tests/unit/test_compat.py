@@ -62,7 +62,7 @@ def test_no_other_module_touches_private_torch() -> None:
 
 #: attributes with an underscore that are Python's, or namespaces and operators
 PYTHON = {"_current_frames", "_getframe", "_fields"}
-OPERATORS = {"_c10d_functional", "_assert_scalar", "_scaled_mm"}
+OPERATORS = {"_c10d_functional", "_assert_scalar", "_scaled_mm", "_unsafe_view"}
 #: names by which the package knows objects of torch's tracing
 TRACING = ("shape_env", "fake_mode", "guards_context")
 

@@ -172,6 +172,7 @@ def test_the_links_of_both_graphs(late: Transfers) -> None:
     assert {entry.packed for entry in said.tensors if entry.packed} == {"offload"}
 
 
+@pytest.mark.slow
 def test_copies_stay_where_they_were_placed_in_the_code_of_inductor(late: Transfers) -> None:
     """They depend on nothing around them, and Inductor puts what it cannot record first, or last."""
     stream(late).speed = (3e9, 3e9)

@@ -186,6 +186,7 @@ print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"], *count
 """
 
 
+@pytest.mark.slow
 def test_code_from_a_cache_in_a_second_process(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])

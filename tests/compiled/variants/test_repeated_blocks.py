@@ -292,6 +292,7 @@ class SavingLayers(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_what_blocks_save_that_are_traced_once_is_packed_as_without() -> None:
     """Around the calls: the same tensors, by rules that name modules too, and the same gradients to the last bit."""
     model, x = SavingLayers(), torch.randn(128, 64, requires_grad=True)

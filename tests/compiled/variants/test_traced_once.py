@@ -368,6 +368,7 @@ def test_entries_of_a_model_that_a_wrapper_calls_are_told_apart() -> None:
     assert "4 calls of one body" in verdict.said[-1]
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_save_no_more_than_without_bodies() -> None:
     """Their arguments alone, and the backward's body computes the rest again."""
     torch.manual_seed(0)

@@ -29,6 +29,7 @@ from tests.support.quick_runs import positive, run
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_dispatch(tmp_path: Path) -> None:
     rows = run("dispatch", tmp_path)
     kinds = ("Eq", "Range", "MultipleOf", "mixed")
@@ -246,6 +247,7 @@ def test_serving(tmp_path: Path) -> None:
     assert [row["wrong"] for row in rows] == [0, 0]  # answers that are not eager's
 
 
+@pytest.mark.slow
 def test_saved_tensors(tmp_path: Path) -> None:
     rows = run("saved_tensors", tmp_path)
     by_form = {row["form"]: row for row in rows}

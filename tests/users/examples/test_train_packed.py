@@ -11,6 +11,7 @@ from tests.support import forked
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_without_packing_trains_with_it(tmp_path: Path) -> None:
     example = str(EXAMPLES / "train_packed.py")
     done = forked.run(example, "--quick", "--device", "cpu", cwd=tmp_path, timeout=600)
