@@ -25,6 +25,7 @@ from multigraph_backend.lower import block_operator, one_body, quantized_product
 from multigraph_backend.lower import only_cached as from_caches
 from multigraph_backend.lower.gradients_of_changes import SafePartitioner
 from multigraph_backend.lower.order_of_changes import InnerCompile
+from multigraph_backend.lower.sums_with_zero import keep_sums
 from multigraph_backend.options import Options
 from multigraph_backend.saved_tensors.rules import Offload
 
@@ -81,6 +82,7 @@ def compile_graph(
     given = compile_fx_settings(knobs, from_caches.refuse if only_cached else inner, around)
     if only_cached:
         given["decompositions"] = from_caches.RefusingTable()
+    keep_sums(module)
     known = block_operator.known(traced) if traced is not None else contextlib.nullcontext()
     with known, _zeros_apart(module):
         run: Callable[..., Sequence[Any]]

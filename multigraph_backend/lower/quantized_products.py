@@ -1,15 +1,16 @@
-"""Products with int8 weights on a GPU: kept from a kernel that is slower than what it stands for.
+"""Products with int8 weights: kept from an operator that is slow on GPUs, and on the CPU wrong at some sizes.
 
     (x @ w.to(bfloat16).t()) * scale        w: int8, N x K; x: bfloat16, M x K; scale: bfloat16, N
 
-Inductor (torch 2.11 to 2.15) calls `aten._weight_int8pack_mm` for that.  Processors have a good kernel for it.  That of
-GPUs uses no tensor cores and reads the weight once for each row of x: compiled decoders of torchao's
-`Int8WeightOnlyConfig` are slower than the same ones run eagerly, a hundred times at a thousand rows
-(docs/sharp-edges.md).  The product with its two factors exchanged is the same number, and Inductor does not know it.
+Inductor (torch 2.11 to 2.15) calls `aten._weight_int8pack_mm` for that.  The kernel of GPUs uses no tensor cores and
+reads the weight once for each row of x: compiled decoders of torchao's `Int8WeightOnlyConfig` are slower than the same
+ones run eagerly, a hundred times at a thousand rows (docs/sharp-edges.md).  That of processors is a good one, but it
+takes K in steps: where K is no multiple of those it reads on behind the weight, and gives a wrong number, or crashes.
+The product with its two factors exchanged is the same number, and Inductor does not know it.
 
-Where x is one row, as in decoding, a product with a weight that is made of int8, by scales and zero points of whatever
-form, is a sum over K for each of N: one kernel that reads the weight as it is, a byte for an element.  A library's
-product has it made in a buffer first, which is read again: five bytes.
+On a GPU, where x is one row, as in decoding, a product with a weight that is made of int8, by scales and zero points
+of whatever form, is a sum over K for each of N: one kernel that reads the weight as it is, a byte for an element.  A
+library's product has it made in a buffer first, which is read again: five bytes.
 
 In: a graph that Inductor compiles.  Out: the same graph, changed in place.  The sums are in float32, as the library's.
 """
@@ -35,6 +36,8 @@ _MADE_BY = _SHAPES | {
     _aten.sub.Tensor, _aten.mul.Tensor, _aten.add.Tensor,
 }  # fmt: skip
 _DEVICES = frozenset({"cuda"})
+#: of K, where the operator may stand on the CPU: its kernels take fewer at a time, by processor
+_STEP = 64
 
 
 def compile_with_products(
@@ -47,11 +50,12 @@ def compile_with_products(
 
 
 def keep_products(gm: torch.fx.GraphModule, devices: frozenset[str] = _DEVICES) -> None:
-    """Change what Inductor has a slow kernel for, on these devices; `gm` alone, without graphs that it calls."""
+    """Change what Inductor has a slow kernel for, on these devices, and what it has a wrong one for.  `gm` alone,
+    without graphs that it calls."""
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=_aten.mul.Tensor):
         product, scale = node.args
-        if isinstance(product, _Node) and isinstance(scale, _Node) and _is_of_int8(product, devices):
+        if isinstance(product, _Node) and isinstance(scale, _Node) and _is_refused(product, devices):
             node.args = (scale, product)
             changed = True
     if _products(gm, devices):
@@ -73,11 +77,18 @@ def _products(gm: torch.fx.GraphModule, devices: frozenset[str]) -> list[_Node]:
     ]
 
 
-def _is_of_int8(node: _Node, devices: frozenset[str]) -> bool:
-    """Whether this is a product with a weight that comes as int8."""
+def _is_refused(node: _Node, devices: frozenset[str]) -> bool:
+    """Whether this is a product with a weight that comes as int8, and the operator is not to be called for it."""
     while node.target in _SHAPES and isinstance(node.args[0], _Node):
         node = node.args[0]
-    return node.target in (_aten.mm.default, _aten.bmm.default) and _is_made_of_int8(node.args[1], devices)
+    if node.target not in (_aten.mm.default, _aten.bmm.default):
+        return False
+    weight = node.args[1]
+    if _is_made_of_int8(weight, devices):
+        return True
+    assert isinstance(weight, _Node)
+    inner = weight.meta["val"].shape[-2]
+    return _is_made_of_int8(weight, frozenset({"cpu"})) and not (isinstance(inner, int) and inner % _STEP == 0)
 
 
 def _is_made_of_int8(weight: Any, devices: frozenset[str]) -> bool:
