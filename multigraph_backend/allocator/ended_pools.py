@@ -15,6 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -89,8 +90,8 @@ def _block() -> tuple[torch.Tensor, torch.cuda.Stream]:
 
 
 def _idle_stream(own: torch.cuda.Stream) -> torch.cuda.Stream | None:
-    """One that is not `own`, and has nothing to do, among those that torch hands out in turn; the last where
-    all of them are busy.  None where one captures: to ask that whether it is busy would spoil the capture."""
+    """One that is not `own`, and has nothing to do, among those that torch hands out in turn; the last where all of
+    them are busy.  None where one captures: to ask that one whether it is busy would spoil the capture."""
     found = None
     for _ in range(_STREAMS):
         stream = torch.cuda.Stream()
@@ -105,11 +106,6 @@ def _idle_stream(own: torch.cuda.Stream) -> torch.cuda.Stream | None:
     return found
 
 
-def _pending(segments: Iterable[dict[str, object]]) -> set[object]:
+def _pending(segments: Iterable[dict[str, Any]]) -> set[int]:
     """Addresses of blocks that wait for events."""
-    blocks: Iterable[dict[str, object]]
-    found: set[object] = set()
-    for segment in segments:
-        blocks = segment["blocks"]  # type: ignore[assignment]
-        found.update(block["address"] for block in blocks if block["state"] == _PENDING)
-    return found
+    return {block["address"] for segment in segments for block in segment["blocks"] if block["state"] == _PENDING}

@@ -86,9 +86,10 @@ def _is_refused(node: _Node, devices: frozenset[str]) -> bool:
     weight = node.args[1]
     if _is_made_of_int8(weight, devices):
         return True
-    assert isinstance(weight, _Node)
+    if not isinstance(weight, _Node) or not _is_made_of_int8(weight, frozenset({"cpu"})):
+        return False
     inner = weight.meta["val"].shape[-2]
-    return _is_made_of_int8(weight, frozenset({"cpu"})) and not (isinstance(inner, int) and inner % _STEP == 0)
+    return not (isinstance(inner, int) and inner % _STEP == 0)
 
 
 def _is_made_of_int8(weight: Any, devices: frozenset[str]) -> bool:

@@ -26,21 +26,9 @@ _SUMS: dict[object, tuple[bool, bool]] = {
     operator.sub: (True, False), torch.sub: (True, False), "sub": (True, False),
     operator.isub: (True, True), "sub_": (True, True),
 }  # fmt: skip
-
-
-#: methods that give no tensors
-_OF_NUMBERS = {
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "storage_offset",
-    "item",
-    "tolist",
-    "get_device",
-}
+#: what gives no tensors: methods, and functions of torch
+_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "item", "tolist"}
+_FUNCTIONS = {torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min}
 
 
 def keep_sums(module: torch.fx.GraphModule) -> None:
@@ -53,12 +41,9 @@ def keep_sums(module: torch.fx.GraphModule) -> None:
 
 
 def _keep(node: _Node) -> bool:
-    if (
-        node.op not in ("call_function", "call_method")
-        or node.target not in _SUMS
-        or node.kwargs
-        or len(node.args) != 2
-    ):
+    if node.op not in ("call_function", "call_method") or node.target not in _SUMS:
+        return False
+    if node.kwargs or len(node.args) != 2:  # with a factor it stays
         return False
     taken_off, in_place = _SUMS[node.target]
     left, right = node.args
@@ -105,14 +90,9 @@ def _is_tensor(node: _Node) -> bool:
     if node.op == "get_attr":
         return True
     if node.op == "call_method":
-        return node.target not in _OF_NUMBERS
+        return node.target not in _METHODS
     module = getattr(node.target, "__module__", None) or ""
     if module in ("_operator", "operator"):
         return node.target in _ARITHMETIC and any(isinstance(part, _Node) and _is_tensor(part) for part in node.args)
     ours = module.startswith("torch") or getattr(torch, getattr(node.target, "__name__", ""), None) is node.target
-    return ours and node.target not in (
-        torch.sym_int,
-        torch.sym_float,
-        torch.sym_max,
-        torch.sym_min,
-    )
+    return ours and node.target not in _FUNCTIONS

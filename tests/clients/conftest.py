@@ -17,9 +17,12 @@ collect_ignore = [
     path.name for path in HERE.glob("test_*.py") if importlib.util.find_spec(path.stem.removeprefix("test_")) is None
 ]
 
-# convolutions of eager and of Inductor in float32, by kernels that are not chosen anew
-torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-torch.backends.cudnn.deterministic = True
+
+@pytest.fixture(autouse=True)
+def _exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of eager and of Inductor in float32, by kernels that are not chosen anew."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -974,7 +974,7 @@ def hostile_04_kwargs_orders_and_missing():
 
 
 def hostile_05_masks_of_all_kinds():
-    """never a wrong number: attention masks None, all ones, all zero rows, bool, 4d bool and float, left padded with position_ids (Inductor)"""
+    """never a wrong number: attention masks None, all ones, all zero rows, bool, 4d bool and float, left padded with position_ids (those and zero rows by Inductor, too)"""
     m, ref = pair(llama(num_hidden_layers=1))
     all_kinds, hard = torch.compile(m, dynamic=True, **mg()), torch.compile(copy.deepcopy(m), dynamic=True, **mg(IND))
     with torch.no_grad():
@@ -1385,7 +1385,7 @@ def hostile_19_detector_varying_boxes():
 
 
 def hostile_20_unet_timesteps_and_cross_kwargs():
-    """use-with (diffusers): timesteps as int, float, 0-d tensor and batch; encoder masks, guidance with 2 x batch, return_dict off, sample sizes (fixed and changed)"""
+    """use-with (diffusers): timesteps of several kinds, encoder masks, return_dict off, sample sizes that change"""
     m, ref = pair(
         unet(
             block_out_channels=(8,), down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",)
@@ -1604,7 +1604,7 @@ def hostile_26_misspelled_options():
 
 
 def hostile_27_packed_checkpointed_budget_inductor():
-    """pack-saved-tensors: 'auto' with a budget, Recompute and Bits rules on GPT-2 with dropout and checkpointing; outputs do not change at all (Inductor)"""
+    """pack-saved-tensors: a budget, and Bits, Keep and Cast rules on GPT-2 with dropout; outputs do not change at all (Inductor)"""
     cfg = {"n_layer": 1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
     m = gpt2(**cfg).train()
 
