@@ -376,7 +376,7 @@ class Comparison:
         return found | {form: {"us": us} for form, us in slow.items()}
 
 
-def settle(made: Call, inputs: Sequence[Inputs]) -> None:
+def settle(made: Call, inputs: Sequence[tuple[torch.Tensor, ...]]) -> None:
     """Call until nothing is recorded: recordings of other sizes may have given way to those of this one."""
     for passes in range(1, SETTLING + 1):
         before = multigraph_backend.stats()["recordings"]

@@ -1,4 +1,4 @@
-"""Objects of torch's memory pools that are over: they go when torch bears it.
+"""Objects of torch's memory pools, and when they go: as torch bears it.
 
 When a `torch.cuda.MemPool` goes, torch gives the pool's cached memory back to the device.  Before that it asserts that
 no thread allocates into any pool of the device: no capture is on, and no pool is open (`torch.cuda.use_mem_pool`).
@@ -6,14 +6,18 @@ Where one is, the process is aborted, and torch has no way to ask.  Recordings b
 and a caller may have a pool of his own open around that.
 
 In:  pools that are over.  Out: their memory, at once or as soon as one of these functions is called while nothing is
-open.  In between it is cached: what was allocated there may die, and nothing else is allocated there.
+open.  In between it is cached: what was allocated there may die, and nothing else is allocated there.  What is there
+when the interpreter ends goes with the process, and is not ended before: a thread may still be in the midst of things.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,9 +29,25 @@ from multigraph_backend.process.captures import beside_captures
 _lock = threading.RLock()  # a pool may be collected while another one is ended
 _over: dict[int, list[torch.cuda.MemPool]] = {}  # by device
 _spare: dict[int, tuple[torch.Tensor, torch.cuda.Stream]] = {}  # by device: for the next question
+_all: weakref.WeakSet[torch.cuda.MemPool] = weakref.WeakSet()
 _LOOKS, _BETWEEN = 4, 1e-4  # and seconds, for an event on a stream that has nothing to do
 _STREAMS = 32  # that torch hands out in turn
 _PENDING = "active_pending_free"  # torch's word for a block that waits for events
+
+
+def begin(index: int) -> torch.cuda.MemPool:
+    """A new one, for device `index`, which has to be the current one."""
+    with _lock:
+        if index not in _spare:
+            allocates_into_a_pool(index)  # takes what a later question needs, which may come when memory has run out
+    sweep(index)
+    return noted(torch.cuda.MemPool())
+
+
+def noted(pool: torch.cuda.MemPool) -> torch.cuda.MemPool:
+    """This one, which stays when the interpreter ends."""
+    _all.add(pool)
+    return pool
 
 
 def end(pools: list[torch.cuda.MemPool], index: int) -> None:
@@ -43,14 +63,6 @@ def sweep(index: int) -> None:
     with _lock:
         if _over.get(index) and not allocates_into_a_pool(index):
             _over.pop(index)
-
-
-def prepare(index: int) -> None:
-    """Take what a later question needs, for it may come when memory has run out."""
-    with _lock:
-        if index not in _spare:
-            allocates_into_a_pool(index)
-    sweep(index)
 
 
 def allocates_into_a_pool(index: int) -> bool:
@@ -109,3 +121,10 @@ def _idle_stream(own: torch.cuda.Stream) -> torch.cuda.Stream | None:
 def _pending(segments: Iterable[dict[str, Any]]) -> set[int]:
     """Addresses of blocks that wait for events."""
     return {block["address"] for segment in segments for block in segment["blocks"] if block["state"] == _PENDING}
+
+
+@atexit.register
+def _leave_to_the_process() -> None:
+    """Nothing takes the interpreter's last reference to a pool's object."""
+    for pool in list(_all):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))

@@ -366,7 +366,7 @@ class _OfTorch:
             if pool.id not in self._open:
                 return pool
         with torch.cuda.device(self.index):
-            self._pools.append(self._make())
+            self._pools.append(ended_pools.noted(self._make()))
         return self._pools[-1]
 
     @classmethod

@@ -22,7 +22,10 @@ def beside_captures() -> Iterator[None]:
 
     Raises OSError where the driver does not say that it lets them.
     """
-    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    driver = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(driver, "cuThreadExchangeStreamCaptureMode"):
+        raise OSError("this libcuda has no cuThreadExchangeStreamCaptureMode")
+    exchange = driver.cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(_RELAXED)
     if status := exchange(ctypes.byref(mode)):
         raise OSError(f"cuThreadExchangeStreamCaptureMode returned {status}")

@@ -7,14 +7,18 @@ work, by putting a function that raises in its place.
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import multigraph_backend
 from multigraph_backend import _compat
+from multigraph_backend.allocator import ended_pools
 from multigraph_backend.cudagraphs import runtime
 from multigraph_backend.cudagraphs.devices.memory_pool import TorchPool
 from tests.support.gpu.programs import CUDA, close, compiled, fresh, tree_counts
@@ -219,11 +223,65 @@ def test_a_thousand_failed_captures_leak_nothing() -> None:
     healthy()
 
 
+def test_a_thread_that_waits_for_the_device_spoils_nothing_for_good() -> None:
+    """It fails while another one captures, and so does that capture, also of a new pool's anchor."""
+    fresh()
+    run = compiled(lambda x: torch.relu(x @ x).sum(1))
+    x = torch.randn(64, 64, device=CUDA)
+    ended, refused = threading.Event(), 0
+
+    def wait() -> None:
+        nonlocal refused
+        while not ended.is_set():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                refused += 1
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        for _ in range(60):
+            multigraph_backend.release()  # what comes next is in a new pool
+            for _ in range(3):
+                close(run(x), torch.relu(x @ x).sum(1))
+    finally:
+        ended.set()
+        thread.join()
+    assert refused
+    assert not ended_pools.allocates_into_a_pool(0)
+    healthy()
+
+
+ENDS = """
+import sys, threading, torch, multigraph_backend
+run = torch.compile(lambda x: torch.relu(x @ x).sum(1), backend="multigraph", options={"cudagraphs": "auto"})
+x = torch.randn(64, 64, device="cuda")
+for _ in range(4):
+    run(x)
+assert multigraph_backend.stats()["recordings"] == 1
+there = threading.Event()
+
+def work():
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        there.set()
+        threading.Event().wait()
+
+threading.Thread(target=work, daemon=True).start()
+there.wait()
+print("the last line")
+"""
+
+
+def test_a_process_ends_while_a_thread_has_a_pool_open() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "the last line\n"), done.stderr
+
+
 def test_to_ask_for_the_memory_of_a_pool_does_not_harm_its_id() -> None:
     while torch.cuda.graph_pool_handle()[1] <= 256:  # smaller numbers are never freed
         pass
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    pool = TorchPool(0, graph, stream)
+    pool = TorchPool(0, torch.cuda.Stream())
     with torch.cuda.use_mem_pool(pool._pool):
         block = torch.ones(1 << 20, device=CUDA)
     held = [sys.getrefcount(number) for number in pool.id]

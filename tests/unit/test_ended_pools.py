@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import weakref
 from types import SimpleNamespace
@@ -82,6 +83,10 @@ class Block:
         self.used_by.append(stream)
 
 
+class Pool:
+    pass
+
+
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     made = Allocator()
@@ -90,12 +95,14 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
         Stream=lambda: next(made.turns),
         stream=made.stream,
         current_stream=lambda: made.current,
+        MemPool=Pool,
     )
     stands_in = SimpleNamespace(empty=made.empty, uint8=torch.uint8, cuda=cuda, OutOfMemoryError=torch.OutOfMemoryError)
     monkeypatch.setattr(ended_pools, "torch", stands_in)
     monkeypatch.setattr(ended_pools, "beside_captures", contextlib.nullcontext)
     monkeypatch.setattr(ended_pools, "_spare", {})
     monkeypatch.setattr(ended_pools, "_over", {})
+    monkeypatch.setattr(ended_pools, "_all", weakref.WeakSet())
     monkeypatch.setitem(vars(_compat), "is_capturing", lambda: made.current.captures)
     monkeypatch.setitem(vars(_compat), "raw_snapshot", made.snapshot)
     return made
@@ -128,7 +135,7 @@ def test_a_capture_is_seen_and_not_asked(allocator: Allocator) -> None:
 
 
 def test_it_is_known_where_memory_has_run_out(allocator: Allocator) -> None:
-    ended_pools.prepare(0)
+    ended_pools.begin(0)
     allocator.full = True
     assert not ended_pools.allocates_into_a_pool(0)
     assert ended_pools.allocates_into_a_pool(0)  # nothing was left for another question
@@ -137,18 +144,27 @@ def test_it_is_known_where_memory_has_run_out(allocator: Allocator) -> None:
 
 
 def test_pools_that_are_over_go_as_soon_as_they_can(allocator: Allocator) -> None:
-    class Pool:
-        pass
-
-    pools: Any = [Pool(), Pool()]
+    pools: Any = [ended_pools.begin(0), ended_pools.begin(0)]
     seen = [weakref.ref(pool) for pool in pools]
     allocator.is_open = True
     ended_pools.end(pools, 0)
     assert pools == []
-    ended_pools.prepare(0)
+    ended_pools.begin(0)
     assert all(pool() is not None for pool in seen)
     allocator.is_open = False
     ended_pools.sweep(1)
     assert all(pool() is not None for pool in seen)
     ended_pools.sweep(0)
     assert [pool() for pool in seen] == [None, None]
+
+
+def test_the_interpreter_s_end_takes_no_pool(allocator: Allocator) -> None:
+    pool: Any = ended_pools.begin(0)
+    ended_pools._leave_to_the_process()
+    seen = weakref.ref(pool)
+    del pool
+    left = seen()
+    assert left is not None
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(left))  # what this test took
+    del left
+    assert seen() is None

@@ -37,6 +37,7 @@ from multigraph_backend.cudagraphs.devices.memory_pool import (
     TorchPool,
     capture_anchor,
     generator_set_free,
+    give_up,
 )
 from multigraph_backend.process import garbage
 from multigraph_backend.process.captures import beside_captures
@@ -52,7 +53,6 @@ class CudaDevice:
         self._device = torch.device("cuda", index)
         self._capture_stream = torch.cuda.Stream(index)
         self._left: dict[int, MemoryPool] = {}
-        self._broken: list[torch.cuda.CUDAGraph] = []
         self._pooled: frozenset[int] = frozenset()
         self._owned_bytes = 0  # of the owners that the last `restore` made
         self._graph_bytes = 0
@@ -116,22 +116,19 @@ class CudaDevice:
     def new_pool(self) -> None:
         with garbage.paused(), torch.cuda.device(self.index):
             # the capture of its anchor also sets right what a failed one leaves behind in the random number generators
-            pool = self._make_pool(torch.cuda.CUDAGraph())
+            pool = self._make_pool()
         if self.generation >= 0:
             self._left[self.generation] = self._pool
         self._pool = pool
         self.generation = max((self.generation, *self._left)) + 1
 
-    def _make_pool(self, anchor: torch.cuda.CUDAGraph) -> MemoryPool:
+    def _make_pool(self) -> MemoryPool:
         """A pool of the allocator that the process has."""
         installed = installing.installed()
         if installed is None:
-            return TorchPool(self.index, anchor, self._capture_stream)
-
-        def held(pool: tuple[int, int]) -> object:
-            return anchor, capture_anchor(self.index, pool, anchor, self._capture_stream)
-
-        return ExtensionPool(installed.library, self.index, held)
+            return TorchPool(self.index, self._capture_stream)
+        stream = self._capture_stream
+        return ExtensionPool(installed.library, self.index, lambda pool: capture_anchor(pool, self.index, stream))
 
     def generations(self) -> Collection[int]:
         return self.generation, *self._left
@@ -306,9 +303,7 @@ class CudaDevice:
             with torch.cuda.stream(self._capture_stream):
                 outcome = bracket.captured(begin, function, end, self.capturing)
                 if outcome.broken:
-                    graph.reset()  # lets go of the pool as far as it has it
-                    self._pool.stop(uses)
-                    self._broken.append(graph)  # the allocator of pinned memory may go on asking it what it captures
+                    give_up(graph, self._pool, uses)
             current.wait_stream(self._capture_stream)
         problem, broken, result = outcome.problem, outcome.broken, outcome.result
         del outcome

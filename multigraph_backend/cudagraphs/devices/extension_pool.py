@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
 from multigraph_backend.allocator.library import Block, Library, Refused
-from multigraph_backend.allocator.pools import PoolId, new_id
+from multigraph_backend.allocator.pools import new_id
 from multigraph_backend.cudagraphs.devices.memory_pool import State
 
 
@@ -48,8 +48,8 @@ class ExtensionPool:
     process is under way which the pool's memory may have to do with.
     """
 
-    def __init__(self, loaded: Library, index: int, held: Callable[[PoolId], object]) -> None:
-        """`held`: called once with the pool's id; what it returns is kept until the pool is left."""
+    def __init__(self, loaded: Library, index: int, held: Callable[[ExtensionPool], object]) -> None:
+        """`held`: called once with the pool; what it returns is kept until the pool is left."""
         self.index = index
         self.adopted: set[int] = set()
         self._library, self._owners = loaded, list[tuple[int, StorageWeakRef]]()
@@ -61,7 +61,7 @@ class ExtensionPool:
         self._call("mg_end_pool")  # and no release: that is how a pool is held
         self._is_held = True
         try:
-            self._held: object = held(self.id)
+            self._held: object = held(self)
             self.empty = self._now()
         except BaseException:
             self.leave()

@@ -11,6 +11,7 @@ The runtime owns blocks by address: what a capture leaves allocated is adopted, 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -20,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import _compat
 from multigraph_backend.allocator import ended_pools
+from multigraph_backend.cudagraphs.devices import bracket
+from multigraph_backend.process.interruptions import from_outside
 
 
 @dataclass(frozen=True)
@@ -114,26 +117,46 @@ def generator_set_free(index: int, stream: torch.cuda.Stream) -> Iterator[Callab
             taken.set_state(copies[0].get_state())
 
 
-def capture_anchor(
-    index: int, pool: tuple[int, int], anchor: torch.cuda.CUDAGraph, stream: torch.cuda.Stream
-) -> torch.Tensor:
-    """Capture the least that there is into `anchor`, in `pool` of device `index`, on `stream`.
+Anchor = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # and what it writes to
 
-    While that graph is kept, so is the pool; and a capture that ends well sets right what a failed one has left behind
-    in torch.  Returns what the graph writes to, which has to live as long.
+
+def capture_anchor(pool: MemoryPool, index: int, stream: torch.cuda.Stream) -> Anchor:
+    """A graph of the least that there is, captured in `pool` of device `index` on `stream`, and what it writes to.
+
+    While both are kept, so is the pool; and a capture that ends well sets right what a failed one has left behind in
+    torch.  Another thread that waits for the whole device spoils any capture: then the next one is tried.
     """
     flag = torch.zeros(1, device=torch.device("cuda", index))
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream), generator_set_free(index, current) as free:
-        try:
-            anchor.capture_begin(pool=cast(Any, pool), capture_error_mode="thread_local")
-            free()
-            flag.zero_()
-        finally:
-            if _compat.is_capturing():  # whatever interrupts this, and whenever
-                anchor.capture_end()
-    return flag
+    for pause in (*_PAUSES, None):
+        anchor, uses = torch.cuda.CUDAGraph(), pool.uses()
+        with torch.cuda.stream(stream), generator_set_free(index, current) as free:
+
+            def begin(anchor: torch.cuda.CUDAGraph = anchor, free: Callable[[], None] = free) -> None:
+                anchor.capture_begin(pool=cast(Any, pool.id), capture_error_mode="thread_local")
+                free()
+
+            outcome = bracket.captured(begin, flag.zero_, anchor.capture_end, _compat.is_capturing)
+            if outcome.problem is None:
+                break
+            give_up(anchor, pool, uses)
+        if pause is None or from_outside(outcome.problem):
+            raise outcome.problem
+        time.sleep(pause)
+    return anchor, flag
+
+
+def give_up(graph: torch.cuda.CUDAGraph, pool: MemoryPool, uses: int) -> None:
+    """Undo what is left in torch of a capture of `graph` in `pool` that failed; it had `uses` users before."""
+    graph.reset()  # lets go of the pool as far as it has it
+    pool.stop(uses)
+    _spoilt.append(graph)
+
+
+# kept: the allocator of pinned memory may go on asking them what they capture
+_spoilt: list[torch.cuda.CUDAGraph] = []
+_PAUSES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)  # seconds between tries to capture an anchor
 
 
 class Reserved(NamedTuple):
@@ -161,17 +184,16 @@ class TorchPool:
     the storages that are named, and leaves the blocks allocated.
     """
 
-    def __init__(self, index: int, anchor: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-        """`anchor`: a graph that is captured here on `stream` and kept, for a pool lives as long as a graph in it."""
+    def __init__(self, index: int, stream: torch.cuda.Stream) -> None:
+        """`stream`: of captures; one is made at once and kept, for a pool lives as long as a graph in it."""
         self.index = index
-        ended_pools.prepare(index)
-        self._pool, self._anchor = torch.cuda.MemPool(), anchor
+        self._pool = ended_pools.begin(index)
         self.id: tuple[int, int] = self._pool.id
         self.adopted: set[int] = set()
         self._owners: list[tuple[int, StorageWeakRef]] = []
         self._looked_at: Reserved | None = None
         self._held = 0
-        self._written = capture_anchor(index, self.id, anchor, stream)
+        self._anchor = capture_anchor(self, index, stream)
         self.empty = State(self._now(), frozenset())
 
     def restore(
@@ -265,6 +287,6 @@ class TorchPool:
         self.adopted.clear()
         # in this order: when the pool's object goes, torch gives back what no graph keeps any more; what a graph still
         # keeps then stays reserved until the cache is emptied or memory is short
-        self._anchor.reset()
+        self._anchor[0].reset()
         if "_pool" in self.__dict__:
             ended_pools.end([self.__dict__.pop("_pool")], self.index)

@@ -64,7 +64,7 @@ allocator.record_memory_history()
 kept = [allocate(3 * MIB, 0)]
 tensor = storage(MIB)
 captures = programs.Captures(simulated, driver)
-pool = ExtensionPool(loaded, 0, lambda pool: pool)
+pool = ExtensionPool(loaded, 0, lambda pool: pool.id)
 users = allocator.pool()
 
 def late():

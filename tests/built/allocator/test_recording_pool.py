@@ -22,7 +22,7 @@ captures = programs.Captures(simulated, driver)
 facts["counts"] = [programs.run(loaded, captures, seed, 150) for seed in range(6)]
 facts["given back"] = [allocator.memory_allocated(), allocator.memory_reserved()]  # pools that are left give it back
 
-pool = ExtensionPool(loaded, 0, lambda pool: pool)
+pool = ExtensionPool(loaded, 0, lambda pool: pool.id)
 uses = pool.uses()
 captures.begin_and_break(pool.id)
 facts["broken"] = [uses, pool.uses()]
@@ -70,7 +70,7 @@ class Anchor:
         loaded.call("mg_torch_release_pool", 0, *self.pool)
 
 before = allocator.memory_reserved()
-pool = ExtensionPool(loaded, 0, Anchor)
+pool = ExtensionPool(loaded, 0, lambda pool: Anchor(pool.id))
 with captures.into(pool.id):
     output = storage(30 * MIB)
 loaded.call("mg_torch_release_pool", 0, *pool.id)  # that recording's graph is given up

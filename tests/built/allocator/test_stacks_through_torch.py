@@ -63,7 +63,7 @@ frees(kept)
 # blocks of recordings: what comes back has the stack of its own life
 allocator.record_memory_history(max_entries=1000)
 captures = programs.Captures(simulated, driver)
-pool = ExtensionPool(loaded, 0, lambda pool: pool)
+pool = ExtensionPool(loaded, 0, lambda pool: pool.id)
 
 def first_recording():
     return storage(3 * MIB)

@@ -82,7 +82,7 @@ class Program:
 
     def __init__(self, loaded: Library, captures: Captures, seed: int) -> None:
         self.loaded, self.captures, self.random = loaded, captures, random.Random(seed)
-        self.pool = ExtensionPool(loaded, 0, lambda pool: pool)
+        self.pool = ExtensionPool(loaded, 0, lambda pool: pool.id)
         self.nodes = [Node(self.pool.empty)]
         self.counts = dict.fromkeys(("recordings", "failed", "owners", "survivors", "died", "used again"), 0)
 
