@@ -95,6 +95,10 @@ class Multigraph:
             if lacking:
                 return _compile_at_once(gm, example_inputs, accepted, traced, f"this torch differs: {lacking[0]}")
             ahead = _ahead_of_time()
+            if ahead is None and effects.only_exchanges(gm):
+                log.debug("%s: runs as it is, for it computes nothing", traced)
+                as_it_is: Callable[..., Any] = gm.forward
+                return as_it_is
             try:
                 graph = from_dynamo.capture(gm, example_inputs, traced)
                 with _compat.ordinary_caching() if ahead else contextlib.nullcontext():

@@ -49,6 +49,18 @@ def written(gm: torch.fx.GraphModule) -> frozenset[int]:
     )
 
 
+def only_exchanges(gm: torch.fx.GraphModule) -> bool:
+    """Whether all that the graph does is `x.data = y` of its inputs, of which AOTAutograd makes code that is not always
+    right where their memory is the same (bitsandbytes' int8 weights, after each product)."""
+    calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    names = {getattr(node.target, "__name__", None) for node in calls}
+    return not names.isdisjoint(_EXCHANGES) and names <= _EXCHANGES | _AROUND
+
+
+_EXCHANGES = {"set_", "shallow_copy_data_"}  # as torch's versions trace an assignment of `data`
+_AROUND = {"_set_grad_enabled", "_lower_version_count_by_1"}
+
+
 def _written_among_set(entries: Iterable[tuple[Any, torch.fx.Node]], written: set[Any]) -> dict[int, torch.Tensor]:
     """Adds to `written` what versions say is written to of the memory that several of these real tensors share, and of
     that in which a tensor is no view and begins further on (compiled code returned a slice, or it is one of `data`).

@@ -632,3 +632,30 @@ def test_a_buffer_that_is_changed_and_then_read_by_what_has_a_gradient(compiler:
     run = torch.compile(ours, backend=multigraph, dynamic=True, options=options)
     torch.testing.assert_close(steps(ours, run), wanted)
     assert_nothing_fell_back()
+
+
+def test_a_graph_that_only_exchanges_memory_runs_as_it_is() -> None:
+    """`x.data = y` of tensors that share memory, between graph breaks: nothing to compile, nothing that failed."""
+
+    class Held(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+            self.state = self.weight.data
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * self.weight
+            torch._dynamo.graph_break()
+            self.weight.data = self.state
+            return y
+
+    model = Held()
+    run = torch.compile(model, backend="multigraph", dynamic=True, options={"compiler": "aot_eager"})
+    for turn in range(3):
+        if turn:
+            model.state = torch.full((4,), 2.0 * turn)
+        x = torch.randn(3, 4)
+        expected = x * model.weight
+        torch.testing.assert_close(run(x), expected, rtol=0, atol=0)
+        assert model.weight.data_ptr() == model.state.data_ptr()
+    assert multigraph_backend.stats()["failures"] == 0
