@@ -5,8 +5,9 @@ alias something, subclasses, effects, random states.  Of a recorded graph they t
 
 In:  what AOTAutograd compiled, and the code that it calls in the end, which keeps what its metadata said.
 Out: a function that calls that code at once, if the metadata names nothing for the wrappers to do, and if they were
-seen, at the first call, to hand the very objects through that they were given, both ways.  Inputs that the code itself
-changes (a cache of keys and values) count as changed for autograd as they do behind the wrappers.
+seen, at the first call, to hand the very objects through that they were given, both ways; of a tensor subclass
+(a quantized weight) what it is made of, which is read by the names that it has there, and which Dynamo guards.  Inputs
+that the code itself changes (a cache of keys and values) count as changed for autograd as they do behind the wrappers.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.capture.structure import made_of
 from multigraph_backend.cudagraphs.output_code import RecordedCode
+
+_TRIES = 3  # calls that are watched; the first may be unlike others
 
 
 class DirectCall:
-    """`first` runs a call through the wrappers and watches; `function` is the way past them once that is proven."""
+    """`first` runs a call through the wrappers and watches; `function` is the way past them once that is proven, and the
+    way through them where several calls have not proven it."""
 
     def __init__(
         self, wrapped: Callable[..., Any], code: RecordedCode, grad: bool, changed: tuple[int, ...] = ()
@@ -31,6 +36,7 @@ class DirectCall:
         """`changed`: positions of arguments that the code changes, and autograd is to know of."""
         self._wrapped, self._code, self._grad, self._changed = wrapped, code, grad, changed
         self._lock = Lock()  # one call at a time is watched; others need not wait
+        self._tries = _TRIES
         self.function: Callable[..., Any] | None = None
 
     def first(self, *args: Any) -> Any:
@@ -39,14 +45,27 @@ class DirectCall:
             return self.function(*args)
         if not self._lock.acquire(blocking=False):
             return self._wrapped(*args)
+        wrappers = [arg for arg in args if _is_wrapper(arg)]
         try:
+            open_up = _opening(args) if wrappers else list
+            inputs = open_up(args)
+            before = _versions([*inputs, *wrappers]) if wrappers else None
             with _watched(self._code) as seen:
                 outputs = self._wrapped(*args)
         finally:
             self._lock.release()
-        if len(seen) == 1 and _same(seen[0][0], args) and _same(seen[0][1], outputs):
-            self.function = _calling(self._code, self._grad, self._changed)
+        same = len(seen) == 1 and _same(seen[0][0], inputs) and _same(seen[0][1], outputs)
+        if same and (before is None or self._changes_only_these(before, _versions([*inputs, *wrappers]))):
+            self.function = _calling(self._code, self._grad, self._changed, open_up)
+        elif (left := self._tries - 1) > 0:
+            self._tries = left
+        else:
+            self.function = self._wrapped
         return outputs
+
+    def _changes_only_these(self, before: list[int | None], after: list[int | None]) -> bool:
+        """Whether the positions of what changes are those among what the code is given, not among the arguments."""
+        return {index for index, version in enumerate(before) if version != after[index]} == set(self._changed)
 
 
 def find(wrapped: Callable[..., Any], codes: Sequence[RecordedCode]) -> DirectCall | None:
@@ -90,15 +109,45 @@ def _same(ones: Any, others: Any) -> bool:
     )
 
 
-def _calling(code: RecordedCode, grad: bool, changed: Sequence[int] = ()) -> Callable[..., Any]:
+def _is_wrapper(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and bool(_compat.is_traceable_wrapper_subclass(value))
+
+
+def _opening(args: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
+    """What makes the list that code is given of arguments like these: in place of each subclass its plain tensors."""
+    texts: list[str] = []
+    for index, arg in enumerate(args):
+        if _is_wrapper(arg):
+            plain = [path for path, part in made_of(arg) if isinstance(part, torch.Tensor) and not _is_wrapper(part)]
+            texts += [f"args[{index}].{path}" for path in plain]
+        else:
+            texts.append(f"args[{index}]")
+    opening: Callable[[Sequence[Any]], list[Any]] = eval(f"lambda args: [{', '.join(texts)}]", {})
+    return opening
+
+
+def _versions(values: Sequence[Any]) -> list[int | None]:
+    return [
+        value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None for value in values
+    ]
+
+
+def _calling(
+    code: RecordedCode,
+    grad: bool,
+    changed: Sequence[int] = (),
+    open_up: Callable[[Sequence[Any]], list[Any]] = list,
+) -> Callable[..., Any]:
+    """`open_up`: makes the list that the code is given of a call's arguments."""
     run, set_grad, increment_version = code.run, _compat.set_grad_enabled, torch.autograd.graph.increment_version
 
     def direct(*args: Any) -> Any:
-        return run(list(args))
+        return run(open_up(args))
 
     def changing(*args: Any) -> Any:
-        increment_version([args[index] for index in changed])
-        return run(list(args))
+        inputs = open_up(args)
+        increment_version([inputs[index] for index in changed])
+        return run(inputs)
 
     called = changing if changed else direct
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.two_tensor import TwoTensor
 
 from multigraph_backend import _compat
 from multigraph_backend.cudagraphs import direct_call
@@ -145,6 +146,68 @@ def test_inputs_that_the_code_changes_count_as_changed(grad: bool) -> None:
         assert (rows._version, x._version) == versions[1:]
 
 
+class Scaled(torch.Tensor):
+    """A weight of a product, with a scale: as quantized ones are made."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
+        made.values, made.scale = values, scale
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Scaled()"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], meta: None, size: Any, stride: Any) -> Scaled:
+        return Scaled(parts["values"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.ops.aten.mm.default:
+            return torch.mm(args[0], args[1].values) * args[1].scale
+        aten = torch.ops.aten
+        assert func in (aten.detach.default, aten.alias.default, aten.view.default), func  # of the same shape
+        return Scaled(args[0].values, args[0].scale)
+
+
+def scaled(nested: bool) -> Scaled:
+    values = torch.randn(3, 3)
+    return Scaled(Scaled(values, torch.randn(())) if nested else values, torch.randn(()))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_subclasses_are_opened_by_the_names_of_their_parts(nested: bool) -> None:
+    def store(weight: torch.Tensor, cache: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache.index_put_((rows,), x @ weight)
+        return cache.sum(0)
+
+    with torch.no_grad():
+        rows = torch.tensor([2, 0])
+        compiled = Compiled(store, scaled(nested), torch.zeros(4, 3), rows, torch.randn(2, 3), keep_changes=True)
+        assert compiled.function not in (None, compiled.wrapped)
+        cache, expected, x, weight = torch.zeros(4, 3), torch.zeros(4, 3), torch.randn(2, 3), scaled(nested)
+        by_shape = {(3, 3): weight, (4, 3): cache, (2,): rows, (2, 3): x}
+        version = cache._version
+        outputs = compiled.function(*[by_shape[tuple(entry.shape)] for entry in compiled.inputs])
+        torch.testing.assert_close(outputs[0], store(weight, expected, rows, x))
+        torch.testing.assert_close(cache, expected)
+        assert cache._version > version
+
+
+def test_a_subclass_that_is_returned_keeps_the_wrappers() -> None:
+    with torch.no_grad():
+        one = TwoTensor(torch.randn(3), torch.randn(3))
+        compiled = Compiled(lambda x: x + 1, one)
+        assert compiled.function is None or compiled.function == compiled.wrapped
+
+
 def test_autograd_sees_that_what_it_saved_was_changed_by_the_code() -> None:
     """By a code that changes memory behind torch's back, as kernels do: only the direct call can have told it."""
 
@@ -199,6 +262,16 @@ def test_what_was_not_seen_to_do_nothing_stays(wrapped: Callable[[Code, tuple[An
     direct.first(torch.ones(2), torch.ones(2))
     assert direct.function is None
     assert code.run is run
+
+
+def test_what_several_calls_have_not_proven_is_asked_no_more() -> None:
+    code = Code(lambda *args: (args[0] + 1,), True)
+    wrapped = lambda *args: [output + 0 for output in code(list(args))]  # noqa: E731
+    direct = DirectCall(wrapped, code, False)  # type: ignore[arg-type]
+    for _ in range(3):
+        assert direct.function is None
+        direct.first(torch.ones(2))
+    assert direct.function is wrapped
 
 
 def test_after_the_first_call_it_is_the_direct_one() -> None:
