@@ -27,8 +27,8 @@ _TRIES = 3  # calls that are watched; the first may be unlike others
 
 
 class DirectCall:
-    """`first` runs a call through the wrappers and watches; `function` is the way past them once that is proven, and the
-    way through them where several calls have not proven it."""
+    """`first` runs a call through the wrappers and watches; `function` is the way past them once that is proven, and
+    the way through them where several calls have not proven it."""
 
     def __init__(
         self, wrapped: Callable[..., Any], code: RecordedCode, grad: bool, changed: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""bitsandbytes: models whose weights it holds in 8 and 4 bits, alone, under adapters, and as transformers loads them."""
+"""bitsandbytes: models whose weights it holds in 8 and 4 bits, under adapters, and as transformers loads them."""
 
 from __future__ import annotations
 
