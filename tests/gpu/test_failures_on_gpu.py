@@ -232,7 +232,7 @@ def test_a_thread_that_waits_for_the_device_spoils_nothing_for_good() -> None:
 
     def wait() -> None:
         nonlocal refused
-        while not ended.is_set():
+        while not ended.wait(2e-4):
             try:
                 torch.cuda.synchronize()
             except RuntimeError:

@@ -116,7 +116,14 @@ class CudaDevice:
     def new_pool(self) -> None:
         with garbage.paused(), torch.cuda.device(self.index):
             # the capture of its anchor also sets right what a failed one leaves behind in the random number generators
-            pool = self._make_pool()
+            for pause in (*_TRIES, None):
+                try:
+                    pool = self._make_pool()
+                    break
+                except Exception as error:  # another thread may just have waited for the whole device
+                    if pause is None or from_outside(error) or isinstance(error, torch.OutOfMemoryError):
+                        raise
+                time.sleep(pause)
         if self.generation >= 0:
             self._left[self.generation] = self._pool
         self._pool = pool
@@ -426,6 +433,7 @@ class CudaDevice:
         return self._pooled
 
 
+_TRIES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)  # seconds between tries to make a pool
 _PAUSES = (0.001, 0.003, 0.01, 0.02)  # seconds, in which other threads let go of a recording's memory
 _ROUNDING = 511  # bytes by which a block may be larger than what was asked for
 #: what `_Totals` has, by torch's names

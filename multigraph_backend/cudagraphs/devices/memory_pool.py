@@ -11,7 +11,6 @@ The runtime owns blocks by address: what a capture leaves allocated is adopted, 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -22,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from multigraph_backend import _compat
 from multigraph_backend.allocator import ended_pools
 from multigraph_backend.cudagraphs.devices import bracket
-from multigraph_backend.process.interruptions import from_outside
 
 
 @dataclass(frozen=True)
@@ -124,26 +122,23 @@ def capture_anchor(pool: MemoryPool, index: int, stream: torch.cuda.Stream) -> A
     """A graph of the least that there is, captured in `pool` of device `index` on `stream`, and what it writes to.
 
     While both are kept, so is the pool; and a capture that ends well sets right what a failed one has left behind in
-    torch.  Another thread that waits for the whole device spoils any capture: then the next one is tried.
+    torch.  Raises what the capture raises, as it does where another thread waits for the whole device: then nothing is
+    captured in this pool any more, for torch's allocator of pinned memory takes its id for one in use.
     """
     flag = torch.zeros(1, device=torch.device("cuda", index))
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
-    for pause in (*_PAUSES, None):
-        anchor, uses = torch.cuda.CUDAGraph(), pool.uses()
-        with torch.cuda.stream(stream), generator_set_free(index, current) as free:
+    anchor, uses = torch.cuda.CUDAGraph(), pool.uses()
+    with torch.cuda.stream(stream), generator_set_free(index, current) as free:
 
-            def begin(anchor: torch.cuda.CUDAGraph = anchor, free: Callable[[], None] = free) -> None:
-                anchor.capture_begin(pool=cast(Any, pool.id), capture_error_mode="thread_local")
-                free()
+        def begin() -> None:
+            anchor.capture_begin(pool=cast(Any, pool.id), capture_error_mode="thread_local")
+            free()
 
-            outcome = bracket.captured(begin, flag.zero_, anchor.capture_end, _compat.is_capturing)
-            if outcome.problem is None:
-                break
+        outcome = bracket.captured(begin, flag.zero_, anchor.capture_end, _compat.is_capturing)
+        if outcome.problem is not None:
             give_up(anchor, pool, uses)
-        if pause is None or from_outside(outcome.problem):
             raise outcome.problem
-        time.sleep(pause)
     return anchor, flag
 
 
@@ -156,7 +151,6 @@ def give_up(graph: torch.cuda.CUDAGraph, pool: MemoryPool, uses: int) -> None:
 
 # kept: the allocator of pinned memory may go on asking them what they capture
 _spoilt: list[torch.cuda.CUDAGraph] = []
-_PAUSES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)  # seconds between tries to capture an anchor
 
 
 class Reserved(NamedTuple):
@@ -193,7 +187,11 @@ class TorchPool:
         self._owners: list[tuple[int, StorageWeakRef]] = []
         self._looked_at: Reserved | None = None
         self._held = 0
-        self._anchor = capture_anchor(self, index, stream)
+        try:
+            self._anchor = capture_anchor(self, index, stream)
+        except BaseException:
+            ended_pools.end([self.__dict__.pop("_pool")], index)
+            raise
         self.empty = State(self._now(), frozenset())
 
     def restore(
