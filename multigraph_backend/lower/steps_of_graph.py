@@ -360,9 +360,23 @@ def _why_it_stays_anyway(node: Node) -> str | None:
         return _DRAWS
     if node.meta.get("unbacked_bindings") or torch.Tag.data_dependent_output in target.tags:
         return "its sizes are known when it has run"
-    if not all(map(is_plain, values_of(node))):
+    if not _makes_plain_tensors(node):
         return "it makes no plain tensor"
     return None
+
+
+def _makes_plain_tensors(node: Node) -> bool:
+    """Attention on a GPU also returns how long its sequences are, which its gradient has as constants: a number among
+    several results does not matter as long as no step takes it."""
+    values = values_of(node)
+    if len(values) > 1:
+        taken = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+        values = [value for place, value in enumerate(values) if not _is_size(value) or place in taken]
+    return all(map(is_plain, values))
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | torch.SymInt)
 
 
 def _draws(node: Node) -> bool:

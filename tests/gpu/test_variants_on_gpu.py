@@ -255,6 +255,43 @@ def test_equal_blocks_are_calls_of_one_body_in_one_recording(grad: bool, repeat:
     assert 0 < recordings[1] <= recordings[0]
 
 
+class Attending(torch.nn.Module):
+    """Attention in bfloat16, by kernels of libraries: they return lengths, seeds and offsets beside tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(128, eps=1e-6)
+        self.qkv, self.out = torch.nn.Linear(128, 384, bias=False), torch.nn.Linear(128, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_attention_of_libraries_is_a_part_of_bodies_that_are_traced_once(grad: bool, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Attending() for _ in range(6))).to(CUDA, torch.bfloat16)
+    options = {"repeat": "always", "cudagraphs": "require"}
+    compiled = torch.compile(model, backend=multigraph, dynamic=dynamic, options=options)
+    for length in (64, 64, 64, 48 if dynamic else 64):
+        x = torch.randn(4, length, 128, device=CUDA, dtype=torch.bfloat16)
+        if grad:
+            (y, grads), (wanted, wanted_grads) = run_step(compiled, x), run_step(model, x)
+            torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(grads, wanted_grads, rtol=5e-2, atol=5e-2)
+        else:
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
+    assert_nothing_fell_back()
+    said = str([region.generic.repeated for region in multigraph_backend.explain().regions])
+    assert "one by one" not in said, said
+    assert "attention" not in said, said
+    assert multigraph_backend.stats()["body_calls"] >= (10 if grad else 5), said
+
+
 class Dropping(torch.nn.Module):
     """Half of what it is given, doubled: its matrix is the identity."""
 

@@ -5,6 +5,7 @@ Models are traced by AOTAutograd, and what would be compiled is run operator by 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from multigraph_backend import _compat
 from multigraph_backend.lower import one_body, repetition
 from multigraph_backend.lower.repetition import Repetition, Step
 from multigraph_backend.lower.steps_of_graph import steps_of, why_it_stays
@@ -213,6 +215,32 @@ def test_what_a_body_may_not_hold_is_said() -> None:
         (graph,) = traced(Cached(), torch.randn(3, 8))
     assert any("index_put" in said and "in place" in said for said in graph.put_in.stay)
     assert not any("index_put" in text for text in graph.text.split("def forward")[2:])
+
+
+def test_attention_on_a_gpu_may_be_in_a_body_though_it_returns_numbers() -> None:
+    """As the graph of an inference has it: flash attention, of whose nine results one is taken."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    def attends(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            mixed = flash(x, x, x)[0]
+            x = x + torch.relu(mixed @ weight).tanh()
+        return x
+
+    with _compat.FakeTensorMode():
+        x = torch.empty(2, 4, 64, 16, device="cuda", dtype=torch.bfloat16)
+        gm = make_fx(attends)(x, torch.empty(16, 16, device="cuda", dtype=torch.bfloat16))
+    gm.graph.eliminate_dead_code()
+    steps, _ = steps_of(gm.graph)
+    assert not any(step.stays for step in steps)
+    (body,) = repetition.find(steps).bodies
+    assert len(body.calls) == 4
+
+    first, *_ = gm.graph.find_nodes(op="call_function", target=flash)
+    with gm.graph.inserting_after(first):
+        length = gm.graph.call_function(operator.getitem, (first, 4))
+        gm.graph.call_function(torch.ops.aten.add.Tensor, (x, length))
+    assert why_it_stays(first) == "it makes no plain tensor"
 
 
 GOOD = """
