@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import multigraph_backend
 from multigraph_backend.lower import block_operator, repetition, traced_once
+from multigraph_backend.lower.inductor import compile_fx_settings
 from multigraph_backend.lower.lowering import CompileJob
 from multigraph_backend.lower.only_cached import NotCached
 from tests.support.fuzz.repeated import Verdict
@@ -369,6 +371,38 @@ def test_entries_of_a_model_that_a_wrapper_calls_are_told_apart() -> None:
 
 
 @pytest.mark.slow
+class Attending(nn.Module):
+    """By the operator that attention on a GPU becomes: beside tensors it returns lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True)[0]
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_attention_that_returns_lengths_is_a_part_of_blocks(training: bool, dynamic: bool) -> None:
+    """Traced only: the kernel is a GPU's."""
+    calls: list[torch.fx.Node] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        assert traced_once.lift(gm, inputs, functools.partial(compile_fx_settings, {})) is not None
+        calls.extend(gm.graph.find_nodes(op="call_function", target=block_operator.BLOCK))
+        return lambda *args: (torch.zeros(2, 16, 64, dtype=torch.bfloat16),)
+
+    model = nn.Sequential(*(Attending() for _ in range(5))).to(torch.bfloat16)
+    with torch.set_grad_enabled(training), torch._dynamo.config.patch(specialize_float=True):
+        x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=training)
+        torch.compile(model, backend=backend, dynamic=dynamic)(x)
+    assert len(calls) >= 4
+
+
 def test_checkpointed_blocks_save_no_more_than_without_bodies() -> None:
     """Their arguments alone, and the backward's body computes the rest again."""
     torch.manual_seed(0)
