@@ -40,7 +40,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import donation, repetition, traced_once
+from multigraph_backend.lower import donation, equal_steps, repetition, traced_once
 from multigraph_backend.lower.block_operator import Bodies
 from multigraph_backend.lower.body_graphs import call_body, whatever_strides
 from multigraph_backend.lower.fresh_inputs import CannotLower
@@ -146,6 +146,8 @@ def _compile(
     if settings.get("cpp_wrapper") or _compat.inductor_config.cpp_wrapper:
         found = Repeated(label, 0, refused=("there are no bodies in C++ wrappers",))
     else:
+        if label == "inference":
+            equal_steps.merge(gm)
         found, names = put_in(gm, label, lossless, cut_at)
         names += called.names
         found = dataclasses.replace(

@@ -1,0 +1,59 @@
+"""Steps that do once more what an earlier step has done, taken out of a graph before blocks are looked for.
+
+    visible = ...                                           visible = ...; mask_0 = where(visible, 0, -inf)
+    mask_0 = where(visible, 0, -inf); ...  # layer 0   ->   ...
+    mask_1 = where(visible, 0, -inf); ...  # layer 1        ...  # takes mask_0
+
+A model that is given no mask makes one in each layer, and Inductor computes all of them in one kernel.  In blocks that
+are compiled by themselves each call would compute its own, so a cut between layers would lose something.
+
+In:  an inference graph as Inductor is given it; a training graph's parts come from a partitioner, which has done this.
+Out: the same graph, in place, without these steps: what is equal by `steps_of_graph` of the very same operands.  What
+     stands for them is done as early as it can be, so that the first layer is like the others.  Left are kernels of
+     their own, whatever may not be a part of a body (random numbers, say), memory that nothing is written to yet, and
+     what the graph returns: two results stay two tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torch.fx import Graph, GraphModule, Node
+
+from multigraph_backend.lower.steps_of_graph import steps_of
+
+_EMPTY = "empty"  # in the names of operators that make memory with anything in it
+
+
+def merge(gm: GraphModule) -> int:
+    """How many were taken out."""
+    graph = gm.graph
+    returned = set(graph.output_node().all_input_nodes)
+    steps, nodes = steps_of(graph)
+    stands_for: dict[int | str, int] = {}  # earlier steps, for those that are gone
+    known: dict[Hashable, int] = {}
+    for index, (step, node) in enumerate(zip(steps, nodes, strict=True)):
+        if step.stays or step.alone or node in returned or _EMPTY in str(node.target):
+            continue
+        operands = tuple(stands_for.get(operand, operand) for operand in step.operands)
+        first = known.setdefault((step.description, operands), index)
+        if first != index:
+            stands_for[index] = first
+            node.replace_all_uses_with(nodes[first])
+    for index in sorted(map(int, stands_for), reverse=True):
+        graph.erase_node(nodes[index])
+    _do_early(graph, [nodes[index] for index in sorted(set(stands_for.values()))])
+    if stands_for:
+        gm.recompile()
+    return len(stands_for)
+
+
+def _do_early(graph: Graph, chosen: Sequence[Node]) -> None:
+    """Move these nodes, which come in order, to right behind what they take."""
+    places: dict[Node, tuple[int, int]] = {node: (place, 0) for place, node in enumerate(graph.nodes)}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for number, node in enumerate(chosen, 1):
+        latest = max([*inputs[-1:], *node.all_input_nodes], key=lambda operand: places[operand], default=None)
+        if latest is not None:
+            latest.append(node)
+            places[node] = (places[latest][0], number)
