@@ -44,16 +44,19 @@ def merge(gm: GraphModule) -> int:
         graph.erase_node(nodes[index])
     _do_early(graph, [nodes[index] for index in sorted(set(stands_for.values()))])
     if stands_for:
+        graph.lint()
         gm.recompile()
     return len(stands_for)
 
 
 def _do_early(graph: Graph, chosen: Sequence[Node]) -> None:
-    """Move these nodes, which come in order, to right behind what they take."""
-    places: dict[Node, tuple[int, int]] = {node: (place, 0) for place, node in enumerate(graph.nodes)}
+    """Move these nodes, which come in order, to behind what they take, and what was moved there before."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    last_at = {place: node for node, place in places.items()}
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for number, node in enumerate(chosen, 1):
-        latest = max([*inputs[-1:], *node.all_input_nodes], key=lambda operand: places[operand], default=None)
-        if latest is not None:
-            latest.append(node)
-            places[node] = (places[latest][0], number)
+    for node in chosen:
+        taken = [*inputs[-1:], *node.all_input_nodes]
+        if taken:
+            place = max(places[operand] for operand in taken)
+            last_at[place].append(node)
+            last_at[place], places[node] = node, place

@@ -83,6 +83,7 @@ def test_the_manifest_says_what_was_used_how_often_and_in_which_order(cold: Path
     assert all(form.key is not None for entry in found.used for form in entry.forms)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_over_is_carried_to_another_folder(cold: Path, tmp_path: Path) -> None:
     """Saved by a process that compiled nothing, out of torch's folders; there, every compile is a hit."""
     path = tmp_path / "file"
@@ -101,6 +102,7 @@ def test_a_process_that_is_over_is_carried_to_another_folder(cold: Path, tmp_pat
     assert said["stats"]["loaded_ahead"] == 2
 
 
+@pytest.mark.slow
 def test_a_process_that_lives_saves_and_the_next_one_loads(cold: Path, tmp_path: Path) -> None:
     path = str(tmp_path / "file")
     said = program(cold, sizes=[5, 8], save=path)

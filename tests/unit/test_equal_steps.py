@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +46,8 @@ def test_masks_of_layers_are_one_and_the_first_layer_is_like_the_others() -> Non
         """\
 x_1 = x_1
 weight_1 = weight_1
-scalar_tensor_1 = aten.scalar_tensor.default
 scalar_tensor = aten.scalar_tensor.default
+scalar_tensor_1 = aten.scalar_tensor.default
 arange = aten.arange.default
 unsqueeze = aten.unsqueeze.default
 ge = aten.ge.Tensor
@@ -55,6 +57,31 @@ tanh = aten.tanh.default
 cos = aten.cos.default
 add = aten.add.Tensor""",
     )
+
+
+def test_random_programs_that_repeat_themselves_compute_the_same_in_a_right_order() -> None:
+    ones: list[Callable[..., torch.Tensor]] = [torch.sin, torch.tanh, lambda x: x[:, None].sum(1), lambda x: x + 0.0]
+    twos: list[Callable[..., torch.Tensor]] = [torch.add, torch.mul, torch.maximum]
+    taken = 0
+
+    def program(seed: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        chance, values = random.Random(seed), [x, torch.full((3,), 0.5)]
+        for _ in range(30):
+            few = values[: chance.randrange(1, 6)] if chance.random() < 0.6 else values[-4:]
+            if chance.random() < 0.5:
+                values.append(chance.choice(ones)(chance.choice(few)))
+            else:
+                values.append(chance.choice(twos)(chance.choice(few), chance.choice(few)))
+        return tuple(values[-3:])
+
+    for seed in range(150):
+        function = functools.partial(program, seed)
+        x = torch.randn(3)
+        gm = traced(function, x)
+        taken += equal_steps.merge(gm)
+        gm.graph.lint()
+        torch.testing.assert_close(gm(x), function(x), rtol=0, atol=0)
+    assert taken > 500
 
 
 @pytest.mark.parametrize(

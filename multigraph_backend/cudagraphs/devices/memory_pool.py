@@ -135,10 +135,14 @@ def capture_anchor(pool: MemoryPool, index: int, stream: torch.cuda.Stream) -> A
             anchor.capture_begin(pool=cast(Any, pool.id), capture_error_mode="thread_local")
             free()
 
-        outcome = bracket.captured(begin, flag.zero_, anchor.capture_end, _compat.is_capturing)
-        if outcome.problem is not None:
+        problem = bracket.captured(begin, flag.zero_, anchor.capture_end, _compat.is_capturing).problem
+        if problem is not None:
             give_up(anchor, pool, uses)
-            raise outcome.problem
+    if problem is not None:
+        try:
+            raise problem
+        finally:
+            del problem  # it holds this frame
     return anchor, flag
 
 

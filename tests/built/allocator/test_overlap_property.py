@@ -102,6 +102,7 @@ def test_a_rule_is_broken_only_where_that_is_asked_for(simulated: Path, broken: 
     assert "unknown argument --mutant" in refused.stderr
 
 
+@pytest.mark.slow
 def test_left_out_orders_find_nothing_more(broken: Path) -> None:
     # of programs that differ in the order of steps alone one is run: it finds what all of them find
     found = set()

@@ -383,6 +383,7 @@ def in_a_process(constant: float, packs: list[object]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_code_and_the_account_but_not_for_other_rules() -> None:
     constant = 1 + random.SystemRandom().random()  # a program that no cache has seen
     (first,) = in_a_process(constant, [{"scale": "int8"}])

@@ -173,6 +173,7 @@ def test_a_backward_runs_again_and_saved_tensors_are_packed() -> None:
     assert_called()
 
 
+@pytest.mark.slow
 def test_code_that_hands_out_what_it_was_given_is_compiled_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read of the code is believed: here it is said to be wrong, and the graph is compiled once more."""
     monkeypatch.setattr(one_body, "wrong", lambda source, name: "hands out x, which it was given")
@@ -229,6 +230,7 @@ class Convolved(nn.Module):
         return x + y.permute(0, 3, 1, 2) * 0.5
 
 
+@pytest.mark.slow
 def test_bodies_between_convolutions_are_given_the_strides_that_they_were_made_for() -> None:
     """Gradients of convolutions have other strides when Inductor asks than AOTAutograd said.  No body holds one."""
     model, other = (nn.Sequential(*(Convolved() for _ in range(4))) for _ in range(2))

@@ -403,6 +403,7 @@ def test_attention_that_returns_lengths_is_a_part_of_blocks(training: bool, dyna
     assert len(calls) >= 4
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_save_no_more_than_without_bodies() -> None:
     """Their arguments alone, and the backward's body computes the rest again."""
     torch.manual_seed(0)
@@ -543,7 +544,9 @@ def assert_eagers(run: Any, other: nn.Module, model: nn.Module, size: tuple[int,
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-SLOW_IN_TRAINING = ("plain", "hands out a view", "computes with a size")  # as others are, and they take the longest
+SLOW_IN_TRAINING = (  # as others are, and they take the longest
+    "plain", "hands out a view", "computes with a size", "a row more from the third layer on", "asks for a size", "attends",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
