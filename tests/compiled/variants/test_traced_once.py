@@ -545,7 +545,8 @@ def assert_eagers(run: Any, other: nn.Module, model: nn.Module, size: tuple[int,
 
 
 SLOW_IN_TRAINING = (  # as others are, and they take the longest
-    "plain", "hands out a view", "computes with a size", "a row more from the third layer on", "asks for a size", "attends",
+    "plain", "hands out a view", "computes with a size", "a row more from the third layer on", "asks for a size",
+    "attends",
 )  # fmt: skip
 
 
