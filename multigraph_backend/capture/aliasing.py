@@ -16,7 +16,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.capture.graph import CapturedGraph
-from multigraph_backend.capture.structure import made_of
+from multigraph_backend.capture.structure import is_wrapper, made_of, plain_parts
 
 # groups of tensors that share memory: positions of inputs; tensors that the graph holds count on from there
 Sharing = tuple[tuple[int, ...], ...]
@@ -120,7 +120,7 @@ def wrappers_apart(graph: CapturedGraph, args: Sequence[Any]) -> Callable[[Seque
 
 def _reader(wrapper: Any) -> Callable[[Any], tuple[torch.Tensor, ...]]:
     """What reads the plain tensors that subclasses like this one are made of."""
-    paths = [path for path, part in made_of(wrapper) if isinstance(part, torch.Tensor) and not _is_wrapper(part)]
+    paths = plain_parts(wrapper)
     if len(paths) > 1:
         return attrgetter(*paths)
     return lambda wrapper: tuple(attrgetter(path)(wrapper) for path in paths)
@@ -136,7 +136,7 @@ def parts_apart(
     """
     everything = (*inputs, *held)
     tensors = [index for index, value in enumerate(everything) if isinstance(value, torch.Tensor)]
-    wrappers = {index for index in tensors if _is_wrapper(everything[index])}
+    wrappers = {index for index in tensors if is_wrapper(everything[index])}
     if not wrappers or not written:
         return None
 
@@ -144,16 +144,16 @@ def parts_apart(
         everything = (*args, *held)
         used: dict[int, tuple[bool, bool]] = {}  # by storage: whether a part lies there, and whether it is written to
         for index in tensors:
-            value, is_wrapper, is_written = everything[index], index in wrappers, index in written
-            parts = [part for _, part in made_of(value)] if is_wrapper else [value]
+            value, opened, is_written = everything[index], index in wrappers, index in written
+            parts = [part for _, part in made_of(value)] if opened else [value]
             for part in parts:
-                if not isinstance(part, torch.Tensor) or (is_wrapper and _is_wrapper(part)):
+                if not isinstance(part, torch.Tensor) or (opened and is_wrapper(part)):
                     continue
                 key = part.untyped_storage()._cdata
                 inside, changed = used.get(key, (False, False))
-                if key in used and (inside or is_wrapper) and (changed or is_written):
+                if key in used and (inside or opened) and (changed or is_written):
                     return False
-                used[key] = inside or is_wrapper, changed or is_written
+                used[key] = inside or opened, changed or is_written
         return True
 
     return apart
@@ -169,10 +169,6 @@ def overlapping(over: Sequence[torch.Tensor], apart: Sequence[torch.Tensor]) -> 
     """Whether the tensors of `over` are exactly those, among all of these, that overlap another one in memory."""
     found = _compat.compute_overlapping_tensors([*over, *apart], symbolic=False)
     return sorted(found) == list(range(len(over)))
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    return bool(_compat.is_traceable_wrapper_subclass(tensor))
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -83,3 +83,13 @@ def made_of(wrapper: Any) -> Iterator[tuple[str, Any]]:
         yield name, inner
         if isinstance(inner, torch.Tensor) and _compat.is_traceable_wrapper_subclass(inner):
             yield from ((f"{name}.{below}", part) for below, part in made_of(inner))
+
+
+def plain_parts(wrapper: Any) -> list[str]:
+    """The paths to the plain tensors that a subclass is made of in the end, in AOTAutograd's order."""
+    return [path for path, part in made_of(wrapper) if isinstance(part, torch.Tensor) and not is_wrapper(part)]
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether a value is a tensor that is made of others."""
+    return isinstance(value, torch.Tensor) and bool(_compat.is_traceable_wrapper_subclass(value))

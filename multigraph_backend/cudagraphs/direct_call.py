@@ -12,6 +12,7 @@ that the code itself changes (a cache of keys and values) count as changed for a
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, get_ident
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.capture.structure import made_of
+from multigraph_backend.capture.structure import is_wrapper, plain_parts
 from multigraph_backend.cudagraphs.output_code import RecordedCode
 
 _TRIES = 3  # calls that are watched; the first may be unlike others
@@ -45,7 +46,7 @@ class DirectCall:
             return self.function(*args)
         if not self._lock.acquire(blocking=False):
             return self._wrapped(*args)
-        wrappers = [arg for arg in args if _is_wrapper(arg)]
+        wrappers = [arg for arg in args if is_wrapper(arg)]
         try:
             open_up = _opening(args) if wrappers else list
             inputs = open_up(args)
@@ -109,21 +110,24 @@ def _same(ones: Any, others: Any) -> bool:
     )
 
 
-def _is_wrapper(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and bool(_compat.is_traceable_wrapper_subclass(value))
-
-
 def _opening(args: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
     """What makes the list that code is given of arguments like these: in place of each subclass its plain tensors."""
     texts: list[str] = []
     for index, arg in enumerate(args):
-        if _is_wrapper(arg):
-            plain = [path for path, part in made_of(arg) if isinstance(part, torch.Tensor) and not _is_wrapper(part)]
-            texts += [f"args[{index}].{path}" for path in plain]
+        if is_wrapper(arg):
+            texts += [_read(f"args[{index}]", path) for path in plain_parts(arg)]
         else:
             texts.append(f"args[{index}]")
     opening: Callable[[Sequence[Any]], list[Any]] = eval(f"lambda args: [{', '.join(texts)}]", {})
     return opening
+
+
+def _read(text: str, path: str) -> str:
+    """Text that reads what lies at `path`; names of parts need be no names of Python's."""
+    for name in path.split("."):
+        plain = name.isidentifier() and not keyword.iskeyword(name)
+        text = f"{text}.{name}" if plain else f"getattr({text}, {name!r})"
+    return text
 
 
 def _versions(values: Sequence[Any]) -> list[int | None]:

@@ -59,6 +59,7 @@ def compile_graph(
         knobs.update(output_code.KNOBS if how == "recorded" else {})
         if any(isinstance(rule.pack, Offload) for rule in options.saved_tensors):
             knobs.setdefault(*output_code.PLACED)
+    keep_sums(module)  # first: blocks that are traced once are taken out of it, and compiled by themselves
     if options.repeat and how != "traced":
         traced, why_not = _traced_once(module, inputs, options, only_cached)
         cut_at = output_code.cut_at(options) if label is not None and how == "recorded" else None
@@ -82,7 +83,6 @@ def compile_graph(
     given = compile_fx_settings(knobs, from_caches.refuse if only_cached else inner, around)
     if only_cached:
         given["decompositions"] = from_caches.RefusingTable()
-    keep_sums(module)
     known = block_operator.known(traced) if traced is not None else contextlib.nullcontext()
     with known, _zeros_apart(module):
         run: Callable[..., Sequence[Any]]

@@ -302,6 +302,28 @@ def test_bodies_of_repeated_blocks_have_eagers_numbers(repeat: str) -> None:
     assert "calls of one body" in str(multigraph_backend.explain())
 
 
+class SumWithZero(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = -torch.relu(self.linear(x))  # many are -0.0
+        return x + torch.atan(1.0 / (y + 0.0)) * torch.atan(1.0 / (y + 0.0)).cos().exp()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("repeat", [False, "auto", "always"])
+def test_sums_with_zero_keep_their_sign_in_bodies(repeat: bool | str, training: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[SumWithZero() for _ in range(5)])
+    compiled = torch.compile(model, backend="multigraph", options={"repeat": repeat, "on_failure": "raise"})
+    x = torch.randn(4, 8)
+    with torch.set_grad_enabled(training), inductor_config.patch(force_disable_caches=True):
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert ("calls of one body" in str(multigraph_backend.explain())) == bool(repeat)
+
+
 # ---------------------------------------------------------------- what a graph is given
 
 

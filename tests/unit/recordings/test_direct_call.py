@@ -201,6 +201,10 @@ def test_subclasses_are_opened_by_the_names_of_their_parts(nested: bool) -> None
         assert cache._version > version
 
 
+def test_parts_may_have_any_names() -> None:
+    assert direct_call._read("args[1]", "values.from.two words") == "getattr(getattr(args[1].values, 'from'), 'two words')"
+
+
 def test_a_subclass_that_is_returned_keeps_the_wrappers() -> None:
     with torch.no_grad():
         one = TwoTensor(torch.randn(3), torch.randn(3))
