@@ -202,7 +202,8 @@ def test_subclasses_are_opened_by_the_names_of_their_parts(nested: bool) -> None
 
 
 def test_parts_may_have_any_names() -> None:
-    assert direct_call._read("args[1]", "values.from.two words") == "getattr(getattr(args[1].values, 'from'), 'two words')"
+    text = direct_call._read("args[1]", "values.from.two words")
+    assert text == "getattr(getattr(args[1].values, 'from'), 'two words')"
 
 
 def test_a_subclass_that_is_returned_keeps_the_wrappers() -> None:
