@@ -21,6 +21,8 @@ cpu/Inductor   that over Inductor's of the same process; of sizes over that of i
 peak MiB       the most memory that this process has meanwhile, above what it had before
 call us        of a later call of the first size; the forms take turns
 call/Inductor  paired by turns
+GPU us         of a later call's work on a GPU, where multigraph's calls are replays
+GPU/whole      that over multigraph's without bodies, paired by turns
 error          to eager, of results and gradients, relative, of calls behind the first
 
     python benchmarks/first_calls.py --json first_calls.json
@@ -53,6 +55,7 @@ from measure import (
     attempt,
     cpu_seconds,
     fresh_cache,
+    gpu_us,
     in_own_process,
     interleaved,
     own_code,
@@ -72,6 +75,8 @@ COLUMNS = (
     Column("peak_mib", "peak MiB", 0),
     Column("us", "call us", 0),
     Column("call_over_inductor", "call/Inductor", 3),
+    Column("gpu_us", "GPU us", 0),
+    Column("gpu_over_whole", "GPU/whole", 3),
     Column("error_to_eager", "error", 7),
 )
 PASSES = ("inference", "training")
@@ -159,7 +164,7 @@ def _by_blocks(module: torch.nn.Module, **how: Any) -> Call:
 
 
 def _ours(**options: Any) -> dict[str, Any]:
-    return {"backend": "multigraph", "options": {"on_failure": "raise", "cudagraphs": False, **options}}
+    return {"backend": "multigraph", "options": {"on_failure": "raise", **options}}
 
 
 #: the name of what holds the batch size is the model's first argument
@@ -258,6 +263,15 @@ def measured(device: str, name: str, training: bool, rounds: int, quick: bool, f
         if (beside := BESIDE[form]) in taken:
             row["over_inductor"] = row["cpu_seconds"] / rows[beside]["cpu_seconds"]
             row["call_over_inductor"] = paired_ratio(taken[form], taken[beside])
+    if device == "cuda":  # of code that is not recorded, more kernels may wait than a queue holds
+        replayed = [form for form in taken if form.startswith("multigraph")]
+        on_gpu = interleaved(
+            {form: gpu_us(calls[form], [()], 200 + 2 * rows[form]["us"]) for form in replayed}, max(3, rounds // 4)
+        )
+        for form, found in on_gpu.items():
+            rows[form]["gpu_us"] = statistics.median(found)
+            if "multigraph" in on_gpu:
+                rows[form]["gpu_over_whole"] = paired_ratio(found, on_gpu["multigraph"])
     return rows
 
 

@@ -140,7 +140,7 @@ def test_everything_held_keeps_its_value_in_programs_of_four_calls() -> None:
 
 
 def _nothing_moves_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tree, "_restart", lambda tree: tree.path.clear())
+    patch.setattr(Tree, "_restart", lambda tree, kept=0: tree.path.clear())
 
 
 def _everything_seems_dead(patch: pytest.MonkeyPatch) -> None:

@@ -614,6 +614,71 @@ def test_gradients_held_over_steps_are_moved_once_and_then_handed_out_as_copies(
     assert 1 <= bench.clones() <= 2
 
 
+@pytest.mark.parametrize("lasting", ["nothing", "the last loss", "all losses"])
+@pytest.mark.parametrize("micro", [2, 3, 5])
+def test_accumulated_gradients_stay_where_they_are(micro: int, lasting: str) -> None:
+    """Those of the first micro-batch are held over all others of the step: these are recorded once, behind it."""
+    bench = Bench()
+    training = Training(bench)
+    losses: list[torch.Tensor] = []
+    for step in range(6):
+        total = expected = None
+        for _ in range(micro):
+            loss, saved, x = training.ahead()
+            if lasting != "nothing":
+                losses = [*losses, loss] if lasting == "all losses" else [loss]
+            del loss
+            if total is not None:
+                torch.testing.assert_close(total, expected, rtol=0, atol=0)
+            gradient = training.back(saved, x)
+            if total is None:  # as autograd does where a leaf has no gradient
+                total, expected = gradient, gradient.clone()
+            else:
+                total += gradient
+                expected += gradient
+            del gradient
+        if step == 3:
+            moved, recorded = bench.clones(), bench.recorded()
+    # the loss that is held when the next micro-batch begins is moved out, once for each recording of a forward
+    assert bench.clones() == moved <= (0 if lasting == "nothing" else 2)
+    assert bench.recorded() == recorded == 4
+    assert not any(slot.copied for node in bench.tree.root.below() if node.is_backward for slot in node.slots)
+
+
+def test_gradients_that_are_kept_for_good_are_moved() -> None:
+    """Here a step would become longer with each gradient that a hook keeps."""
+    bench = Bench()
+    training = Training(bench)
+    kept: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    for _ in range(8):
+        loss, saved, x = training.ahead()
+        kept.append(training.back(saved, x))
+        expected.append(kept[-1].clone())
+        torch.testing.assert_close(kept, expected, rtol=0, atol=0)
+        del loss
+    assert bench.recorded() <= 6
+    assert all(slot.copied for node in bench.tree.root.below() if node.is_backward for slot in node.slots)
+    assert not any(node.alive() for node in bench.tree.path)
+
+
+def test_where_a_further_micro_batch_cannot_be_recorded_gradients_are_copied() -> None:
+    bench = Bench(Limits(depth=2))
+    training = Training(bench)
+    for _ in range(6):
+        total = None
+        for _ in range(3):
+            loss, saved, x = training.ahead()
+            del loss
+            gradient = training.back(saved, x)
+            total = gradient if total is None else total.add_(gradient)
+            del gradient
+    assert bench.recorded() <= 4
+    assert bench.unrecorded(training.forward, training.backward) == {}
+    assert bench.clones() == 1
+    assert bench.tree.size == 2
+
+
 def test_several_forwards_before_their_backwards_in_either_order() -> None:
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         bench = Bench()

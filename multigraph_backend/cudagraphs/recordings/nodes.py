@@ -76,6 +76,11 @@ class Node:
         """The node that it follows; None for the root, and where that one is gone."""
         return None if self._parent is None else self._parent()
 
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is of a backward: what it hands out are gradients."""
+        return self.keyed is not None and self.keyed.piece.spec.is_backward
+
     def unbuild(self) -> None:
         """Until it is built again it is not replayed."""
         self.ready = False  # `run` stays: what it holds is in the counts that tell whether an output is alive

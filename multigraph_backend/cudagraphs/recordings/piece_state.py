@@ -13,6 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.cost import Uses
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
@@ -81,6 +84,10 @@ class PieceState:
         #: whether it is called unrecorded first at a new key: until one was recorded, and always once that went wrong
         self.warms_up = True
         self.each_warms_up = False
+        #: of a backward: whether gradients are held until it is called again, as where they are accumulated; and those
+        #: of an unrecorded call, weakly
+        self.accumulates = False
+        self._gradients: list[tuple[StorageWeakRef, int]] = []
         self.awaited = Awaited()
         self.uses = Uses()
         self.reasons: Counter[str] = Counter()  # at keys that are forgotten
@@ -113,6 +120,23 @@ class PieceState:
         if not key:
             self._only = keyed
         return keyed
+
+    def handed_out(self, outputs: Sequence[Any]) -> None:
+        """Note what an unrecorded call has returned."""
+        if self.spec.is_backward:
+            shown = [
+                output.untyped_storage()
+                for output, visible in zip(outputs, self.spec.visible, strict=True)
+                if visible and isinstance(output, torch.Tensor) and output.layout is torch.strided
+            ]
+            self._gradients = [(StorageWeakRef(storage), storage.nbytes()) for storage in shown]
+
+    def see_what_is_kept(self) -> None:
+        """It has been called again, and recorded: see whether most of what `handed_out` saw is still there."""
+        if self._gradients:
+            held = sum(nbytes for storage, nbytes in self._gradients if not storage.expired())
+            self.accumulates = 2 * held > sum(nbytes for _, nbytes in self._gradients)
+            self._gradients = []
 
     def end(self) -> None:
         """Nobody calls it any more: let go of what refers to it."""

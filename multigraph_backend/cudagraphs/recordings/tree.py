@@ -188,7 +188,7 @@ class Tree(Nodes):
                 self._sweep()
                 self._attend(keyed.piece)
                 if step_mark != self.step_mark:
-                    self._restart()
+                    self._restart(self._gradients_kept(keyed, inputs))
                     self.step_mark = step_mark
                 with _compat.without_torch_function():  # of inputs whose classes answer what is asked about them
                     node = self._node_for(keyed, inputs)
@@ -233,6 +233,7 @@ class Tree(Nodes):
                     # nothing of these is held here: a backward frees what was saved for it as it goes
                     outputs = self.warm_ups.run(warm, keyed, code, inputs)
                     if outputs is not None:
+                        keyed.piece.handed_out(outputs)
                         return outputs
                 if self.path:
                     handles = {slot.handle for node in self.path for slot in node.slots}
@@ -241,7 +242,10 @@ class Tree(Nodes):
                         for value in inputs
                         if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in handles
                     ]
-            return code(inputs)
+            outputs = code(inputs)
+            if warming is not None:
+                warming.handed_out(outputs)
+            return outputs
         finally:
             if began:
                 with self.lock:
@@ -366,7 +370,19 @@ class Tree(Nodes):
                 self._make_way(keyed, inputs)
             raise NotRecorded(FIRST_CALL)
         if self.path and self._new_step(keyed, inputs):
-            self._restart()
+            kept = self._gradients_kept(keyed, inputs)
+            self._restart(kept)
+            if kept:
+                try:
+                    return self._behind(keyed, inputs, first)
+                except NotRecorded as why:
+                    log.info("%s: gradients are copied from now on: %s", keyed.piece.spec.label, why)
+                    self._keep_no_gradients()
+                    self._restart()
+        return self._behind(keyed, inputs, first)
+
+    def _behind(self, keyed: KeyedPiece, inputs: list[object], first: bool) -> Node:
+        """The node behind the path that answers this call, recorded now if need be.  Raises `NotRecorded`."""
         parent = self.path[-1] if self.path else self.root
         anew = self.sharing.settled(keyed) and self._make_way(keyed, inputs)
         found = self._child(parent, keyed, inputs)
@@ -452,13 +468,17 @@ class Tree(Nodes):
             return False
         if len(self.path) >= keyed.piece.limits.depth:
             return True
-        for node in self.path:
-            if node.keyed is keyed and node.recording is not None:
-                plan = node.recording.plan
-                lasting = [index for index in plan.fixed if index not in plan.managed]
-                if self.device.same_addresses(inputs, plan.addresses, lasting):
-                    return True
+        if any(self._is_of(node, keyed, inputs) for node in self.path):
+            return True
         return self._child(self.root, keyed, inputs) is not None or self._begins_as_one_did(keyed, inputs, alive)
+
+    def _is_of(self, node: Node, keyed: KeyedPiece, inputs: list[object]) -> bool:
+        """Whether `node` is a recording of this piece, with these parameters."""
+        if node.keyed is not keyed or node.recording is None:
+            return False
+        plan = node.recording.plan
+        lasting = [index for index in plan.fixed if index not in plan.managed]
+        return self.device.same_addresses(inputs, plan.addresses, lasting)
 
     def _begins_as_one_did(self, keyed: KeyedPiece, inputs: list[object], alive: Sequence[Slot]) -> bool:
         """Whether this forward, of code that begins recorded training steps, comes behind one whose backward is done:
@@ -472,10 +492,39 @@ class Tree(Nodes):
         slots = {slot.handle: slot for slot in alive}
         return not any(_lies_in(slots, value, self.device) for value in inputs)
 
-    def _restart(self) -> None:
-        """Begin a new step: move out what is alive, if all of it can be moved, and nobody is about to read it."""
+    def _gradients_kept(self, keyed: KeyedPiece, inputs: list[object]) -> int:
+        """How many nodes stay at the path's begin because gradients of them are held, where a micro-batch begins.
+
+        Gradients that are accumulated are held from the first micro-batch to the end of the step.  The next ones are
+        recorded behind it, once, and replayed there: those gradients are dead when they have been added.  Moved out
+        instead, all gradients of all micro-batches would be copied.  But what is held for longer makes each step longer
+        than the last: where `keyed` is on that path twice, it is moved.
+        """
+        last = 0
+        for number, node in enumerate(self.path, 1):
+            if not node.is_backward or not node.alive():
+                continue
+            if node.keyed is None or not node.keyed.piece.accumulates:
+                return 0
+            last = number
+        times = sum(self._is_of(node, keyed, inputs) for node in self.path[:last])
+        if times > 1:
+            self._keep_no_gradients()
+        return last if times == 1 else 0
+
+    def _keep_no_gradients(self) -> None:
+        """Those that are held are moved out, where the path has any."""
+        for node in self.path:
+            if node.keyed is not None and node.is_backward:
+                node.keyed.piece.accumulates = False
+
+    def _restart(self, kept: int = 0) -> None:
+        """Begin a new step: move out what is alive, if all of it can be moved, and nobody is about to read it.
+
+        `kept`: so many nodes stay on the path, with what is held of their gradients."""
         use_count = self.device.use_count
-        alive = [(node, slot) for node in self.path for slot in node.slots if slot.alive(use_count)]
+        moving = [node for node in self.path if not (kept and node.is_backward)]
+        alive = [(node, slot) for node in moving for slot in node.slots if slot.alive(use_count)]
         held = [slot for _, slot in alive if slot.lies(self.device)]
         busy = alive or any(isinstance(node, WarmUp) and node.running for node in self.path)
         if not all(slot.movable for slot in held) or (busy and self._running) or (held and not self._settled()):
@@ -488,7 +537,7 @@ class Tree(Nodes):
             if held:  # another stream may be ordered behind the work that made them, but not behind these copies
                 self.device.finish()
         strangers = any(isinstance(node, WarmUp) and node.strangers for node in self.path)
-        self.path.clear()
+        del self.path[kept:]
         if strangers:
             self._abandon_pool()
         for node in {id(node): node for node, _ in alive}.values():
@@ -566,6 +615,7 @@ class Tree(Nodes):
             self.room.used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
         keyed.piece.warms_up = keyed.piece.each_warms_up
+        keyed.piece.see_what_is_kept()
         grew = self.room.keep(keyed, made, keyed.piece.limits, had)
         if again and grew is not None:
             planning.note_again(keyed, parent.children[keyed])
