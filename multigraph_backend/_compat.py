@@ -276,6 +276,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         # recordings
         _S("weak_storage", "torch", "UntypedStorage", feature="cudagraphs", shape=("_new_with_weak_ptr",)),
         _S("storage_use_count", "torch._C", "_storage_Use_Count", feature="cudagraphs"),
+        _S("saved_tensors_hooks", "torch._C._autograd", "_top_saved_tensors_default_hooks", feature="cudagraphs"),
         _S("same_addresses", "torch._C", "_tensors_data_ptrs_at_indices_equal", feature="cudagraphs on CUDA"),
         _S("OutputCode", "torch._inductor.output_code", "OutputCode", feature="cudagraphs",
            shape=("post_compile", "prepare_for_serialization", "set_triton_bundle")),

@@ -525,6 +525,67 @@ def test_checkpointing_inside_and_around() -> None:
             close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
 
 
+_held: list[torch.Tensor] = []
+
+
+def _emptied(saved: torch.Tensor) -> torch.Tensor:
+    """As those do that keep activations on the host."""
+    host = saved.cpu()
+    saved.data = torch.empty(0, device=CUDA, dtype=saved.dtype)
+    return host
+
+
+def _kept(saved: torch.Tensor) -> torch.Tensor:
+    _held.append(saved)
+    return saved
+
+
+@pytest.mark.parametrize("pack", [_emptied, _kept])
+def test_hooks_for_saved_tensors_in_some_steps(pack: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """In the steps without them the tensors that are saved are those of the last such step."""
+    model = Net().to(CUDA)
+    reference = copy.deepcopy(model)
+    run, seen = compiled(model), Recorded()
+    for step in range(16):
+        x = torch.randn(8, 64, device=CUDA)
+        model.zero_grad()
+        reference.zero_grad()
+        lasting = {tensor.data_ptr() for tensor in (x, *model.parameters(), *model.buffers())}
+
+        def packed(saved: torch.Tensor, lasting: set[int] = lasting) -> torch.Tensor:
+            return saved if saved.data_ptr() in lasting else pack(saved)
+
+        with contextlib.ExitStack() as hooks:
+            if step % 3 == 2:
+                hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(packed, lambda saved: saved.to(CUDA)))
+            output = run(x)
+        output.square().sum().backward()
+        reference(x).square().sum().backward()
+        close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+        if step % 4 == 3:
+            _held.clear()
+    _held.clear()
+    assert seen.recordings >= 2
+
+
+def test_a_tensor_that_is_taken_out_of_the_graph_stays_what_it_is() -> None:
+    model = Net().to(CUDA)
+    run = compiled(model)
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for _ in range(10):
+        output = run(torch.randn(8, 64, device=CUDA))
+        node = output.grad_fn
+        while node is not None and not hasattr(node, "saved_tensors"):
+            node = node.next_functions[0][0]
+        assert node is not None
+        held += [(saved, saved.clone()) for saved in node.saved_tensors]
+        output.square().sum().backward()
+        del output, node
+        for saved, content in held:
+            close(saved, content)
+        held = held[-3:]
+
+
 def test_gradients_kept_by_hooks_and_on_inputs() -> None:
     model = Net().to(CUDA)
     run = compiled(model)

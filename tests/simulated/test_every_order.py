@@ -18,6 +18,7 @@ from multigraph_backend.cudagraphs.devices.device import PoolState
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import replay
+from multigraph_backend.cudagraphs.recordings.nodes import Holds, Node
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from tests.support.simulated.pieces import Bench
@@ -161,7 +162,12 @@ def _nothing_is_kept_out_of_the_way(patch: pytest.MonkeyPatch) -> None:
 
 def _dead_or_alive_does_not_matter(patch: pytest.MonkeyPatch) -> None:
     build = replay.build_holds
-    patch.setattr(replay, "build_holds", lambda device, made, dead: build(device, made, ()))
+
+    def forgetful(node: Node) -> Holds:
+        node.dead = ()
+        return build(node)
+
+    patch.setattr(replay, "build_holds", forgetful)
 
 
 def _inputs_are_not_copied(patch: pytest.MonkeyPatch) -> None:

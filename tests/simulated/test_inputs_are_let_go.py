@@ -47,7 +47,7 @@ def test_of_a_step_that_warms_up_is_recorded_and_replayed() -> None:
         loss, saved = there([x, w])
         (gradient,) = back([one, saved, x])
         assert_equal([gradient], [wanted])
-        seen += map(weakref.ref, (x, one, loss, saved, gradient))
+        seen += map(weakref.ref, (x, one, loss, gradient))  # the tensor that is saved is handed out again
         del x, one, loss, saved, gradient, wanted
         assert [one() for one in seen] == [None] * len(seen)
     assert bench.recorded() == 2

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,13 @@ import torch
 from multigraph_backend.cudagraphs.devices import bracket
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
 from multigraph_backend.cudagraphs.recordings import memory, planning, recording, replay
-from multigraph_backend.cudagraphs.recordings.nodes import Node
+from multigraph_backend.cudagraphs.recordings.nodes import Holds, Node
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.room import Room
 from multigraph_backend.cudagraphs.recordings.sharing import Sharing
-from multigraph_backend.cudagraphs.recordings.slot import Slot
+from multigraph_backend.cudagraphs.recordings.slot import HandedOut, Slot
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.recordings.warm_up import WarmUp
 from multigraph_backend.process import garbage
@@ -119,7 +119,7 @@ def test_a_seed_is_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_moves_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tree, "_restart", lambda tree: tree.path.clear())
+    patch.setattr(Tree, "_restart", lambda tree, kept=0: tree.path.clear())
 
 
 def _storages_alone_are_not_seen(patch: pytest.MonkeyPatch) -> None:
@@ -133,9 +133,39 @@ def _storages_alone_are_not_seen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slot, "take_baseline", taken)
 
 
+def _who_holds_a_tensor_that_is_kept_is_not_seen(patch: pytest.MonkeyPatch) -> None:
+    take = Slot.take_baseline
+
+    def taken(slot: Slot, use_count: Callable[[int], int]) -> None:
+        take(slot, use_count)
+        slot.kept_refs = 1 << 30
+
+    patch.setattr(Slot, "take_baseline", taken)
+
+
+def _tensors_that_are_kept_are_trusted(patch: pytest.MonkeyPatch) -> None:
+    fill = HandedOut.fill
+
+    def filled(handed: HandedOut, slots: Sequence[Slot]) -> None:
+        fill(handed, slots)
+        handed.kept.clear()
+        handed.numbers.clear()
+
+    patch.setattr(HandedOut, "fill", filled)
+
+
+def _a_recording_leaves_nothing_of_those_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(replay, "_left", lambda node, names: ["    for earlier in path:", "        earlier.watched = ()"])
+
+
 def _what_is_dead_does_not_matter(patch: pytest.MonkeyPatch) -> None:
     build = replay.build_holds
-    patch.setattr(replay, "build_holds", lambda device, made, dead: build(device, made, ()))
+
+    def forgetful(node: Node) -> Holds:
+        node.dead = ()
+        return build(node)
+
+    patch.setattr(replay, "build_holds", forgetful)
 
 
 def _numbers_are_no_key(patch: pytest.MonkeyPatch) -> None:
@@ -177,7 +207,7 @@ def _moved_outputs_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 def _storages_are_trusted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slot, "lies", lambda slot, device: True)
     patch.setattr(Slot, "holds", lambda slot, address: True)
-    patch.setattr(replay, "_elsewhere", lambda device, made, names: [])
+    patch.setattr(replay, "_elsewhere", lambda node, names: [])
 
 
 def _warm_ups_are_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
@@ -334,6 +364,9 @@ def _all_code_is_run_again(patch: pytest.MonkeyPatch) -> None:
 MUTANTS = [
     _nothing_moves_out,
     _storages_alone_are_not_seen,
+    _who_holds_a_tensor_that_is_kept_is_not_seen,
+    _tensors_that_are_kept_are_trusted,
+    _a_recording_leaves_nothing_of_those_before,
     _what_is_dead_does_not_matter,
     _numbers_are_no_key,
     _floats_are_keys_by_what_they_equal,
@@ -369,7 +402,7 @@ MUTANTS = [
 #: programs that are known to show it, where few have what it concerns
 KNOWN = {
     _storages_alone_are_not_seen: (4, 10),
-    _what_is_dead_does_not_matter: (376, 386, 165),
+    _what_is_dead_does_not_matter: (165, 272, 376, 386),
     _floats_are_keys_by_what_they_equal: (100, 135),
     _hidden_values_always_die: (297, 534),
     _views_begin_where_the_input_begins: (14, 24),
@@ -377,6 +410,7 @@ KNOWN = {
     _moved_outputs_are_not_waited_for: (28, 81, 119),
     _storages_are_trusted: (6, 21),
     _expanded_dimensions_are_forgotten: (7, 12),
+    _tensors_that_are_kept_are_trusted: (142,),
     _given_up_recordings_get_children: (24, 39),
     _each_has_a_switch_of_its_own: (118, 204, 225),
     _pools_are_left_with_recordings_in_them: (18, 24),

@@ -17,7 +17,7 @@ from multigraph_backend import events
 from multigraph_backend.cudagraphs.devices.device import Device, PoolState
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.recording import Recording
-from multigraph_backend.cudagraphs.recordings.slot import Slot
+from multigraph_backend.cudagraphs.recordings.slot import HandedOut, Slot
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +42,16 @@ class Node:
     of what is allocated there then.  `dead`: slots of earlier nodes whose memory it may write over and that no node
     between makes sure of.
 
+    `watched`: slots over which something may be alive: `run` sets it, of this node to all that it hands out, and of
+    those before it to what it leaves of them.  `handed_out`: where what it hands out has to lie.
+
     Only parents hold nodes, and the path: a node that was given up goes at once, with its graph, and not when garbage
     is collected.
     """
 
     __slots__ = ("__weakref__", "_parent", "after", "calls", "children", "dead", "depth", "destroyed", "final",
-                 "generation", "holds", "keyed", "number", "queued", "ready", "recording", "run", "slept", "slots",
-                 "state", "tree", "trial", "used", "watched")  # fmt: skip
+                 "generation", "handed_out", "holds", "keyed", "number", "queued", "ready", "recording", "run", "slept",
+                 "slots", "state", "tree", "trial", "used", "watched")  # fmt: skip
 
     def __init__(
         self, tree: Nodes, state: PoolState, parent: Node | None = None, keyed: KeyedPiece | None = None,
@@ -61,7 +64,8 @@ class Node:
         self.final: list[int] = []
         self.dead, self.after, self.generation = tuple(dead), after, tree.device.generation
         self.slots: tuple[Slot, ...] = tuple(recording.slots) if recording is not None else ()
-        self.watched = self.slots  # those over which something may have been handed out
+        self.watched = self.slots
+        self.handed_out = HandedOut(tree.device)
         self.children: dict[KeyedPiece, list[Node]] = {}
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.calls = self.used = 0
@@ -87,7 +91,7 @@ class Node:
 
     def resized(self) -> bool:
         """Whether the user has resized an output, and thereby moved its storage."""
-        return not all(slot.lies(self.tree.device) for slot in self.slots)
+        return not all(slot.lies(self.tree.device) for slot in self.slots) or self.handed_out.kept_lie_elsewhere()
 
     def alive(self) -> bool:
         """Whether any output that was handed out still exists."""

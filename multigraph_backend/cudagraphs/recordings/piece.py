@@ -52,7 +52,11 @@ class Piece(PieceState):
                 path, use_count = tree.path, tree.use_count
                 while path:
                     for slot in path[-1].watched:  # `Slot.alive`, without the call
-                        if use_count(slot.handle) > slot.base or getrefcount(slot.storage) > slot.refs:
+                        if (
+                            use_count(slot.handle) > slot.base
+                            or getrefcount(slot.storage) > slot.refs
+                            or getrefcount(slot.kept) > slot.kept_refs
+                        ):
                             break
                     else:
                         path.pop()

@@ -161,12 +161,16 @@ def _dies_here(device: Device, slot: Slot, inputs: Sequence[Any]) -> bool:
     """Whether nobody but the list of inputs holds what is over `slot`: no user can, and no other code does."""
     if slot.visible or slot.generation != device.generation:
         return False
-    over = 0
+    over = kept = 0
     for index in range(len(inputs)):
-        if isinstance(inputs[index], torch.Tensor) and inputs[index].untyped_storage()._cdata == slot.handle:
+        if inputs[index] is slot.kept and slot.kept is not None:
+            kept += 1
+        elif isinstance(inputs[index], torch.Tensor) and inputs[index].untyped_storage()._cdata == slot.handle:
             over += 1
             if sys.getrefcount(inputs[index]) > 2:  # the list, and the call
                 return False
+    if sys.getrefcount(slot.kept) > slot.kept_refs + kept:
+        return False
     return device.use_count(slot.handle) == slot.base + over
 
 

@@ -6,7 +6,7 @@ and what it hands out lies where it writes.
 `run` copies the inputs that are copied in one launch, launches the recording, makes the outputs and clears the list.
 
 For a piece of a parameter, a user's input and an output of an earlier recording, with two outputs of its own, the text
-is this (the second input is copied, the third is read in place and dies inside):
+is this (the second input is copied, the third is read in place and dies inside; no user sees the second output):
 
     def holds(inputs):
         if not same(inputs, addresses, fixed):                      # inputs 0 and 2 lie where they lay
@@ -14,20 +14,24 @@ is this (the second input is copied, the third is read in place and dies inside)
         for slot in dead:                                           # what else it writes over is dead
             if slot.alive(use_count):
                 return False
-        for slot, count in consumed:                                # input 2 is held by nobody else
-            if use_count(slot.handle) > slot.base + count:
-                return False
-        if references(inputs[2]) > 2:
-            return False
-        if address_of(slot0.storage) != 140012 or address_of(slot1.storage) != 140076:
-            return False                                            # no user has resized an output
+        if list(map(use_count, handles)) != bases or list(map(references, take(inputs))) != counts:
+            ...                                                     # input 2 is held by others than the list, maybe
+        if kept and not same(kept, kept_at, numbers):
+            return False                                            # no user has moved what is handed out again,
+        if list(map(address_of, map(storage_of, shown))) != shown_at:
+            return False                                            # or resized another output
         return True
 
     def run(node, inputs):
         stage(inputs[1])                                            # one launch, into the buffer of input 1
         launch()
-        outputs = (make0(storage0), make1(storage1),)               # new tensors over the same memory
+        if hooks(True) is None:
+            outputs = (make0(storage0), kept1,)                     # a new tensor over the same memory, and one that
+        else:                                                       # is handed out again: only autograd saves it
+            outputs = (make0(storage0), make1(storage1),)
         inputs.clear()
+        path[-1].watched = left1                                    # what may be alive of the recording before
+        node.watched = watched
         node.calls += 1
         node.used = tree.clock = tree.clock + 1
         append(node)                                                # to the path
@@ -40,8 +44,10 @@ have lines of their own (`_copies_of_slots`, `_copies_of_inputs`, `_output`).
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from types import CodeType
 from typing import Any
@@ -66,10 +72,11 @@ def build(node: Node) -> None:
         if not slot.lies(node.tree.device):
             renew(node, slot)
     node.run = not_built  # drops what the old one held over the slots, before counts are taken
+    _keep_tensors(node)
+    node.watched = tuple(slot for slot in node.slots if not slot.copied)
     node.run = build_run(node.tree.device, node.recording, node)
     if node.trial is not None:
         node.run = functools.partial(_try, node.run)
-    node.watched = tuple(slot for slot in node.slots if not slot.copied)
     node.ready = True
 
 
@@ -108,47 +115,91 @@ def _try(run: Run, node: Node, inputs: list[object]) -> tuple[object, ...]:
     return outputs
 
 
-def build_holds(device: Device, recording: Recording, dead: Sequence[Slot]) -> Holds:
-    """`dead`: slots of earlier recordings whose memory this one may use."""
+def build_holds(node: Node) -> Holds:
+    """The function that says whether the recording of `node` may be replayed; it does not hold the node."""
+    assert node.recording is not None
+    device, recording = node.tree.device, node.recording
     lines = ["def holds(inputs):"]
-    names: dict[str, Any] = {"use_count": device.use_count}
+    names: dict[str, Any] = {"use_count": device.use_count, "same": device.same_addresses}
     if recording.plan.fixed:
         plan = recording.plan
-        names.update(same=device.same_addresses, addresses=plan.addresses, fixed=list(plan.fixed))
+        names.update(addresses=plan.addresses, fixed=list(plan.fixed))
         lines += ["    if not same(inputs, addresses, fixed):", "        return False"]
     for index, generator in recording.plan.generators.items():
         names[f"generator{index}"] = generator
         lines += [f"    if inputs[{index}] is not generator{index}:", "        return False"]
-    if dead:
-        names["dead"] = tuple(dead)
+    if node.dead:
+        names["dead"] = node.dead
         lines += ["    for slot in dead:", "        if slot.alive(use_count):", "            return False"]
-    if recording.consumed:
-        names["consumed"] = tuple(recording.consumed)
-        lines += ["    for slot, count in consumed:"]
-        lines += ["        if use_count(slot.handle) > slot.base + count:", "            return False"]
-        # autograd keeps the very tensor that it saved, and hands it out again, where a graph is retained
-        names["references"] = sys.getrefcount
-        dying = {slot.address for slot, _ in recording.consumed}
-        for index in recording.plan.owned:
-            if recording.plan.managed[index].address in dying:
-                lines += [f"    if references(inputs[{index}]) > 2:", "        return False"]  # the list, and the call
-    lines += _elsewhere(device, recording, names)
+    lines += _consumed(recording, names)
+    lines += _elsewhere(node, names)
     lines.append("    return True")
     holds: Holds = _function("holds", lines, names)
     return holds
 
 
-def _elsewhere(device: Device, recording: Recording, names: dict[str, Any]) -> list[str]:
+def _consumed(recording: Recording, names: dict[str, Any]) -> list[str]:
+    """Statements that find a slot which is to die in the recording, and is held by others than the list of inputs.
+
+    Autograd keeps the very tensor that it saved, and hands it out again, where a graph is retained: so references to
+    tensors are counted, too.  Mostly all counts are those of before, which is asked at once.
+    """
+    if not recording.consumed:
+        return []
+    over: dict[int, list[int]] = {slot.address: [] for slot, _ in recording.consumed}
+    for index in recording.plan.owned:
+        if (address := recording.plan.managed[index].address) in over:
+            over[address].append(index)
+    slots = [slot for slot, _ in recording.consumed]
+    names.update(
+        consumed=[(slot, count, tuple(over[slot.address])) for slot, count in recording.consumed],
+        references=sys.getrefcount,
+    )
+    lines = [
+        "    for slot, count, indices in consumed:",
+        "        own = 0",
+        "        for index in indices:",
+        "            if inputs[index] is slot.kept:",
+        "                own += 1",
+        "            elif references(inputs[index]) > 2:",  # the list, and the call
+        "                return False",
+        "        if use_count(slot.handle) > slot.base + count - own:",
+        "            return False",
+        "        if references(slot.kept) > slot.kept_refs + own:",
+        "            return False",
+    ]
+    if any(slot.kept is None or len(over[slot.address]) != 1 for slot in slots):
+        return lines
+    indices = [over[slot.address][0] for slot in slots]
+    names.update(
+        handles=[slot.handle for slot in slots],
+        bases=[slot.base for slot in slots],
+        counts=[slot.kept_refs + 2 for slot in slots],  # the list of inputs, and what `take` returns
+        take=operator.itemgetter(*indices) if len(indices) > 1 else lambda inputs, at=indices[0]: (inputs[at],),
+    )
+    return [
+        "    if list(map(use_count, handles)) != bases or list(map(references, take(inputs))) != counts:",
+        *(f"    {line}" for line in lines),
+    ]
+
+
+def _elsewhere(node: Node, names: dict[str, Any]) -> list[str]:
     """Statements that find a storage which the user has resized, and so moved: of an output, or of a constant that he
     was handed.  A storage that is resized lies elsewhere, also one that becomes smaller."""
-    moved = [f"address_of(slot{at}.storage) != {slot.address}" for at, slot in enumerate(recording.slots)]
-    names.update({f"slot{at}": slot for at, slot in enumerate(recording.slots)})
-    for number, output in enumerate(recording.outputs):
+    assert node.recording is not None
+    device, handed, lines = node.tree.device, node.handed_out, list[str]()
+    if any(isinstance(output, OfSlot) for output in node.recording.outputs):
+        names.update(kept=handed.kept, kept_at=handed.kept_at, numbers=handed.numbers)
+        names.update(shown=handed.shown, shown_at=handed.shown_at, storage_of=operator.attrgetter("storage"))
+        lines += ["    if kept and not same(kept, kept_at, numbers):", "        return False"]
+        lines += ["    if list(map(address_of, map(storage_of, shown))) != shown_at:", "        return False"]
+    moved = []
+    for number, output in enumerate(node.recording.outputs):
         if isinstance(output, Constant) and isinstance(output.value, torch.Tensor):
             storage = names[f"constant{number}"] = output.value.untyped_storage()
             moved.append(f"address_of(constant{number}) != {device.storage_address(storage)}")
     names["address_of"] = device.storage_address
-    return [f"    if {' or '.join(moved)}:", "        return False"] if moved else []
+    return [*lines, f"    if {' or '.join(moved)}:", "        return False"] if moved else lines
 
 
 def build_run(device: Device, recording: Recording, node: Node) -> Run:
@@ -160,7 +211,7 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
     """
     lines = ["def run(node, inputs):"]
     names: dict[str, Any] = {"copy": device.copy, "launch": recording.graph.replay}
-    names.update(tree=node.tree, append=node.tree.path.append)
+    names.update(tree=node.tree, path=node.tree.path, append=node.tree.path.append, watched=node.watched)
     if node.tree.poisons:
         names.update(poison=poison.fill, own=recording.slots)
         lines.append("    poison(node, ())")
@@ -178,7 +229,14 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
     lines += _copies_of_slots(device, recording.slots, names)
     lines += _copies_of_inputs(device, recording, node, names)
     outputs = [_output(device, recording, number, names) for number in range(len(recording.outputs))]
-    lines += [f"    outputs = ({', '.join(outputs)}{',' if outputs else ''})", "    inputs.clear()"]
+    again = [_kept(recording, number, names) or output for number, output in enumerate(outputs)]
+    if again == outputs:
+        lines += [f"    outputs = {_tuple(outputs)}"]
+    else:  # hooks of the user are handed what is saved, and may do with it what they like
+        names["hooks"] = _compat.saved_tensors_hooks
+        lines += ["    if hooks(True) is None:", f"        outputs = {_tuple(again)}"]
+        lines += ["    else:", f"        outputs = {_tuple(outputs)}"]
+    lines += ["    inputs.clear()", *_left(node, names), "    node.watched = watched"]
     lines += [
         "    node.calls += 1",
         "    node.used = tree.clock = tree.clock + 1",
@@ -192,6 +250,50 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
     for slot in recording.slots:
         slot.take_baseline(device.use_count)
     return run
+
+
+def _keep_tensors(node: Node) -> None:
+    """Make the tensors that are handed out again and again: where no user can hold one, as of what a forward saves for
+    its backward, and no other lies over its slot.  One takes as long to make as ten to look at."""
+    assert node.recording is not None
+    over = Counter(output.slot for output in node.recording.outputs if isinstance(output, OfSlot))
+    for slot in node.slots:
+        slot.kept = None
+    for output in node.recording.outputs:
+        if not isinstance(output, OfSlot) or over[output.slot] > 1:
+            continue
+        slot = node.slots[output.slot]
+        if not slot.visible and not slot.copied:
+            slot.kept = node.tree.device.maker(output.layout)(slot.storage)
+    node.handed_out.fill(node.slots)
+
+
+def _kept(recording: Recording, number: int, names: dict[str, Any]) -> str | None:
+    """The name of the tensor that is handed out again for this output, where there is one."""
+    output = recording.outputs[number]
+    if not isinstance(output, OfSlot) or (tensor := recording.slots[output.slot].kept) is None:
+        return None
+    names[f"kept{number}"] = tensor
+    return f"kept{number}"
+
+
+def _left(node: Node, names: dict[str, Any]) -> list[str]:
+    """Statements that say what may still be alive of the nodes before, once this one has run."""
+    lines = []
+    gone = {id(slot) for slot in node.surely_dead()}
+    before = node.parent
+    while before is not None and before.recording is not None and not gone.isdisjoint(map(id, node.surely_dead())):
+        left = tuple(slot for slot in before.slots if id(slot) not in gone)
+        if any(id(slot) in gone for slot in before.slots):
+            names[f"left{before.depth}"] = left
+            lines.append(f"    path[{before.depth - node.depth}].watched = left{before.depth}")
+        gone.update(map(id, before.surely_dead()))
+        before = before.parent
+    return lines
+
+
+def _tuple(values: Sequence[str]) -> str:
+    return f"({', '.join(values)}{',' if values else ''})"
 
 
 def _copies_of_slots(device: Device, slots: Sequence[Slot], names: dict[str, Any]) -> list[str]:

@@ -635,7 +635,10 @@ class Tree(Nodes):
         node = Node(
             self, made.state, parent, keyed, made, dead, (alive - freed) | {slot.address for slot in made.slots}
         )
-        node.holds = replay.build_holds(self.device, made, node.dead)
+        for earlier in self.path:
+            if any(slot.visible and slot.kept is not None for slot in earlier.slots):
+                earlier.unbuild()  # this piece hands it out: a user may hold it from now on
+        node.holds = replay.build_holds(node)
         replay.build(node)
         self.room.recorded(node, grew or 0)
         if keyed.piece.spec.groups:
