@@ -299,6 +299,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("raw_stream", "torch._C", "_cuda_getCurrentRawStream", feature="cudagraphs on CUDA"),
         _S("make_cuda_tensor", "torch._C", "_construct_CUDA_Tensor_From_Storage_And_Metadata",
            feature="cudagraphs on CUDA"),
+        _S("tensor_like", "torch._C._dynamo.guards", "_reinterpret_tensor", feature="cudagraphs on CUDA"),
         _S("storage_at", "torch._C", "_construct_storage_from_data_pointer", feature="cudagraphs on CUDA"),
         _S("pool_state", "torch._C", "_cuda_getCheckpointState", feature="cudagraphs on CUDA"),
         _S("set_pool_state", "torch._C", "_cuda_setCheckpointPoolState", feature="cudagraphs on CUDA"),

@@ -48,6 +48,8 @@ PLACED = ("triton.reorder_for_reducing_graph_partitions", False)
 #: what keeps Inductor from reducing rows and columns in one kernel, for a norm's backward: it parts the graph before it
 #: moves the end of the second reduction to that kernel, and a piece behind a cut would miss the result
 APART: Mapping[str, object] = {"triton.mix_order_reduction": False}
+#: inputs of the user that a backward reads and that its copies are made ready for, beside what autograd hands it
+MOST_THROUGH = 4
 
 
 _living: weakref.WeakValueDictionary[int, RecordedCode] = weakref.WeakValueDictionary()
@@ -254,7 +256,9 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                 opened = Opened(part.results)
                 part, function = opened.spec(part), opened.function(function)
             facts, names, of_graph = part, part.names, part.inputs
-        tree.device.prepare(len(names) - len(facts.static))
+        # what a backward is given as static has partly come from the user, through the forward, and moves
+        through = sum(name.startswith("primals") for name in names) if spec.is_backward else 0
+        tree.device.prepare(len(names) - len(facts.static) + min(through, MOST_THROUGH))
         reused = frozenset(at for at, index in enumerate(of_graph) if index is None or spec.is_backward)
         changes = reused or facts.mutated or spec.random or spec.collectives or spec.not_known
         known = PieceSpec(

@@ -578,11 +578,12 @@ def test_a_tensor_that_is_taken_out_of_the_graph_stays_what_it_is() -> None:
         while node is not None and not hasattr(node, "saved_tensors"):
             node = node.next_functions[0][0]
         assert node is not None
-        held += [(saved, saved.clone()) for saved in node.saved_tensors]
-        output.square().sum().backward()
-        del output, node
-        for saved, content in held:
-            close(saved, content)
+        saved = list(node.saved_tensors)
+        output.square().sum().backward()  # may write to what is saved for it, as in stock
+        held += [(tensor, tensor.clone()) for tensor in saved]
+        del output, node, saved
+        for tensor, content in held:
+            close(tensor, content)
         held = held[-3:]
 
 

@@ -83,6 +83,11 @@ class CudaDevice:
         }
         return functools.partial(_compat.make_cuda_tensor, metadata)
 
+    def maker_over(self, layout: Layout, storage: torch.UntypedStorage) -> Callable[[], torch.Tensor]:
+        with torch.inference_mode(False):
+            first = self.maker(layout)(storage)  # another like it is made quicker than one of what is known of it
+        return functools.partial(_compat.tensor_like, first, layout.size, layout.stride, 0)
+
     def storage_at(self, address: int, nbytes: int) -> torch.UntypedStorage:
         return cast(torch.UntypedStorage, _compat.storage_at(address, self._device, nbytes))
 

@@ -150,6 +150,10 @@ class Device(Protocol):
         """hot: a function that makes a new tensor of `layout` over a storage, as if freshly allocated (no autograd
         history, not a view of anything)."""
 
+    def maker_over(self, layout: Layout, storage: torch.UntypedStorage) -> Callable[[], torch.Tensor]:
+        """hot: as `maker` over this one storage, which it holds; for what autograd calls, so never under
+        `torch.inference_mode`."""
+
     def storage_at(self, address: int, nbytes: int) -> torch.UntypedStorage:
         """A storage over memory of the pool, which it neither owns nor frees.  Two of them may overlap."""
 

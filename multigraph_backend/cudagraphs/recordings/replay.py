@@ -168,7 +168,7 @@ def _consumed(recording: Recording, names: dict[str, Any]) -> list[str]:
         "        if references(slot.kept) > slot.kept_refs + own:",
         "            return False",
     ]
-    if any(slot.kept is None or len(over[slot.address]) != 1 for slot in slots):
+    if any([slot.kept is None or len(over[slot.address]) != 1 for slot in slots]):  # noqa: C419 - see `Node.alive`
         return lines
     indices = [over[slot.address][0] for slot in slots]
     names.update(
@@ -188,7 +188,7 @@ def _elsewhere(node: Node, names: dict[str, Any]) -> list[str]:
     was handed.  A storage that is resized lies elsewhere, also one that becomes smaller."""
     assert node.recording is not None
     device, handed, lines = node.tree.device, node.handed_out, list[str]()
-    if any(isinstance(output, OfSlot) for output in node.recording.outputs):
+    if node.slots:
         names.update(kept=handed.kept, kept_at=handed.kept_at, numbers=handed.numbers)
         names.update(shown=handed.shown, shown_at=handed.shown_at, storage_of=operator.attrgetter("storage"))
         lines += ["    if kept and not same(kept, kept_at, numbers):", "        return False"]
@@ -228,7 +228,7 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
         lines.append("    poison(node, own)")
     lines += _copies_of_slots(device, recording.slots, names)
     lines += _copies_of_inputs(device, recording, node, names)
-    outputs = [_output(device, recording, number, names) for number in range(len(recording.outputs))]
+    outputs = [_output(node, recording, number, names) for number in range(len(recording.outputs))]
     again = [_kept(recording, number, names) or output for number, output in enumerate(outputs)]
     if again == outputs:
         lines += [f"    outputs = {_tuple(outputs)}"]
@@ -284,7 +284,7 @@ def _left(node: Node, names: dict[str, Any]) -> list[str]:
     before = node.parent
     while before is not None and before.recording is not None and not gone.isdisjoint(map(id, node.surely_dead())):
         left = tuple(slot for slot in before.slots if id(slot) not in gone)
-        if any(id(slot) in gone for slot in before.slots):
+        if len(left) < len(before.slots):
             names[f"left{before.depth}"] = left
             lines.append(f"    path[{before.depth - node.depth}].watched = left{before.depth}")
         gone.update(map(id, before.surely_dead()))
@@ -362,9 +362,13 @@ def _words(nbytes: int) -> Layout:
     return Layout((nbytes // dtype.itemsize,), (1,), 0, dtype)
 
 
-def _output(device: Device, recording: Recording, number: int, names: dict[str, Any]) -> str:
-    output = recording.outputs[number]
+def _output(node: Node, recording: Recording, number: int, names: dict[str, Any]) -> str:
+    output, device = recording.outputs[number], node.tree.device
     if isinstance(output, OfSlot):
+        slot = recording.slots[output.slot]
+        if node.is_backward and not slot.copied:
+            names[f"make{number}"] = device.maker_over(output.layout, slot.storage)
+            return f"make{number}()"
         names[f"make{number}"] = device.maker(output.layout)
         return f"make{number}(storage{output.slot})"
     if isinstance(output, OfInput):

@@ -468,7 +468,7 @@ class Tree(Nodes):
             return False
         if len(self.path) >= keyed.piece.limits.depth:
             return True
-        if any(self._is_of(node, keyed, inputs) for node in self.path):
+        if any([self._is_of(node, keyed, inputs) for node in self.path]):  # noqa: C419 - see `Node.alive`
             return True
         return self._child(self.root, keyed, inputs) is not None or self._begins_as_one_did(keyed, inputs, alive)
 
@@ -636,7 +636,7 @@ class Tree(Nodes):
             self, made.state, parent, keyed, made, dead, (alive - freed) | {slot.address for slot in made.slots}
         )
         for earlier in self.path:
-            if any(slot.visible and slot.kept is not None for slot in earlier.slots):
+            if any([slot.visible and slot.kept is not None for slot in earlier.slots]):  # noqa: C419
                 earlier.unbuild()  # this piece hands it out: a user may hold it from now on
         node.holds = replay.build_holds(node)
         replay.build(node)

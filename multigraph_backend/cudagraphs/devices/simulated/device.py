@@ -268,6 +268,9 @@ class SimulatedDevice:
     def maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
         return lambda storage: tensor_over(layout, storage)
 
+    def maker_over(self, layout: Layout, storage: torch.UntypedStorage) -> Callable[[], torch.Tensor]:
+        return lambda: tensor_over(layout, storage)
+
     def storage_at(self, address: int, nbytes: int) -> torch.UntypedStorage:
         if nbytes == 0:
             return torch.UntypedStorage(0, device="cpu")
