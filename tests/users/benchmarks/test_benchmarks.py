@@ -80,6 +80,17 @@ def test_products(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_slopes(tmp_path: Path) -> None:
+    rows = run("slopes", tmp_path)
+    assert [(row["of"], row["form"]) for row in rows] == [
+        (kind, form)
+        for kind in ("copied inputs", "static inputs", "outputs", "saved tensors", "pieces")
+        for form in ("stock", "multigraph")
+    ]
+    assert all(len(row["points"].split()) == len(row["sizes"].split()) for row in rows)
+
+
 def test_first_calls(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     rows = run("first_calls", tmp_path)
@@ -298,6 +309,12 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """A benchmark as a module."""
     monkeypatch.syspath_prepend(str(CHECKOUT / "benchmarks"))
     return importlib.import_module
+
+
+def test_a_slope_is_that_of_the_line_through_the_points(load: Callable[[str], Any]) -> None:
+    line = load("slopes").line
+    assert line([1, 2, 4], [12.0, 14.0, 18.0]) == pytest.approx({"each_us": 2, "fixed_us": 10, "off_us": 0})
+    assert line([0, 1, 2], [0.0, 3.0, 0.0]) == pytest.approx({"each_us": 0, "fixed_us": 1, "off_us": 2})
 
 
 @pytest.fixture
