@@ -22,6 +22,7 @@ from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
 from multigraph_backend.cudagraphs.recordings.turns import Awaited
 
 MOST_KEYS = 256  # of one piece that are remembered without a recording
+MOST_NOTED = 16  # unrecorded calls of a backward whose gradients are watched
 
 
 class KeyedPiece:
@@ -88,6 +89,7 @@ class PieceState:
         #: of an unrecorded call, weakly
         self.accumulates = False
         self._gradients: list[tuple[StorageWeakRef, int]] = []
+        self._noted = 0
         self.awaited = Awaited()
         self.uses = Uses()
         self.reasons: Counter[str] = Counter()  # at keys that are forgotten
@@ -122,12 +124,13 @@ class PieceState:
         return keyed
 
     def handed_out(self, outputs: Sequence[Any]) -> None:
-        """Note what an unrecorded call has returned."""
-        if self.spec.is_backward:
+        """Note what an unrecorded call has returned, of the first such calls: it may be one that is never recorded."""
+        if self.spec.is_backward and self._noted < MOST_NOTED:
+            self._noted += 1
             shown = [
                 output.untyped_storage()
-                for output, visible in zip(outputs, self.spec.visible, strict=True)
-                if visible and isinstance(output, torch.Tensor) and output.layout is torch.strided
+                for output, visible in zip(outputs, self.spec.visible, strict=False)
+                if visible and type(output) is torch.Tensor and output.layout is torch.strided
             ]
             self._gradients = [(StorageWeakRef(storage), storage.nbytes()) for storage in shown]
 
