@@ -72,6 +72,9 @@ log = logging.getLogger(__name__)
 # seconds that the device is waited for before outputs are moved: where it may wait for other ranks, and where not
 _PATIENCE, _PATIENCE_ALONE = 5.0, 60.0
 _RETRY = 100.0  # seconds until it is waited for again where that was in vain
+#: bytes of gradients up to which they stay where they are over micro-batches: copies of more take little beside the
+#: step that makes them, and two steps in one pool have less room for each other's memory than the allocator has
+_STAY = 64 << 20
 _NO_STREAM = -1  # so that the next call looks which streams it has to wait for
 
 
@@ -115,6 +118,7 @@ class Tree(Nodes):
         self.pieces: weakref.WeakSet[PieceState] = weakref.WeakSet()  # all there are, for reports
         self._dropped: deque[PieceState] = deque()
         self._not_before = 0.0  # when the device is next waited for
+        self.stay = _STAY
         self.room = Room(self, self.unlocked)
         self.sharing = Sharing(self, self.room)
         self.settling = Settling(device)
@@ -497,16 +501,18 @@ class Tree(Nodes):
 
         Gradients that are accumulated are held from the first micro-batch to the end of the step.  The next ones are
         recorded behind it, once, and replayed there: those gradients are dead when they have been added.  Moved out
-        instead, all gradients of all micro-batches would be copied.  But what is held for longer makes each step longer
-        than the last: where `keyed` is on that path twice, it is moved.
+        instead, all gradients of all micro-batches would be copied, which small models feel and large ones do not.  But
+        what is held for longer makes each step longer than the last: where `keyed` is on that path twice, it is moved.
         """
-        last = 0
+        last = nbytes = 0
         for number, node in enumerate(self.path, 1):
             if not node.is_backward or not node.alive():
                 continue
             if node.keyed is None or not node.keyed.piece.accumulates:
                 return 0
-            last = number
+            last, nbytes = number, nbytes + sum(slot.nbytes for slot in node.watched)
+        if nbytes > self.stay:
+            return 0
         times = sum(self._is_of(node, keyed, inputs) for node in self.path[:last])
         if times > 1:
             self._keep_no_gradients()

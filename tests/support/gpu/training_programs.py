@@ -1195,7 +1195,8 @@ def hostile_14_saved_tensors_of_a_grad_fn_held():
                 x = t.x(8, 16)
                 out = f(x)
                 saved = []
-                if t.compiled and (step < 2 or (step + micro) % 3 == 0):
+                # what the first calls have saved lies in the pool, and while it is held nothing is recorded
+                if t.compiled and step > 2 and (step + micro) % 3 == 0:
                     saved = [s for s in out.grad_fn.saved_tensors if s is not None]
                     looked += len(saved)
                 loss = out.square().mean()

@@ -80,7 +80,6 @@ def test_products(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_slopes(tmp_path: Path) -> None:
     rows = run("slopes", tmp_path)
     assert [(row["of"], row["form"]) for row in rows] == [
@@ -91,6 +90,7 @@ def test_slopes(tmp_path: Path) -> None:
     assert all(len(row["points"].split()) == len(row["sizes"].split()) for row in rows)
 
 
+@pytest.mark.slow
 def test_first_calls(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     rows = run("first_calls", tmp_path)
