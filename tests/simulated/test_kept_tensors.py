@@ -178,3 +178,21 @@ def test_hooks_may_do_with_them_what_they_like(pack: Callable[[torch.Tensor], to
     _kept.clear()
     for _ in range(3):
         net.step(given())
+
+
+def test_they_may_be_written_to_under_any_mode() -> None:
+    """As an operator between two pieces may, which runs unrecorded."""
+    bench = Bench()
+    first = bench.piece(lambda x: (x * 2,), 1, 1, visible=(False,))
+    second = bench.piece(lambda h: (h + 1,), 1, 1)
+    for step in range(10):
+        x = values()
+        with torch.inference_mode(step < 5), torch.no_grad():
+            (between,) = first([x])
+            between.mul_(3)
+            handed = [between]
+            del between
+            (result,) = second(handed)
+            torch.testing.assert_close(result, x * 6 + 1)
+            del result
+    assert bench.recorded() == 2

@@ -430,8 +430,9 @@ def test_a_runtime_with_one_mistake_is_caught(mutant: Callable[[pytest.MonkeyPat
     before = set(threading.enumerate())
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
-        with pytest.raises(Wrong):
+        with pytest.raises(Wrong) as caught:
             _run_until_wrong(KNOWN.get(mutant, ()))
+    assert "positional argument" not in str(caught.value), "the mistake is in the test: its patch does not fit"
     assert set(threading.enumerate()) <= before  # one of another test may have ended meanwhile
 
 

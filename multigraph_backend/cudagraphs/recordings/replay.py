@@ -264,7 +264,8 @@ def _keep_tensors(node: Node) -> None:
             continue
         slot = node.slots[output.slot]
         if not slot.visible and not slot.copied:
-            slot.kept = node.tree.device.maker(output.layout)(slot.storage)
+            with torch.inference_mode(False):  # another call may be under another mode, and write to it
+                slot.kept = node.tree.device.maker(output.layout)(slot.storage)
     node.handed_out.fill(node.slots)
 
 
