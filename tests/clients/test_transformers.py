@@ -81,7 +81,7 @@ def test_generate_twice_with_longer_prompts_beams_and_samples(model: Any) -> Non
     replayed()
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
 def test_each_attention_answers_as_eager_does(attention: str) -> None:
     """Of causal and padded inputs; flex attention is compiled by whoever compiles the model, and needs larger heads on
     a GPU."""

@@ -126,6 +126,7 @@ def test_a_file_that_is_refused_changes_nothing(cold: Path, tmp_path: Path) -> N
     assert "nothing is there to save" in done.stderr
 
 
+@pytest.mark.slow
 def test_manifests_of_nonsense_cost_nothing_but_the_warm_start(cold: Path, tmp_path: Path) -> None:
     """Torn, or about code that is gone: the calls are right, and what they need comes as they need it."""
     import shutil

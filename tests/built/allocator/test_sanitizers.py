@@ -10,7 +10,8 @@ from tests.support.allocator.extension import build, stress
 QUICK_BUILD = ("-DMULTIGRAPH_STRESS=ON", "-DCMAKE_BUILD_TYPE=", "-DCMAKE_UNITY_BUILD=ON")
 
 
-@pytest.mark.parametrize("operations", [4_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("operations", [4_000, 200_000])
 def test_under_address_and_undefined_behaviour_sanitizers(
     operations: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.allocator.extension import declared_exports
 
+pytestmark = pytest.mark.slow  # the wheel is compiled for it
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 

@@ -47,8 +47,11 @@ def halves(packed: Any) -> torch.Tensor:
     return (again + 0 * (turned.t() if turned.dim() == 2 else turned)).to(torch.float32)
 
 
-PACKS = [Scaled("int8", per=8), halves]
-OTHERS = [pytest.param(pack, marks=pytest.mark.slow) for pack in (Scaled("int4", per=16), Cast("bf16"), Scaled("e4m3"))]
+PACKS = [Scaled("int8", per=8)]
+OTHERS = [
+    pytest.param(pack, marks=pytest.mark.slow)
+    for pack in (halves, Scaled("int4", per=16), Cast("bf16"), Scaled("e4m3"))
+]
 
 
 @pytest.mark.parametrize("pack", [*PACKS, *OTHERS], ids=str)

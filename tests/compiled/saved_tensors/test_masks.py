@@ -63,7 +63,9 @@ def packed(*rules: Rule, layers: int = 2, **more: Any) -> tuple[list[float], lis
 
 
 @pytest.mark.parametrize(
-    ("repeat", "pack"), [(False, Scaled("int8", per="row")), ("always", Cast("float8_e4m3fn"))], ids=str
+    ("repeat", "pack"),
+    [(False, Scaled("int8", per="row")), pytest.param("always", Cast("float8_e4m3fn"), marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_a_rule_for_everything_leaves_masks_alone(repeat: bool | str, pack: Any) -> None:
     """Through such a pack each gradient would be NaN."""

@@ -232,6 +232,7 @@ def test_the_stand_in_sees_a_missing_link(late: Transfers, monkeypatch: pytest.M
     assert any(not torch.allclose(one, other, equal_nan=False) for one, other in zip(got[1:], wanted[1:], strict=True))
 
 
+@pytest.mark.slow
 def test_what_no_operator_has_given_memory_is_offloaded_and_kept_in_one_buffer(late: Transfers) -> None:
     """Keys that are repeated for attention: views of them, until somebody asks for memory."""
     stream(late).speed = (1e7, 1e7)

@@ -167,6 +167,7 @@ def test_a_rule_for_what_is_not_made_pointwise() -> None:
     assert [name for name, way in ways(made).items() if way] == ["mm", "mm_1"]
 
 
+@pytest.mark.slow
 def test_compiled_a_block_saves_less_and_its_gradients_are_as_near() -> None:
     model = torch.nn.Sequential(*[Block(64) for _ in range(2)])
     x = torch.randn(4, 96, 64)

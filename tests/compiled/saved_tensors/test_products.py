@@ -254,6 +254,7 @@ class Block(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor_within_a_budget_and_without() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Block(32), Block(32)), torch.randn(4, 16, 32)

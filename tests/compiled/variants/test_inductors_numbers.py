@@ -213,7 +213,7 @@ def test_it_is_eagers_number_where_stock_has_another(row: str) -> None:
 EDGES = (0.0, -0.0, 1.0, -0.3, 3.0, -7.5, INF, -INF, NAN, 1e10, -1e-30, 1e-45, 3e38, 16777217.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32, torch.float64])
 def test_floor_divisions_are_eagers_at_all_edges_with_their_signs(dtype: torch.dtype) -> None:
     pairs = torch.cartesian_prod(torch.tensor(EDGES), torch.tensor(EDGES)).to(dtype)
     x, y = (part.repeat(2) for part in pairs.unbind(1))

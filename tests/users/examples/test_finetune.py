@@ -11,6 +11,7 @@ from tests.support import forked
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
+@pytest.mark.slow
 def test_a_model_is_finetuned_within_a_limit_by_one_option(tmp_path: Path) -> None:
     example = str(EXAMPLES / "finetune.py")
     done = forked.run(example, "--quick", "--device", "cpu", "--picture", "step.svg", cwd=tmp_path, timeout=600)
