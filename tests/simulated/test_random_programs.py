@@ -284,9 +284,9 @@ def _each_has_a_switch_of_its_own(patch: pytest.MonkeyPatch) -> None:
 def _the_lock_is_held_while_code_runs(patch: pytest.MonkeyPatch) -> None:
     as_it_is = Tree.as_it_is
 
-    def locked(tree: Tree, code: Callable[..., object], inputs: list[object]) -> object:
+    def locked(tree: Tree, code: Callable[..., object], inputs: list[object], *more: Any) -> object:
         with tree.lock:
-            return as_it_is(tree, code, inputs)
+            return as_it_is(tree, code, inputs, *more)
 
     patch.setattr(Tree, "as_it_is", locked)
     patch.setattr("tests.support.simulated.random_programs.LONG", 2.0)
