@@ -279,11 +279,12 @@ def _kept(recording: Recording, number: int, names: dict[str, Any]) -> str | Non
 
 
 def _left(node: Node, names: dict[str, Any]) -> list[str]:
-    """Statements that say what may still be alive of the nodes before, once this one has run."""
-    lines = []
+    """Statements that say what may still be alive of the nodes before, once this one has run: not what had to be dead
+    for that, or died in it.  It runs behind its parent, so the path's last nodes are those before it."""
+    lines: list[str] = []
     gone = {id(slot) for slot in node.surely_dead()}
-    before = node.parent
-    while before is not None and before.recording is not None and not gone.isdisjoint(map(id, node.surely_dead())):
+    before = node.parent if gone else None
+    while before is not None and before.recording is not None:
         left = tuple(slot for slot in before.slots if id(slot) not in gone)
         if len(left) < len(before.slots):
             names[f"left{before.depth}"] = left
