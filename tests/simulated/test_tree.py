@@ -15,6 +15,7 @@ import torch
 
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings.cost import REPLAYS, Trial
+from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.settling import MOST_STEPS
 from multigraph_backend.cudagraphs.recordings.warm_up import MOST_LAYERS
@@ -642,6 +643,63 @@ def test_accumulated_gradients_stay_where_they_are(micro: int, lasting: str) -> 
     # the loss that is held when the next micro-batch begins is moved out, once for each recording of a forward
     assert bench.clones() == moved <= (0 if lasting == "nothing" else 2)
     assert bench.recorded() == recorded == 4
+    assert not any(slot.copied for node in bench.tree.root.below() if node.is_backward for slot in node.slots)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one code", "codes of their own"])
+@pytest.mark.parametrize("micro", [2, 4])
+def test_gradients_accumulate_over_layers_that_are_compiled_one_by_one(micro: int, shared: bool) -> None:
+    def there(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * w
+        return y.tanh(), y
+
+    def back(grad: torch.Tensor, y: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        slope = grad * (1 - y.tanh() ** 2)
+        return slope * w, slope * x
+
+    bench = Bench()
+
+    def pieces() -> tuple[Piece, Piece]:
+        return (
+            bench.piece(there, 2, 2, visible=(True, False), static=[1]),
+            bench.piece(back, 4, 2, static=[2], is_backward=True),
+        )
+
+    first = pieces()
+    layers = [(*(first if shared else pieces()), values()) for _ in range(3)]
+    for step in range(8):
+        total: list[torch.Tensor | None] = [None] * len(layers)
+        expected = [torch.zeros(8) for _ in layers]
+        for _ in range(micro):
+            x, saved, inputs = values(), [], []
+            for forward_of, _, w in layers:
+                inputs.append(x)
+                x, y = forward_of([x, w])
+                saved.append(y)
+                del y
+            grad = values(8)
+            wanted = [w.clone().requires_grad_() for _, _, w in layers]
+            right = inputs[0].detach()
+            for weight in wanted:
+                right = (right * weight).tanh()
+            right.backward(grad)
+            torch.testing.assert_close(x, right.detach())
+            del x
+            for at, (_, backward_of, w) in reversed(list(enumerate(layers))):
+                grad, gradient = backward_of([grad, saved.pop(), w, inputs.pop()])
+                if total[at] is None:
+                    total[at] = gradient
+                else:
+                    total[at] += gradient  # type: ignore[operator]
+                del gradient
+            del grad
+            for at, weight in enumerate(wanted):
+                assert weight.grad is not None
+                expected[at] += weight.grad
+            torch.testing.assert_close(total, expected)
+        if step == 4:
+            recorded = bench.recorded()
+    assert bench.recorded() == recorded
     assert not any(slot.copied for node in bench.tree.root.below() if node.is_backward for slot in node.slots)
 
 

@@ -88,7 +88,7 @@ class PieceState:
         #: of a backward: whether gradients are held until it is called again, as where they are accumulated; and those
         #: of an unrecorded call, weakly
         self.accumulates = False
-        self._gradients: list[tuple[StorageWeakRef, int]] = []
+        self._gradients: list[StorageWeakRef] = []
         self._noted = 0
         self.awaited = Awaited()
         self.uses = Uses()
@@ -132,13 +132,12 @@ class PieceState:
                 for output, visible in zip(outputs, self.spec.visible, strict=False)
                 if visible and type(output) is torch.Tensor and output.layout is torch.strided
             ]
-            self._gradients = [(StorageWeakRef(storage), storage.nbytes()) for storage in shown]
+            self._gradients = [StorageWeakRef(storage) for storage in shown if storage.nbytes()]
 
     def see_what_is_kept(self) -> None:
-        """It has been called again, and recorded: see whether most of what `handed_out` saw is still there."""
+        """It has been called again, and recorded: see whether any of what `handed_out` saw is still there."""
         if self._gradients:
-            held = sum(nbytes for storage, nbytes in self._gradients if not storage.expired())
-            self.accumulates = 2 * held > sum(nbytes for _, nbytes in self._gradients)
+            self.accumulates = not all([storage.expired() for storage in self._gradients])  # noqa: C419
             self._gradients = []
 
     def end(self) -> None:
