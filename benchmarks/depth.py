@@ -9,9 +9,9 @@ cpu s       of that, seconds of this process's and the compilers' processors: wh
 cpu/Inductor  that over Inductor's
 cpu s/layer the same for a further layer, from the smallest depth on; of "trace alone", which compiles nothing, it is
             what Dynamo takes for one, whatever is compiled afterwards
-call us     of a later call; the forms take turns
-call/whole  to multigraph without bodies, paired by turns
-GPU us      of a later call's work on a GPU, where multigraph's calls are replays; GPU/whole as above
+call us     of a later call; the forms take turns.  On a GPU multigraph's calls are replays, the others' are not
+call/whole  to multigraph without bodies, paired by turns: of its own forms alone like for like on a GPU
+GPU us      of a later call's work on a GPU, of the replays; GPU/whole as above
 steps       of the graphs, and how many of them Inductor was given once instead of again
 error       to eager, of results and gradients, relative
 

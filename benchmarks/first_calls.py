@@ -20,8 +20,8 @@ cpu s          of that, seconds of this process's and the compilers' processors
 cpu/Inductor   that over Inductor's of the same process; of sizes over that of its eight
 peak MiB       the most memory that this process has meanwhile, above what it had before
 call us        of a later call of the first size; the forms take turns
-call/Inductor  paired by turns
-GPU us         of a later call's work on a GPU, where multigraph's calls are replays
+call/Inductor  paired by turns; not on a GPU, where multigraph's calls are replays and Inductor's are not
+GPU us         of a later call's work on a GPU, of the replays
 GPU/whole      that over multigraph's without bodies, paired by turns
 error          to eager, of results and gradients, relative, of calls behind the first
 
@@ -262,7 +262,8 @@ def measured(device: str, name: str, training: bool, rounds: int, quick: bool, f
         row["us"] = statistics.median(taken[form])
         if (beside := BESIDE[form]) in taken:
             row["over_inductor"] = row["cpu_seconds"] / rows[beside]["cpu_seconds"]
-            row["call_over_inductor"] = paired_ratio(taken[form], taken[beside])
+            if device == "cpu":
+                row["call_over_inductor"] = paired_ratio(taken[form], taken[beside])
     if device == "cuda":  # of code that is not recorded, more kernels may wait than a queue holds
         replayed = [form for form in taken if form.startswith("multigraph")]
         on_gpu = interleaved(

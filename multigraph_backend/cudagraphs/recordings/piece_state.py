@@ -123,8 +123,8 @@ class PieceState:
             self._only = keyed
         return keyed
 
-    def handed_out(self, outputs: Sequence[Any]) -> None:
-        """Note what an unrecorded call has returned, of the first such calls: it may be one that is never recorded."""
+    def note_gradients(self, outputs: Sequence[Any]) -> None:
+        """Note what an unrecorded call of a backward has returned, of the first such calls: some are never recorded."""
         if self.spec.is_backward and self._noted < MOST_NOTED:
             self._noted += 1
             shown = [
@@ -134,8 +134,8 @@ class PieceState:
             ]
             self._gradients = [StorageWeakRef(storage) for storage in shown if storage.nbytes()]
 
-    def see_what_is_kept(self) -> None:
-        """It has been called again, and recorded: see whether any of what `handed_out` saw is still there."""
+    def look_at_gradients(self) -> None:
+        """It has been called again, and recorded: see whether any that were noted are still there."""
         if self._gradients:
             self.accumulates = not all([storage.expired() for storage in self._gradients])  # noqa: C419
             self._gradients = []

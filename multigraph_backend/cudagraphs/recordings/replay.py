@@ -16,9 +16,11 @@ is this (the second input is copied, the third is read in place and dies inside;
                 return False
         if list(map(use_count, handles)) != bases or list(map(references, take(inputs))) != counts:
             ...                                                     # input 2 is held by others than the list, maybe
-        if kept and not same(kept, kept_at, numbers):
+        if not same(kept, kept_at, numbers):
             return False                                            # no user has moved what is handed out again,
-        if list(map(address_of, map(storage_of, shown))) != shown_at:
+        if shown and list(map(address_of, map(storage_of, shown))) != shown_at:
+            return False                                            # or what was once, and he has come to see,
+        if address_of(slot0.storage) != 140012:
             return False                                            # or resized another output
         return True
 
@@ -116,7 +118,8 @@ def _try(run: Run, node: Node, inputs: list[object]) -> tuple[object, ...]:
 
 
 def build_holds(node: Node) -> Holds:
-    """The function that says whether the recording of `node` may be replayed; it does not hold the node."""
+    """The function that says whether the recording of `node`, which has been built, may be replayed; it does not hold
+    the node."""
     assert node.recording is not None
     device, recording = node.tree.device, node.recording
     lines = ["def holds(inputs):"]
@@ -187,13 +190,16 @@ def _elsewhere(node: Node, names: dict[str, Any]) -> list[str]:
     """Statements that find a storage which the user has resized, and so moved: of an output, or of a constant that he
     was handed.  A storage that is resized lies elsewhere, also one that becomes smaller."""
     assert node.recording is not None
-    device, handed, lines = node.tree.device, node.handed_out, list[str]()
-    if node.slots:
+    device, handed, lines, moved = node.tree.device, node.handed_out, list[str](), list[str]()
+    if handed.kept:
         names.update(kept=handed.kept, kept_at=handed.kept_at, numbers=handed.numbers)
         names.update(shown=handed.shown, shown_at=handed.shown_at, storage_of=operator.attrgetter("storage"))
-        lines += ["    if kept and not same(kept, kept_at, numbers):", "        return False"]
-        lines += ["    if list(map(address_of, map(storage_of, shown))) != shown_at:", "        return False"]
-    moved = []
+        lines += ["    if not same(kept, kept_at, numbers):", "        return False"]
+        lines += ["    if shown and list(map(address_of, map(storage_of, shown))) != shown_at:", "        return False"]
+    for at, slot in enumerate(node.slots):
+        if slot.kept is None:
+            names[f"slot{at}"] = slot
+            moved.append(f"address_of(slot{at}.storage) != {slot.address}")
     for number, output in enumerate(node.recording.outputs):
         if isinstance(output, Constant) and isinstance(output.value, torch.Tensor):
             storage = names[f"constant{number}"] = output.value.untyped_storage()
@@ -254,7 +260,7 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
 
 def _keep_tensors(node: Node) -> None:
     """Make the tensors that are handed out again and again: where no user can hold one, as of what a forward saves for
-    its backward, and no other lies over its slot.  One takes as long to make as ten to look at."""
+    its backward, and no other lies over its slot."""
     assert node.recording is not None
     over = Counter(output.slot for output in node.recording.outputs if isinstance(output, OfSlot))
     for slot in node.slots:

@@ -80,17 +80,18 @@ class Slot:
 
 
 class HandedOut:
-    """Where what a recording hands out has to lie: lists that generated code holds, and that `fill` changes in place.
+    """Where what a recording hands out has to lie, as far as that changes: lists that generated code holds.
 
     A user who resizes an output, or sets its `data`, moves it.  `kept`: tensors that are handed out again and again,
-    `kept_at` their addresses, `numbers` their positions.  `shown`: slots over which tensors are made anew, `shown_at`
-    the addresses of their storages.
+    `kept_at` their addresses, `numbers` their positions.  `shown`: slots whose tensor was kept once, and that users
+    have come to see since, `shown_at` the addresses of their storages.
     """
 
-    __slots__ = ("_device", "kept", "kept_at", "numbers", "shown", "shown_at")
+    __slots__ = ("_device", "_once", "kept", "kept_at", "numbers", "shown", "shown_at")
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._once: set[int] = set()  # addresses of slots whose tensor was kept
         self.kept: list[torch.Tensor] = []
         self.shown: list[Slot] = []
         self.kept_at, self.shown_at, self.numbers = list[int](), list[int](), list[int]()
@@ -100,7 +101,8 @@ class HandedOut:
         self.kept[:] = [slot.kept for slot in slots if slot.kept is not None]
         self.kept_at[:] = [self._device.address(tensor) for tensor in self.kept]
         self.numbers[:] = range(len(self.kept))
-        self.shown[:] = [slot for slot in slots if slot.kept is None]
+        self._once.update(slot.address for slot in slots if slot.kept is not None)
+        self.shown[:] = [slot for slot in slots if slot.kept is None and slot.address in self._once]
         self.shown_at[:] = [slot.address for slot in self.shown]
 
     def kept_lie_elsewhere(self) -> bool:

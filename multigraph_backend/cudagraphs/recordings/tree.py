@@ -72,8 +72,8 @@ log = logging.getLogger(__name__)
 # seconds that the device is waited for before outputs are moved: where it may wait for other ranks, and where not
 _PATIENCE, _PATIENCE_ALONE = 5.0, 60.0
 _RETRY = 100.0  # seconds until it is waited for again where that was in vain
-#: bytes of gradients up to which they stay where they are over micro-batches: copies of more take little beside the
-#: step that makes them, and two steps in one pool have less room for each other's memory than the allocator has
+#: bytes of gradients up to which they stay where they are over micro-batches: beyond, a pool that holds those of two
+#: is felt, and that the host makes a copy of each is not
 _STAY = 64 << 20
 _NO_STREAM = -1  # so that the next call looks which streams it has to wait for
 
@@ -237,7 +237,7 @@ class Tree(Nodes):
                     # nothing of these is held here: a backward frees what was saved for it as it goes
                     outputs = self.warm_ups.run(warm, keyed, code, inputs)
                     if outputs is not None:
-                        keyed.piece.handed_out(outputs)
+                        keyed.piece.note_gradients(outputs)
                         return outputs
                 if self.path:
                     handles = {slot.handle for node in self.path for slot in node.slots}
@@ -248,7 +248,7 @@ class Tree(Nodes):
                     ]
             outputs = code(inputs)
             if warming is not None:
-                warming.handed_out(outputs)
+                warming.note_gradients(outputs)
             return outputs
         finally:
             if began:
@@ -621,7 +621,7 @@ class Tree(Nodes):
             self.room.used = True  # the driver failed around a capture, whose blocks may be in the pool
             raise
         keyed.piece.warms_up = keyed.piece.each_warms_up
-        keyed.piece.see_what_is_kept()
+        keyed.piece.look_at_gradients()
         grew = self.room.keep(keyed, made, keyed.piece.limits, had)
         if again and grew is not None:
             planning.note_again(keyed, parent.children[keyed])
@@ -644,8 +644,8 @@ class Tree(Nodes):
         for earlier in self.path:
             if any([slot.visible and slot.kept is not None for slot in earlier.slots]):  # noqa: C419
                 earlier.unbuild()  # this piece hands it out: a user may hold it from now on
-        node.holds = replay.build_holds(node)
         replay.build(node)
+        node.holds = replay.build_holds(node)
         self.room.recorded(node, grew or 0)
         if keyed.piece.spec.groups:
             self.collectives.recorded(node)

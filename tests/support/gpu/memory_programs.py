@@ -4,8 +4,6 @@
 python tests/support/gpu/memory_programs.py [--jobs N] [name ...]
 """
 
-import argparse
-import concurrent.futures
 import contextlib
 import copy
 import gc
@@ -15,7 +13,6 @@ import pickle
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +20,7 @@ import traceback
 import weakref
 
 import torch
+from apart import Skip, main
 
 import multigraph_backend
 from multigraph_backend import allocator
@@ -32,10 +30,6 @@ GPU = DEVICE == "cuda"
 MIB = 1 << 20
 GIB = 1 << 30
 ALONE = set()  # programs that fill the device or ask the driver what is free: never beside others
-
-
-class Skip(Exception):
-    pass
 
 
 # ---------------------------------------------------------------------------------------------------------------- helpers
@@ -2018,75 +2012,5 @@ def hostile_30_release_everywhere():
     recorded()
 
 
-# ------------------------------------------------------------------------------------------------------------------- main
-
-SKIPPED = 77
-
-
-def run_one(name):
-    torch.manual_seed(random.randrange(1 << 31))  # torch seeds devices when they start
-    try:
-        globals()[name]()
-        synchronize()
-    except Skip as reason:
-        print(f"SKIP {reason}", flush=True)
-        return SKIPPED
-    return 0
-
-
-def run_apart(name, seconds=120):
-    began = time.monotonic()
-    command = [sys.executable, os.path.abspath(__file__), "--one", name]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        output, code = (output or "") + f"\ntimed out after {seconds} s", -1
-    took = time.monotonic() - began
-    lines = [line for line in output.splitlines() if line.strip()]
-    if code == 0:
-        print(f"ok {name} {took:.1f}", flush=True)
-        return None
-    if code == SKIPPED:
-        reason = next((line[5:] for line in reversed(lines) if line.startswith("SKIP ")), "")
-        print(f"skip {name} {reason}", flush=True)
-        return None
-    errors = [
-        line
-        for line in lines
-        if re.match(r"^[\w.]*(Error|Exception|Interrupt|Failed|Asleep|Sealed|Unsupported)\b", line)
-    ]
-    last = f"exit status {code}; {lines[-1] if lines else 'no output'}" if code < 0 or not errors else errors[-1]
-    print(f"FAIL {name} {last[:300]}", flush=True)
-    return name, output
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--one")
-    parser.add_argument("names", nargs="*")
-    arguments = parser.parse_args()
-    if arguments.one:
-        return run_one(arguments.one)
-    every = [name for name in globals() if re.match(r"(ordinary|hostile)_\d\d_", name)]
-    names = [
-        name for name in every if not arguments.names or any(name.startswith(wanted) for wanted in arguments.names)
-    ]
-    failures = []
-    with concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as workers:
-        failures += workers.map(run_apart, [name for name in names if name not in ALONE])
-    failures += map(run_apart, [name for name in names if name in ALONE])  # one at a time, beside nothing
-    failures = [failure for failure in failures if failure]
-    for name, output in failures:
-        print(f"\n===== {name}\n{output[-8000:]}")
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__file__, globals(), ALONE))

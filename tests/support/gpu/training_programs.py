@@ -7,34 +7,24 @@ Each program is a loop that runs twice, in eager and compiled, from one model an
 parameters and buffers of every step. What it holds must be at the end what it was when it began to be held.
 """
 
-import argparse
 import collections
-import concurrent.futures
 import contextlib
 import copy
 import itertools
-import os
 import random
-import re
-import signal
-import subprocess
 import sys
 import threading
 import time
 
 import torch
+from apart import Skip, main
 from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = DEVICE == "cuda"
-SKIPPED = 77
 F = torch.nn.functional
-
-
-class Skip(Exception):
-    pass
 
 
 # ---------------------------------------------------------------------------------------------------------------- helpers
@@ -1725,67 +1715,6 @@ def hostile_30_a_compiled_step_and_an_eager_one_in_turns():
     same(loop, Mlp)
 
 
-# ---------------------------------------------------------------------------------------------------------------- harness
-
-
-def run_one(name):
-    torch.backends.cudnn.allow_tf32 = False  # eager and compiled are compared
-    torch.manual_seed(random.randrange(1 << 31))  # torch seeds devices when they start
-    try:
-        globals()[name]()
-        synchronize()
-    except Skip as reason:
-        print(f"SKIP {reason}", flush=True)
-        return SKIPPED
-    return 0
-
-
-def run_apart(name, seconds=240):
-    began = time.monotonic()
-    command = [sys.executable, os.path.abspath(__file__), "--one", name]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        output, code = (output or "") + f"\ntimed out after {seconds} s", -1
-    took = time.monotonic() - began
-    lines = [line for line in output.splitlines() if line.strip()]
-    if code == 0:
-        print(f"ok {name} {took:.1f}", flush=True)
-        return None
-    if code == SKIPPED:
-        reason = next((line[5:] for line in reversed(lines) if line.startswith("SKIP ")), "")
-        print(f"skip {name} {reason}", flush=True)
-        return None
-    errors = [line for line in lines if re.match(r"^[\w.]*(Error|Exception|Interrupt|Failed|Unsupported|Stop)\b", line)]
-    last = f"exit status {code}; {lines[-1] if lines else 'no output'}" if code < 0 or not errors else errors[-1]
-    print(f"FAIL {name} {last[:300]}", flush=True)
-    return name, output
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--one")
-    parser.add_argument("names", nargs="*")
-    arguments = parser.parse_args()
-    if arguments.one:
-        return run_one(arguments.one)
-    every = [name for name in globals() if re.match(r"(ordinary|hostile)_\d\d_", name)]
-    names = [
-        name for name in every if not arguments.names or any(name.startswith(wanted) for wanted in arguments.names)
-    ]
-    with concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as workers:
-        failures = [failure for failure in workers.map(run_apart, names) if failure]
-    for name, output in failures:
-        print(f"\n===== {name}\n{output[-8000:]}")
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.backends.cudnn.allow_tf32 = False  # eager and compiled are compared
+    sys.exit(main(__file__, globals(), seconds=240))
