@@ -29,6 +29,7 @@ from typing import Generic, Protocol, TypeVar
 
 from multigraph_backend import _compat
 from multigraph_backend.lower import circles
+from multigraph_backend.process import giving_way
 
 Result = TypeVar("Result")
 
@@ -104,6 +105,7 @@ class _Job(Generic[Result]):
     ) -> None:
         self._compile = compile
         self._context = context
+        self._way = giving_way.of_this_thread()
         self._limited = seconds is not None
         self._process_wide = contextlib.ExitStack()
         self._begin = _Once()  # the compile begins, or the caller no longer waits for its turn
@@ -119,6 +121,13 @@ class _Job(Generic[Result]):
 
     def run(self) -> None:
         """In the compiling thread."""
+        if self._way is giving_way.of_this_thread():  # its caller's own
+            self._run()
+            return
+        with giving_way.also(self._way):
+            self._run()
+
+    def _run(self) -> None:
         try:
             while not _compat.compile_lock.acquire(timeout=_LOOK):
                 if self._begin.claimed:

@@ -11,8 +11,9 @@ fails is counted and tried again later, as after any failed compile, and never i
 left to calls, with a note that says why.
 
 What calls pay for it is kept small: of this process's threads one at a time packs or loads, however many workers there
-are, for each of them would have a turn of the interpreter between two operators of a call, and it rests while others
-are served; and kernels are tuned where they are compiled, not in the call that runs them first.
+are, for each of them would have a turn of the interpreter between two operators of a call, and it gives way to calls: a
+tenth of the time is its own while they come; and kernels are tuned where they are compiled, not in the call that runs
+them first.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.lower.worker import Job, Outcome
 from multigraph_backend.options import Options
 from multigraph_backend.process import garbage
+from multigraph_backend.process.giving_way import MOST, GivesWay
 from multigraph_backend.process.short_turns import ShortTurns
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.variant import Variant
@@ -118,23 +120,25 @@ def _may_use_gpu(options: Options) -> bool:
 
 
 _one_at_a_time = threading.Lock()
-_RESTS = 4  # times as long as a thread has worked, in which calls took longer and others came to wait
+_RESTS = 4  # times as long as a thread has worked at a stretch, in which calls took longer and others came to wait
 _LONGEST_REST = 2.0  # seconds
 
 
 @contextlib.contextmanager
-def _beside_calls() -> Iterator[None]:
+def _beside_calls(limit: float | None = None) -> Iterator[None]:
     """Around what a worker's thread does in Python: calls go on, and let go of the interpreter at each operator.
 
-    Where calls came meanwhile, it rests before the next one begins, so that requests that were held up are served.
+    While calls come, it works in slices.  Where that cannot be, it rests once, before the next one begins, so that
+    requests that were held up are served.  `limit`: seconds that a compile may take; rests are at most half of it.
     """
     with _one_at_a_time:
         calls, worked = events.calls(), time.perf_counter()
+        way = GivesWay(events.calls, MOST if limit is None else min(MOST, limit / 2))
         try:
-            with ShortTurns():
+            with ShortTurns(), way.inside():
                 yield
         finally:
-            if events.calls() != calls:
+            if not way.slices and events.calls() != calls:
                 _rest(min(_RESTS * (time.perf_counter() - worked), _LONGEST_REST))
 
 
@@ -246,7 +250,7 @@ class _Task:
             return Outcome("done")
         if not workers.pool.pids:  # one that runs finds what another process has compiled, and beside calls
             try:
-                with _beside_calls():
+                with _beside_calls(self.options.compile_timeout):
                     region.swap_in(self.asked)
                 return Outcome("done")
             except Exception as error:
@@ -288,7 +292,7 @@ class _Task:
                 error.add_note(outcome.details)
         else:
             try:
-                with _beside_calls():
+                with _beside_calls(self.options.compile_timeout):
                     region.swap_in(self.asked, outcome.seconds if outcome.kind == "made" else None)
                 return
             except Exception as problem:
