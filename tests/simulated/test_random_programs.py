@@ -75,6 +75,7 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
         "resized": 3,
         "calls whose outputs are copies": 200,
         "recordings with parameters of a class": 20,
+        "recordings that copy what is gathered": 3,
         "pieces dropped": 10,
         "accounts with something alive": 500,
         "accounts of what warm-ups left": 100,

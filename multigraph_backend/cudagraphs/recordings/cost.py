@@ -129,6 +129,10 @@ class Uses:
         self._nodes.append((weakref.ref(node), final))
         return final
 
+    def begin_anew(self) -> None:
+        """Recordings are given up, to be made otherwise: that they were made says nothing."""
+        self._made = 0
+
     def wasted(self) -> None:
         """Note a recording that could not be kept."""
         self._made += 1

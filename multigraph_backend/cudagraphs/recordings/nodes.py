@@ -10,7 +10,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from multigraph_backend import events
@@ -115,6 +115,10 @@ class Node:
     def reads_in_place(self, indices: Iterable[int]) -> bool:
         """Whether any of these inputs has to be where it was."""
         return self.recording is not None and not set(indices).isdisjoint(self.recording.plan.fixed)
+
+    def reads_any_of(self, addresses: Collection[int]) -> bool:
+        """Whether it reads an input in place at any of these."""
+        return self.recording is not None and not set(addresses).isdisjoint(self.recording.plan.addresses)
 
     def below(self) -> Iterator[Node]:
         """This node and all that were recorded after it."""

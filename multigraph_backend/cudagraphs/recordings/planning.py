@@ -3,6 +3,8 @@
 For each input the first line that fits decides:
 
     an output of a recording, alive in the pool     fixed: read where it is
+    a parameter that is gathered anew, once one     copied (see `gathered`)
+    has moved
     changed by the piece                            fixed where it is a parameter, a buffer or came at the same address
                                                     twice; else not recorded
     a parameter or buffer                           fixed where it lies.  At another address the piece is recorded again
@@ -35,8 +37,9 @@ import torch
 
 from multigraph_backend import events
 from multigraph_backend.cudagraphs.devices.device import Device, Layout
+from multigraph_backend.cudagraphs.recordings.gathered import Gathered
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
-from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
+from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
 from multigraph_backend.cudagraphs.recordings.recording import (
     FIRST_CALL,
     InputPlan,
@@ -59,7 +62,7 @@ def look(device: Device, keyed: KeyedPiece, inputs: Sequence[Any]) -> None:
     }
 
 
-def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first: bool) -> InputPlan:
+def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first: bool, gathered: Gathered) -> InputPlan:
     """See the module's text; `first`: this is its first call.  Raises `NotRecorded`."""
     piece, device, limit = keyed.piece, tree.device, keyed.piece.spec.most
     slots = {slot.handle: slot for node in tree.path for slot in node.slots}
@@ -73,6 +76,7 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
     copied: list[int] = []
     managed: dict[int, Slot] = {}
     generators: dict[int, torch.Generator] = {}
+    parameters: dict[int, int] = {}
     for index in range(len(inputs)):  # no name may hold an input: their counts of references are read below
         kind = type(inputs[index])
         if isinstance(inputs[index], torch.Generator):
@@ -99,6 +103,10 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
         if slot is not None:
             managed[index] = slot
             fixed.append(index)
+        elif index not in piece.spec.mutated and gathered.copies(inputs[index]):
+            _refuse_overlaps(piece, index, inputs[index])
+            parameters[index] = inputs[index].untyped_storage()._cdata
+            copied.append(index)
         elif index in piece.spec.mutated:
             if not stays and (index not in piece.spec.static or piece.spec.is_backward):
                 if first:
@@ -120,9 +128,7 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
             at_limit = max(tried, as_deep) >= limit
             if index in piece.spec.static and at_limit and index not in keyed.copied:
                 _copy_from_now_on(keyed, index, limit)
-            if overlaps_otherwise(Layout.of(inputs[index])):
-                reason = f"elements of input {piece.spec.names[index]} overlap in memory"
-                raise NotRecorded(reason, always=True, index=index)
+            _refuse_overlaps(piece, index, inputs[index])
             copied.append(index)
     if tried >= 4 * limit:
         raise NotRecorded(f"{tried} recordings after the same one, and none fits this call")
@@ -134,7 +140,14 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
         tuple(copied),
         tuple(index for index, slot in managed.items() if _dies_here(device, slot, inputs)),
         generators,
+        parameters,
     )
+
+
+def _refuse_overlaps(piece: PieceState, index: int, value: torch.Tensor) -> None:
+    if overlaps_otherwise(Layout.of(value)):
+        reason = f"elements of input {piece.spec.names[index]} overlap in memory"
+        raise NotRecorded(reason, always=True, index=index)
 
 
 def _may_be_fixed(keyed: KeyedPiece, index: int, stays: bool, lasts: bool, tried: int, limit: int) -> bool:

@@ -57,8 +57,9 @@ class InputPlan:
 
     `fixed`: positions that are read, and perhaps changed, at `addresses`.  `managed`: those of them that are outputs
     alive in the pool, with their slots.  `copied`: positions whose values are copied into buffers at each call.
-    `owned`: managed positions that may die inside the piece.  `generators`: random number generators.  All others are
-    numbers, part of the piece's key, or None.
+    `owned`: managed positions that may die inside the piece.  `generators`: random number generators.  `gathered`: of
+    copied ones, handles of storages by which parameters are told apart.  All others are numbers, part of the piece's
+    key, or None.
     """
 
     fixed: tuple[int, ...]
@@ -67,6 +68,7 @@ class InputPlan:
     copied: tuple[int, ...]
     owned: tuple[int, ...]
     generators: Mapping[int, torch.Generator] = field(default_factory=dict)
+    gathered: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ with all that follows it in the step, until inputs are copied that would have ne
 So a step that warms up leaves a note of where the parameters of each of its calls lay.  A step whose first parameters
 lie where no such step has begun warms up, too: in the pool, which leaves the allocator's ordinary memory to the
 parameters.  And once they were seen to move, so does one that has been seen only once with its first parameters there,
-or whose others moved between two such.  After some steps it is recorded all the same.
+or whose others moved between two such.  After some steps it is recorded all the same.  Parameters that are copied (see
+`gathered`) need not come to rest.
 
     step 1   warms up   a at 0x100, b at 0x200
     step 2   a comes at 0x300: warms up     0x300, 0x400
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 
 from multigraph_backend.cudagraphs.devices.device import Device
+from multigraph_backend.cudagraphs.recordings.gathered import Gathered
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 
 #: steps that warm up although they could be recorded
@@ -74,8 +76,8 @@ class _Steps:
 class Settling:
     """See the module's text."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, gathered: Gathered) -> None:
+        self._device, self._gathered = device, gathered
         self._by_first: weakref.WeakKeyDictionary[KeyedPiece, _Steps] = weakref.WeakKeyDictionary()
         self._now: _Steps | None = None
 
@@ -127,5 +129,6 @@ class Settling:
             for index in sorted(keyed.piece.spec.static)
             if isinstance(value := inputs[index], torch.Tensor)
             and self._device.is_on_device(value)
+            and not self._gathered.copies(value)
             and value.untyped_storage()._cdata not in made
         }

@@ -54,6 +54,7 @@ from multigraph_backend.cudagraphs.recordings.asleep import Sleepers
 from multigraph_backend.cudagraphs.recordings.callers import Callers
 from multigraph_backend.cudagraphs.recordings.collectives import Collectives
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
+from multigraph_backend.cudagraphs.recordings.gathered import Gathered
 from multigraph_backend.cudagraphs.recordings.lending import LENT, Lending
 from multigraph_backend.cudagraphs.recordings.nodes import Node, Nodes
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece, PieceState
@@ -75,6 +76,7 @@ _RETRY = 100.0  # seconds until it is waited for again where that was in vain
 #: bytes of gradients up to which they stay where they are over micro-batches: beyond, a pool that holds those of two
 #: is felt, and that the host makes a copy of each is not
 _STAY = 64 << 20
+GIVEN_UP = "the recording that it follows was given up, and has outputs that are still alive"
 _NO_STREAM = -1  # so that the next call looks which streams it has to wait for
 
 
@@ -121,7 +123,8 @@ class Tree(Nodes):
         self.stay = _STAY
         self.room = Room(self, self.unlocked)
         self.sharing = Sharing(self, self.room)
-        self.settling = Settling(device)
+        self.gathered = Gathered(device)
+        self.settling = Settling(device, self.gathered)
         self.turns = Turns(self.lock)
         self.collectives = Collectives(self, self.turns, lambda: self._last_stream)
         self.stream = self._last_stream = device.stream()
@@ -370,6 +373,7 @@ class Tree(Nodes):
         ):
             keyed.warms_up = True
             planning.look(self.device, keyed, inputs)
+            self.gathered.look(inputs, keyed.piece.spec.static)
             if keyed.piece.limits.pool_bytes is None:  # else it warms up elsewhere
                 self._make_way(keyed, inputs)
             raise NotRecorded(FIRST_CALL)
@@ -392,8 +396,9 @@ class Tree(Nodes):
         found = self._child(parent, keyed, inputs)
         if found is not None:
             return found
+        self._look_at_gathered(keyed, inputs)
         if not self.linked(parent):  # nothing would ever find what is recorded behind it
-            raise NotRecorded("the recording that it follows was given up, and has outputs that are still alive")
+            raise NotRecorded(GIVEN_UP)
         limits = keyed.piece.limits
         if parent.depth >= limits.depth:
             raise NotRecorded(
@@ -401,7 +406,7 @@ class Tree(Nodes):
             )
         if not keyed.piece.spec.required and not keyed.piece.uses.wanted((parent.number, keyed.key), limits.unreplayed):
             raise NotRecorded(NOT_REPLAYED)
-        plan = planning.plan(self, parent, keyed, inputs, first)
+        plan = planning.plan(self, parent, keyed, inputs, first, self.gathered)
         if self.turns.aside:
             raise NotRecorded(BESIDE)
         if (late := sealing.refused(f"{keyed.piece.spec.label} is recorded")) is not None:
@@ -411,6 +416,25 @@ class Tree(Nodes):
         anew = self._make_way(keyed, inputs) or self._leave_tuned(keyed) or anew
         self.room.admit(keyed, inputs, plan, limits)
         return self._record(parent, keyed, inputs, plan, first, anew)
+
+    def _look_at_gathered(self, keyed: KeyedPiece, inputs: Sequence[object]) -> None:
+        """Give up what reads parameters in place that are gathered and move (see `gathered`).  Not where ranks have to
+        record alike, for each has addresses of its own, nor where nothing is recorded any more, and of the path nothing
+        where all has to be recorded: what follows in this step could not be."""
+        if not self.gathered.look(inputs, keyed.piece.spec.static):
+            return
+        if keyed.piece.spec.groups or self.collectives.held() or sealing.sealed():
+            return
+        addresses = self.gathered.copy_from_now_on()
+        self.lasting -= addresses
+        log.info("%s: parameters that are gathered move; they are copied from now on", keyed.piece.spec.label)
+        stay = {id(node) for node in self.path} if keyed.piece.spec.required else ()
+        for node in list(self.root.below()):
+            if id(node) not in stay and node.reads_any_of(addresses) and self.linked(node):
+                for given_up in node.below():
+                    assert given_up.keyed is not None
+                    given_up.keyed.piece.uses.begin_anew()
+                self.unlink(node)
 
     def _make_way(self, keyed: KeyedPiece, inputs: list[object]) -> bool:
         """Let all recordings give way to the one of this call, where that saves memory, nothing in the pool is alive
@@ -474,7 +498,12 @@ class Tree(Nodes):
             return True
         if any([self._is_of(node, keyed, inputs) for node in self.path]):  # noqa: C419 - see `Node.alive`
             return True
-        return self._child(self.root, keyed, inputs) is not None or self._begins_as_one_did(keyed, inputs, alive)
+        begins = self._child(self.root, keyed, inputs)
+        made = None if begins is None else begins.recording
+        # with parameters that are copied it may be of any layer
+        if made is not None and self.gathered.same(inputs, made.plan.gathered):
+            return True
+        return self._begins_as_one_did(keyed, inputs, alive)
 
     def _is_of(self, node: Node, keyed: KeyedPiece, inputs: list[object]) -> bool:
         """Whether `node` is a recording of this piece, with these parameters."""
@@ -482,7 +511,7 @@ class Tree(Nodes):
             return False
         plan = node.recording.plan
         lasting = [index for index in plan.fixed if index not in plan.managed]
-        return self.device.same_addresses(inputs, plan.addresses, lasting)
+        return self.device.same_addresses(inputs, plan.addresses, lasting) and self.gathered.same(inputs, plan.gathered)
 
     def _begins_as_one_did(self, keyed: KeyedPiece, inputs: list[object], alive: Sequence[Slot]) -> bool:
         """Whether this forward, of code that begins recorded training steps, comes behind one whose backward is done:
@@ -601,6 +630,9 @@ class Tree(Nodes):
             if not slot.alive(use_count) and id(slot) not in surely_dead
         ]
         again = bool(parent.children.get(keyed))
+        in_place = [index for index in plan.fixed if index in keyed.piece.spec.static and index not in plan.managed]
+        self.gathered.read(inputs, in_place)
+        gathered = {index for index in in_place if self.gathered.has(inputs[index])}
         had = self.room.reserved()
         try:
             made = self._captured(keyed.piece, inputs, plan, state, alive, anew)
@@ -630,9 +662,7 @@ class Tree(Nodes):
             slot.copied = (self.shared or keyed.piece.spec.copies) and slot.visible
         if not keyed.piece.spec.is_backward:
             self.lasting.update(
-                address
-                for index in plan.fixed
-                if index in keyed.piece.spec.static and index not in plan.managed and (address := plan.addresses[index])
+                address for index in in_place if index not in gathered and (address := plan.addresses[index])
             )
         keyed.recorded(parent.depth + 1, plan.addresses)
         if parent is self.root:
@@ -806,6 +836,7 @@ class Tree(Nodes):
         self.lending.give_up()
         self.unlink_all()
         self.lasting.clear()
+        self.gathered.forget()
         self.callers.forget()
         self._not_before = 0.0
         self._shorten()

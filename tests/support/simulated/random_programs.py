@@ -404,6 +404,9 @@ class Program:
         self.rare = rng.choice([0.0, 0.03, 0.1])
         self.beside = other.choice([0.0, 0.0, 0.4])
         self.resizing = other.choice([0.0, 0.0, 0.4])
+        #: whether parameters are freed and gathered anew; drawn apart, too
+        self.gathers = random.Random(f"{seed}, gathered parameters")
+        self.gathering = self.gathers.choice([0.0, 0.0, 0.0, 0.2, 0.7])
         #: names that work on another stream, not waited for, reads or writes, with whether it writes
         self.busy: dict[int, bool] = {}
         self.thread = self.at = 0
@@ -556,6 +559,8 @@ class Program:
             yield functools.partial(self._work_beside, self.other.choice(tensors), self.other.random() < 0.3)
         if self.plain.values and self.other.random() < self.resizing:
             yield functools.partial(self._resize, self.other.choice(list(self.plain.values)))
+        if self.gathers.random() < self.gathering:
+            yield self._gather
         if rng.random() < 0.2:
             self.thread = rng.randrange(self.callers)
         if rng.random() < self.rare:
@@ -657,6 +662,24 @@ class Program:
             storage.resize_(0)
             storage.resize_(kept.shape[0])
             bytes_of(storage).copy_(kept)
+
+    def _gather(self) -> None:
+        """Parameters' memory is given back and comes from anywhere, with what it held."""
+        if self.busy:
+            return
+        chance = self.gathers.random()
+        for key, value in self.recorded.lasting.items():
+            storage = _storage_of(value)
+            if not isinstance(key[0], int) or not storage.resizable() or self.gathers.random() > chance:
+                continue
+            self.note(f"gather {key}")
+            self.counts["parameters gathered"] += 1
+            kept = bytes_of(storage).clone()
+            storage.resize_(0)
+            taken = torch.empty(kept.shape[0], dtype=torch.uint8) if self.gathers.random() < 0.5 else None
+            storage.resize_(kept.shape[0])
+            bytes_of(storage).copy_(kept)
+            del taken
 
     def _synchronize(self) -> None:
         self.note("wait for the other stream")
@@ -1186,6 +1209,7 @@ class Program:
             for node in nodes
             if node.keyed is not None and node.recording is not None
         )
+        counts["recordings that copy what is gathered"] += sum(bool(made.plan.gathered) for made in recordings)
         counts["programs with several threads"] += tree.shared
         counts["new pools"] += self.device.generation
         counts["programs"] += 1
