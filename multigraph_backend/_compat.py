@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,7 @@ def _marked(mark_dynamic: Callable[..., object]) -> torch.Tensor:
 #: features that only compiles by Inductor have
 BY_INDUCTOR = frozenset({
     "changed inputs", "saved tensors", "retained graphs", "modes", "messages", "cudagraphs", "cudagraphs on CUDA",
-    "recordings in the extension on CUDA", "saved graphs", "warm start", "workers", "eager's numbers",
+    "recordings in the extension on CUDA", "saved graphs", "warm start", "workers", "rests", "eager's numbers",
 })  # fmt: skip
 _BY_INDUCTOR = frozenset({"compile_fx", "force_stride_order"})  # ... and symbols of features that others have, too
 
@@ -343,6 +343,8 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("GraphPicklerOptions", "torch.fx._graph_pickler", "Options", feature="workers",
            shape=("ops_filter", "node_metadata_key_filter")),
         _S("LazyGraphModule", "torch.fx._lazy_graph_module", "_LazyGraphModule", feature="workers"),
+        _S("Benchmarker", "torch._inductor.runtime.benchmarking", "InductorBenchmarker", feature="rests",
+           shape=("benchmark_gpu",)),
         _S("abort_process_group", "torch.distributed.distributed_c10d", "_abort_process_group", feature="endings",
            shape=("group",)),
         # torch's own instruments
@@ -434,6 +436,7 @@ OFF = {
     "one compile": "every rank compiles for itself",
     "warm start": "nothing is loaded ahead of calls, and caches are not carried to other machines",
     "workers": "variants are compiled in calls, and not in worker processes",
+    "rests": "workers tune kernels of a GPU without rests, which slows calls down",
     "endings": "recorded collectives are not ended for you",
     "watchdog": "nothing says in which collective a rank waits",
     "stacks of allocations": "allocations have no stacks",
@@ -905,6 +908,17 @@ def kernels_timed() -> int:
         return 0
     counts = __getattr__("counters")["inductor"]
     return sum(count for name, count in list(counts.items()) if name.startswith("benchmarking."))
+
+
+def benchmarking_code() -> frozenset[CodeType]:
+    """The code of Inductor's functions that time one kernel on a GPU; none where this torch differs."""
+    if missing("rests"):
+        return frozenset()
+    module = sys.modules[__getattr__("Benchmarker").__module__]
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    methods = [vars(value).get("benchmark_gpu") for value in classes]
+    functions = [inspect.unwrap(method) for method in methods if callable(method)]
+    return frozenset(function.__code__ for function in functions if isinstance(function, FunctionType))
 
 
 def lookup_compiler(compiler: str | Callable[..., Any]) -> Callable[..., Any]:

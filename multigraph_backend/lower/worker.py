@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import pickle
 import select
@@ -29,17 +30,22 @@ from typing import Any, BinaryIO, Literal
 
 LENGTH = struct.Struct("<Q")
 _LOOK = 1.0  # seconds between two looks at who the parent is
+_MOST_RESTS = 30.0  # seconds of one job
 _TO_END = 30.0  # seconds past its limit that a job in C code has until the process ends itself
 
 
 @dataclass(frozen=True)
 class Job:
-    """`parcel`: the compile, packed.  `folder`: of torch's caches.  `seconds`, `memory`: limits; None: none."""
+    """`parcel`: the compile, packed.  `folder`: of torch's caches.  `seconds`, `memory`: limits; None: none.
+
+    `rest`: seconds before each benchmark of a kernel, in which the GPU is left to calls.
+    """
 
     parcel: bytes
     folder: str
     seconds: float | None = None
     memory: int | None = None
+    rest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str]:
     counts = _compat.counters["aot_autograd"]
     past, hits = counts["autograd_cache_bypass"], counts["autograd_cache_hit"]
     sent = read.sent
-    with read.state() as state:
+    with read.state() as state, _rests(job):
         made = lowering.lower(read.graph, sent.facts, read.arguments(), sent.options, state, sent.pinned, sent.name)
     if counts["autograd_cache_hit"] > hits:
         return "found", ""
@@ -143,6 +149,18 @@ def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str]:
     if counts["autograd_cache_bypass"] > past:
         return "cannot", "torch's caches do not take its code"
     raise OSError(f"torch's caches in {job.folder} have not kept its code: is there room, and may it be written to?")
+
+
+def _rests(job: Job) -> contextlib.AbstractContextManager[None]:
+    """Inside, kernels are benchmarked with rests in between, as the job says."""
+    from multigraph_backend import _compat
+    from multigraph_backend.process import giving_way
+
+    if not job.rest or not (only := _compat.benchmarking_code()):
+        return contextlib.nullcontext()
+    most = _MOST_RESTS if job.seconds is None else min(_MOST_RESTS, job.seconds / 4)
+    always = itertools.count().__next__  # calls come
+    return giving_way.GivesWay(always, most, work=0.0, rest=job.rest, only=only).inside()
 
 
 def _written(place: Any) -> bool:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ class Pool:
         self._open = 0  # tasks that have not heard
         self._ended = False
         self._registered = False
+        self._waited_for = 0
         self._processes: set[_Process] = set()
 
     def submit(self, task: Task, count: int | None = None) -> bool:
@@ -96,6 +97,22 @@ class Pool:
         """Until no task is left; whether that is so."""
         with self._lock:
             return self._lock.wait_for(lambda: self._open == 0, seconds)
+
+    @contextlib.contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Inside, somebody waits for tasks: nobody gives way to calls."""
+        with self._lock:
+            self._waited_for += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waited_for -= 1
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether calls come first."""
+        return not self._waited_for
 
     @property
     def pids(self) -> list[int]:

@@ -5,6 +5,10 @@ takes several times as long, for as long as that thread works, however short its
 thread itself looks at the clock each time it calls a Python function, and after `SLICE` seconds of work it sleeps for
 `REST` seconds if any call came meanwhile.  Torch's code that it runs need not know.
 
+A worker that tunes kernels gives way, too: a GPU knows no priorities of processes either, and a step that meets a
+benchmark of another process takes some four times as long.  It looks only where `only` says: at the functions that
+benchmark, and rests before each.
+
 How it looks: up to Python 3.11 by a trace function of its own thread; from 3.12 on by `sys.monitoring`, where events
 are the whole process's, so whatever other threads call is told once to be of no interest.  Where a debugger traces the
 thread, or no tool's number is free, nothing is sliced; `slices` tells.
@@ -21,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 SLICE = 0.001  # seconds of work; a step that meets them is longer by as much at most
@@ -34,7 +39,8 @@ _NUMBERS = (4, 3)  # of tools; the others have a meaning
 class GivesWay:
     """Around work, in its thread; `also` takes in a thread that works on its behalf.
 
-    `calls`: how many there were so far.
+    `calls`: how many there were so far.  `work`, `rest`: seconds; `most`: of rests in all.  `only`: the code of the
+    functions at which it looks; none: all.
     """
 
     def __init__(
@@ -43,10 +49,15 @@ class GivesWay:
         most: float = MOST,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        *,
+        work: float = SLICE,
+        rest: float = REST,
+        only: frozenset[CodeType] = frozenset(),
     ) -> None:
         self._calls, self._left, self._clock, self._sleep = calls, most, clock, sleep
+        self._work, self._length, self.only = work, rest, only
         self._seen = calls()
-        self._until = clock() + SLICE
+        self._until = clock() + work
         self.slices = False
         self.rested = 0.0
 
@@ -58,10 +69,10 @@ class GivesWay:
     def _rest(self) -> None:
         seen = self._calls()
         if seen != self._seen and self._left > 0:
-            self._sleep(REST)
-            self._left -= REST
-            self.rested += REST
-        self._seen, self._until = seen, self._clock() + SLICE
+            self._sleep(self._length)
+            self._left -= self._length
+            self.rested += self._length
+        self._seen, self._until = seen, self._clock() + self._work
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -91,6 +102,7 @@ _lock = threading.RLock()
 
 if sys.version_info >= (3, 12):
     _number: int | None = None  # the tool's, while anybody is inside
+    _STARTS = sys.monitoring.events.PY_START
 
     def _watch(thread: int, way: GivesWay) -> bool:
         global _number
@@ -99,23 +111,29 @@ if sys.version_info >= (3, 12):
                 _number = _free_number()
                 if _number is None:
                     return False
-                _inside[thread] = way  # before the first event: what is of no interest stays so
-                sys.monitoring.register_callback(_number, sys.monitoring.events.PY_START, _started)
-                sys.monitoring.set_events(_number, sys.monitoring.events.PY_START)
-                sys.monitoring.restart_events()  # what was of no interest before may be
-            _inside[thread] = way
+                sys.monitoring.register_callback(_number, _STARTS, _started)
+            _inside[thread] = way  # before the first event: what is of no interest stays so
+            for code in way.only:
+                sys.monitoring.set_local_events(_number, code, _STARTS)
+            if not way.only and not sys.monitoring.get_events(_number):
+                sys.monitoring.set_events(_number, _STARTS)
+            sys.monitoring.restart_events()  # what was of no interest before may be
             return True
 
     def _watch_no_more(thread: int) -> None:
         global _number
         with _lock:
-            _inside.pop(thread, None)
-            if _inside or _number is None:
+            left = _inside.pop(thread, None)
+            if left is None or _number is None:
                 return
-            sys.monitoring.set_events(_number, 0)
-            sys.monitoring.register_callback(_number, sys.monitoring.events.PY_START, None)
-            sys.monitoring.free_tool_id(_number)
-            _number = None
+            for code in left.only.difference(*(way.only for way in _inside.values())):
+                sys.monitoring.set_local_events(_number, code, 0)
+            if all(way.only for way in _inside.values()):
+                sys.monitoring.set_events(_number, 0)
+            if not _inside:
+                sys.monitoring.register_callback(_number, _STARTS, None)
+                sys.monitoring.free_tool_id(_number)
+                _number = None
 
     def _free_number() -> int | None:
         for number in _NUMBERS:
@@ -127,7 +145,7 @@ if sys.version_info >= (3, 12):
 
     def _started(code: object, offset: int, find: Any = _inside.get, thread: Any = threading.get_ident) -> Any:
         way = find(thread())
-        if way is None:
+        if way is None or (way.only and code not in way.only):
             return sys.monitoring.DISABLE
         way.look()
         return None
@@ -146,9 +164,9 @@ else:
         if sys.gettrace() is _called:  # a debugger may have come
             sys.settrace(None)
 
-    def _called(*_: object, find: Any = _inside.get, thread: Any = threading.get_ident) -> None:
+    def _called(frame: FrameType, *_: object, find: Any = _inside.get, thread: Any = threading.get_ident) -> None:
         way = find(thread())
-        if way is not None:
+        if way is not None and (not way.only or frame.f_code in way.only):
             way.look()
 
 

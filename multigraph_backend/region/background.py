@@ -122,6 +122,8 @@ def _may_use_gpu(options: Options) -> bool:
 _one_at_a_time = threading.Lock()
 _RESTS = 4  # times as long as a thread has worked at a stretch, in which calls took longer and others came to wait
 _LONGEST_REST = 2.0  # seconds
+#: seconds that a worker rests before it benchmarks a kernel, some 10 ms, for each worker there is
+_REST = 0.1
 
 
 @contextlib.contextmanager
@@ -133,13 +135,18 @@ def _beside_calls(limit: float | None = None) -> Iterator[None]:
     """
     with _one_at_a_time:
         calls, worked = events.calls(), time.perf_counter()
-        way = GivesWay(events.calls, MOST if limit is None else min(MOST, limit / 2))
+        way = GivesWay(_calls, MOST if limit is None else min(MOST, limit / 2))
         try:
             with ShortTurns(), way.inside():
                 yield
         finally:
             if not way.slices and events.calls() != calls:
                 _rest(min(_RESTS * (time.perf_counter() - worked), _LONGEST_REST))
+
+
+def _calls() -> int:
+    """How many there were, that are to be given way to."""
+    return events.calls() if workers.pool.gives_way else -1
 
 
 def _rest(seconds: float) -> None:
@@ -273,7 +280,9 @@ class _Task:
         except CannotSend as reason:
             return Outcome("cannot", reason=str(reason))
         limits = dict(self.options.workers)
-        return Job(content, str(_compat.cache_dir()), self.options.compile_timeout, limits.get("memory"))
+        seconds, memory = self.options.compile_timeout, limits.get("memory")
+        rest = _REST * max(1, len(workers.pool.pids)) if on_gpu and workers.pool.gives_way else 0.0
+        return Job(content, str(_compat.cache_dir()), seconds, memory, rest)
 
     def done(self, outcome: Outcome) -> None:
         region = self.region()
@@ -307,6 +316,11 @@ class _Task:
 def of(graph: CapturedGraph, options: Options, state: CompileState) -> Background | None:
     """A region's part, None where its variants are not compiled in the background."""
     return Background(graph, options, state) if options.compile == "background" else None
+
+
+def waited_for() -> contextlib.AbstractContextManager[None]:
+    """Inside, variants are waited for: what compiles and loads them does not give way to calls."""
+    return workers.pool.waited_for()
 
 
 def wait(seconds: float | None = None) -> bool:

@@ -129,7 +129,7 @@ def warmup(
     regions: list[Region] = []
     covered: set[tuple[int, int]] = set()
     had = events.stats()["loaded_ahead"]
-    with _put_back(compiled, examples):
+    with _put_back(compiled, examples), background.waited_for():
         waiting: list[tuple[ExampleCall, dict[str, int], _Asked]] = []
         tried: dict[_Asked, Rehearsed] = {}
         for example in examples:

@@ -11,8 +11,8 @@ import torch
 
 import multigraph_backend
 from multigraph_backend.cudagraphs.recordings.tree import GIVEN_UP
-from tests.simulated.test_settling import LAYERS, WIDTH, Sharded, forward
 from tests.support.simulated.pieces import Bench, assert_equal, values
+from tests.support.simulated.sharded import LAYERS, WIDTH, Sharded, forward
 
 BYTES = WIDTH * 4
 

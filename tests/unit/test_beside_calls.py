@@ -8,6 +8,7 @@ import time
 import pytest
 
 from multigraph_backend import events
+from multigraph_backend.lower import workers
 from multigraph_backend.process import giving_way
 from multigraph_backend.region import background
 
@@ -62,6 +63,19 @@ def test_it_rests_in_between_while_calls_come(monkeypatch: pytest.MonkeyPatch, l
     else:
         assert 0 < way.rested < limit / 2 + giving_way.REST
     assert not slept
+
+
+def test_it_does_not_rest_while_it_is_waited_for() -> None:
+    owner = Owner()
+    counter = events.call_counter("variant_calls", owner)
+    with background.waited_for(), background._beside_calls():
+        way = giving_way.of_this_thread()
+        assert way is not None
+        for _ in range(10):
+            work(2 * giving_way.SLICE)
+            counter.tick()
+    assert not way.rested
+    assert workers.pool.gives_way
 
 
 @pytest.mark.usefixtures("unsliced")

@@ -182,6 +182,46 @@ def test_the_compiling_thread_gives_way_with_its_caller(seconds: float | None) -
     assert compile_thread.compile_within(seconds, lambda _: of_this_thread(), contextvars.copy_context()) is None
 
 
+def other_work() -> None:
+    small()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_it_looks_only_at_what_it_is_told(beside: bool) -> None:
+    """`beside`: another thread gives way at all functions meanwhile."""
+    clock = Time(SLICE)
+    rests: list[float] = []
+    way = GivesWay(
+        Calls(), clock=clock.clock, sleep=rests.append, work=0.0, rest=0.25, only=frozenset({other_work.__code__})
+    )
+    entered, over = threading.Event(), threading.Event()
+    looked: list[float] = []
+
+    def elsewhere() -> None:
+        own = GivesWay(lambda: 0, clock=lambda: looked.append(0.0) or 0.0)  # type: ignore[func-returns-value]
+        with own.inside():
+            entered.set()
+            while not over.is_set():
+                time.sleep(0.001)
+                work(3)
+
+    thread = threading.Thread(target=elsewhere)
+    if beside:
+        thread.start()
+        entered.wait()
+    with way.inside():
+        for _ in range(5):
+            work(20)
+            other_work()
+    assert rests == [0.25] * 5
+    if beside:
+        over.set()
+        thread.join()
+        assert len(looked) > 3
+    other_work()
+    assert len(rests) == 5
+
+
 def test_what_fails_leaves_nothing_behind() -> None:
     def fails() -> None:
         with GivesWay(lambda: 0).inside():

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from multigraph_backend import _compat
 from multigraph_backend.lower import worker, workers
 from multigraph_backend.lower.worker import Job, Outcome
-from multigraph_backend.process import sources
+from multigraph_backend.process import giving_way, sources
 
 
 @pytest.fixture
@@ -130,6 +131,23 @@ def test_a_failure_under_a_limit_of_memory_says_so(monkeypatch: pytest.MonkeyPat
     said = [worker._done(Job(b"", "", memory=memory)).reason for memory in (None, 1 << 50)]
     assert said[0] == "RuntimeError: can't start new thread"
     assert said[1] == f"{said[0]} (the worker's memory is limited to {1 << 50} bytes)"
+
+
+@pytest.mark.parametrize(("rest", "seconds"), [(0.01, None), (0.01, 0.06), (0.0, None)])
+def test_it_rests_before_it_benchmarks_a_kernel(rest: float, seconds: float | None) -> None:
+    """`seconds`: of a compile at most, a quarter of which may be rests."""
+    benchmarker = _compat.Benchmarker()
+    with worker._rests(Job(b"", "", seconds, rest=rest)):
+        way = giving_way.of_this_thread()
+        for _ in range(5):
+            with contextlib.suppress(Exception):  # without a GPU
+                benchmarker.benchmark_gpu(lambda: None)
+    if not rest:
+        assert way is None
+    else:
+        assert way is not None
+        assert way.rested == pytest.approx(0.05 if seconds is None else 0.02)
+    assert giving_way.of_this_thread() is None
 
 
 def test_what_a_worker_has_started_ends_with_it(pool: workers.Pool) -> None:
