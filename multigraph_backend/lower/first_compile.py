@@ -129,6 +129,7 @@ class CompileState:
             functorch["enable_autograd_cache"] = False
         if bundled:
             functorch["bundled_autograd_cache"] = True
+        cache_keys.put_torch_first()
         with contextlib.ExitStack() as own:
             patches = own if _compat.config_is_per_context() else process_wide
             for name, values in self.configs:

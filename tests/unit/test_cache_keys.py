@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +50,32 @@ def test_a_tuned_kernel_is_found_in_and_outside_of_a_compile(tmp_path: Path, mon
     with cache_keys.told_apart("a"):
         within: Any = AutotuneCache.create({}, source, "hash")
     assert outside.local_cache[1] == within.local_cache[1]
+
+
+@pytest.mark.parametrize(
+    "before", ["import multiprocessing", "sys.modules['under_way'] = __import__('types').ModuleType('m')"]
+)
+def test_torch_has_the_names_that_it_has_in_other_processes(before: str, tmp_path: Path) -> None:
+    """As pickle finds them: a main module that multiprocessing has entered, and one that is being imported."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""
+import pickle, sys
+{before}
+import torch
+if "under_way" in sys.modules:
+    sys.modules["under_way"].torch = torch
+    sys.modules["under_way"].own = 7
+from multigraph_backend.lower import cache_keys
+modules = dict(sys.modules)
+before = pickle.dumps(torch.contiguous_format)
+cache_keys.put_torch_first()
+after = pickle.dumps(torch.contiguous_format)
+assert b"torch._utils" not in before, before
+assert b"torch._utils" in after, after
+assert dict(sys.modules) == modules
+"""
+    )
+    path = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=os.environ | path)
+    assert done.returncode == 0, done.stderr
