@@ -5,8 +5,8 @@ takes several times as long, for as long as that thread works, however short its
 thread itself looks at the clock each time it calls a Python function, and after `SLICE` seconds of work it sleeps for
 `REST` seconds if any call came meanwhile.  Torch's code that it runs need not know.
 
-A worker that tunes kernels gives way, too: a GPU knows no priorities of processes either, and a step that meets a
-benchmark of another process takes some four times as long.  It looks only where `only` says: at the functions that
+A worker that tunes kernels gives way, too: a GPU serves processes by turns, so a step that meets a benchmark of another
+one waits for it at each kernel that it waits for.  It looks only where `only` says: at the functions that
 benchmark, and rests before each.
 
 How it looks: up to Python 3.11 by a trace function of its own thread; from 3.12 on by `sys.monitoring`, where events

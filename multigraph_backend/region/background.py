@@ -122,7 +122,7 @@ def _may_use_gpu(options: Options) -> bool:
 _one_at_a_time = threading.Lock()
 _RESTS = 4  # times as long as a thread has worked at a stretch, in which calls took longer and others came to wait
 _LONGEST_REST = 2.0  # seconds
-#: seconds that a worker rests before it benchmarks a kernel, some 10 ms, for each worker there is
+#: seconds that a worker rests before it benchmarks a kernel, which takes some milliseconds, for each worker there is
 _REST = 0.1
 
 

@@ -7,6 +7,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -361,3 +363,45 @@ def test_killed_at_random_times_it_is_tried_again_and_gets_ready(monkeypatch: py
     call(run, g, 8, 8)
     assert told()["x[0] == 8"]["state"] == "ready"
     assert multigraph_backend.stats()["eager_calls"] == 0
+
+
+SERVICE = """
+import torch
+import multigraph_backend
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        return torch.softmax(x * self.scale, dim=-1) * x.shape[0]
+
+scaled = Scaled()
+
+options = {"specialize": [{"x[0]": 8}], "compile": "background"}
+compiled = torch.compile(scaled, backend="multigraph", dynamic=True, options=options)
+with torch.no_grad():
+    for size in (5, 8):
+        x = torch.randn(size, 16)
+        torch.testing.assert_close(compiled(x), scaled(x))
+    print(multigraph_backend.warmup(compiled, torch.randn(5, 16)))
+    x = torch.randn(8, 16)
+    torch.testing.assert_close(compiled(x), scaled(x))
+assert multigraph_backend.stats()["variant_calls"], multigraph_backend.explain()
+"""
+
+
+def test_at_the_import_of_a_module_where_multiprocessing_came_before_torch(tmp_path: Path) -> None:
+    """Keys of caches are those of workers there, and no compile waits for the import to end."""
+    (tmp_path / "service.py").write_text(SERVICE)
+    (tmp_path / "main.py").write_text("import multiprocessing\nimport torch\nimport service\n")
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "main.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
