@@ -32,7 +32,7 @@ The parts, each of which imports only from those below it:
     allocator/      the allocator extension (allocator_ext/): found, checked, given to torch
     sealing.py      whether anything may still be compiled or recorded
     events.py       counters that threads cannot lose, messages that are said once
-    process/        what a process has once: its rank, its garbage collector, its threads' turns, frames, interruptions
+    process/        what a process has once: rank, garbage collector, its threads' turns and rests, frames
     environment.py  MULTIGRAPH_OPTIONS: options by the names of models, in the variable or in a file
     spelling.py     what errors say of a word that is not right
     _compat.py      every private symbol of torch, with the versions it was seen in; nothing else touches one
