@@ -42,6 +42,8 @@ from typing import Any, TypeVar
 import torch
 
 import multigraph_backend
+from multigraph_backend import native
+from multigraph_backend.cudagraphs import runtime
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -346,7 +348,15 @@ def facts(device: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "calls": native.state() if device == "cuda" else None,
     }
+
+
+def calls_are_native(device: str) -> None:
+    """Wait until calls of recordings are native, where they will be: what is timed is what stays."""
+    if device == "cuda":
+        runtime.begin_native_calls()
+        native.wait()
 
 
 def _cpu_name() -> str:
@@ -419,6 +429,7 @@ class Results:
         self._columns = columns
         self._path: Path | None = args.json
         torch.set_num_threads(args.threads)
+        calls_are_native(self.device)
         self._head = {
             "benchmark": name,
             "title": title,
@@ -507,6 +518,7 @@ def in_own_process(script: str, words: Sequence[str], seconds: float) -> tuple[A
 
 def answer(path: Path, measured: Callable[[], object]) -> int:
     """The other side of `in_own_process`; the exit status."""
+    calls_are_native("cuda" if torch.cuda.is_available() else "cpu")
     value, error = attempt(measured)
     written = path.with_name(f".{path.name}.part")
     written.write_text(json.dumps({"value": value, "error": error}))

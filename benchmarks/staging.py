@@ -42,7 +42,7 @@ def measure(device: str, count: int, side: int, rounds: int) -> Mapping[str, Any
     buffers = {name: [torch.empty(side, side, device=device) for _ in range(count)] for name in ("ours", "stock")}
     if device == "cuda":
         staging.prepare(0, count)
-    ours = staging.stager(0, buffers["ours"], lambda: _compat.raw_stream(0), _compat.foreach_copy)
+    ours = staging.stager(0, buffers["ours"], lambda: _compat.raw_stream(0), _compat.foreach_copy).copy
 
     def stock(*sources: torch.Tensor) -> None:
         _compat.foreach_copy(buffers["stock"], list(sources))

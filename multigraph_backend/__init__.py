@@ -28,6 +28,7 @@ The parts, each of which imports only from those below it:
     capture/        a backend call as a captured graph: what is compiled again and again
     declare/        what may be declared: predicates over named integers, facts, torch's marks
     distributed/    under torch.distributed: collectives in order, compiles, endings, who waits for whom
+    native/         what every recorded call does most often, as C++ that is compiled for the torch that is there
     cache/          what a second process starts from: manifests of what was used, one file for the next machine
     allocator/      the allocator extension (allocator_ext/): found, checked, given to torch
     sealing.py      whether anything may still be compiled or recorded

@@ -921,6 +921,11 @@ def benchmarking_code() -> frozenset[CodeType]:
     return frozenset(function.__code__ for function in functions if isinstance(function, FunctionType))
 
 
+def torch_build() -> tuple[str, str | None, Path]:
+    """This torch's version, the commit that it was built of, and the folder that it lies in."""
+    return torch.__version__, torch.version.git_version, Path(torch.__file__).parent
+
+
 def lookup_compiler(compiler: str | Callable[..., Any]) -> Callable[..., Any]:
     """A torch.compile backend by name; a callable is returned as it is."""
     found: Callable[..., Any] = __getattr__("lookup_backend")(compiler)
@@ -928,12 +933,19 @@ def lookup_compiler(compiler: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TritonLaunch(NamedTuple):
-    """How a compiled Triton kernel is launched: `run(x, y, z, stream, *handles, *arguments)`, constants included."""
+    """How a compiled Triton kernel is launched: `run(x, y, z, stream, *handles, *arguments)`, constants included; or by
+    the driver: `function`, its `threads` in a block, and bytes of `shared` memory."""
 
     run: Callable[..., object]
     handles: tuple[Any, ...]
+    function: int = 0
+    threads: int = 0
+    shared: int = 0
 
 
 def triton_launch(compiled: Any) -> TritonLaunch:
     """The way that `kernel[grid](...)` of Triton 3.6 to 3.9 goes in the end, loaded, without its hooks."""
-    return TritonLaunch(compiled.run, (compiled.function, compiled.packed_metadata, None, None, None))
+    run, metadata = compiled.run, compiled.metadata  # in this order: it is loaded when `run` is asked for
+    threads = metadata.num_warps * getattr(metadata, "warp_size", 32)
+    handles = (compiled.function, compiled.packed_metadata, None, None, None)
+    return TritonLaunch(run, handles, compiled.function, threads, metadata.shared)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, native
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.capture.structure import is_wrapper, made_of, plain_parts
 
@@ -51,13 +51,17 @@ def sharing(graph: CapturedGraph, args: Sequence[Any]) -> Sharing:
 def written_alone(graph: CapturedGraph) -> Callable[[Sequence[Any]], bool]:
     """The check of a call that nothing which the graph writes to shares its storage with anything else of the call.
 
-    It stands before each call, so of a storage that one tensor alone uses nothing more is asked.
+    It stands before each call, so of a storage that one tensor alone uses nothing more is asked.  It is native where
+    calls are.
     """
     count = len(graph.inputs)
-    written = _getter([index for index in graph.tensor_inputs if index in graph.written])
-    others = _getter([index for index in graph.tensor_inputs if index not in graph.written])
+    written_at = [index for index in graph.tensor_inputs if index in graph.written]
+    others_at = [index for index in graph.tensor_inputs if index not in graph.written]
     written_held = [tensor for index, tensor in enumerate(graph.held, count) if index in graph.written]
     other_held = [tensor for index, tensor in enumerate(graph.held, count) if index not in graph.written]
+    if (calls := native.ready()) is not None:
+        return calls.Alone(written_at, others_at, written_held, other_held)
+    written, others = _getter(written_at), _getter(others_at)
     sole_use = _sole_use()
 
     def alone(args: Sequence[Any]) -> bool:

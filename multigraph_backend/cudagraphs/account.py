@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from multigraph_backend import native
 from multigraph_backend.allocator.statistics import readable
 from multigraph_backend.cudagraphs import memory_map
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut
@@ -53,7 +54,7 @@ class DeviceReport:
     key after the same one; `evicted`: given up for others; `gave_way`: given up for larger ones, in whose memory they
     are made again; `unprofitable`: given up because they did not pay; `shared`: how often several threads came to call;
     `copies`: whether all outputs are copies now because they do; `tree`: one line a recording, children indented below
-    the one that they follow; `nodes`: the same as data, with its memory.
+    the one that they follow; `nodes`: the same as data, with its memory; `calls`: "native", or why they are not.
     """
 
     device: int
@@ -73,6 +74,7 @@ class DeviceReport:
     pools: tuple[PoolMemory, ...] = ()
     memory: tuple[RecordingMemory, ...] = ()
     graph_bytes: int = 0
+    calls: str = "native"
 
     def __str__(self) -> str:
         megabytes = self.pool_bytes / (1 << 20)
@@ -87,6 +89,8 @@ class DeviceReport:
         }
         if any(rare.values()):
             lines[0] += "; " + ", ".join(f"{count} {name}" for name, count in rare.items() if count)
+        if self.calls != "native":
+            lines.append(f"  calls go by way of Python: {self.calls}")
         lines += [f"  {line}" for line in self._memory_lines()]
         if self.shared:
             now = "all outputs are copies" if self.copies else "no more"
@@ -178,6 +182,7 @@ def of(tree: Tree) -> DeviceReport:
             pools=pools,
             memory=tuple(taken.values()),
             graph_bytes=tree.device.graph_bytes(),
+            calls="native" if tree.calls is not None else native.state(),
         )
 
 

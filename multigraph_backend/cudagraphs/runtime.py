@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
-from multigraph_backend import _compat, events
+from multigraph_backend import _compat, events, native
 from multigraph_backend.allocator import installing, relief, sleeping, statistics
 from multigraph_backend.cudagraphs.devices.device import Device
 from multigraph_backend.cudagraphs.limits import AMOUNTS, LEAST, MOST_SECONDS, SECONDS, Limits, accepts, by_field
-from multigraph_backend.cudagraphs.recordings import memory, poison
+from multigraph_backend.cudagraphs.recordings import memory, native_calls, poison
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 log = logging.getLogger(__name__)
 
+_BETWEEN = 0.02  # seconds until a tree that was busy is asked again
 _PATIENCE = 1.0  # seconds that who asks for numbers waits for a call
 _lock = threading.Lock()
 _trees: dict[int, Tree] = {}
@@ -57,7 +60,20 @@ def tree(index: int, make: Callable[[int], Device] | None = None) -> Tree:
                 _trees[index] = Tree(make(index), _limits, _compat.step_marks, poison.asked(os.environ))
                 _trees[index].memory_sleeps(sleeping.asleep(index))
                 relief.ask(_give_way)
+            begin_native_calls()
+            native.when_ready(functools.partial(_native, _trees[index]))
         return _trees[index]
+
+
+def begin_native_calls() -> None:
+    """Have calls become native, where they can, for all trees of this process.  Returns at once."""
+    native.begin(native_calls.checked)
+
+
+def _native(tree: Tree, calls: native.Calls) -> None:
+    """Let calls of `tree` be native, as soon as none is under way."""
+    while not tree.take(calls):
+        time.sleep(_BETWEEN)
 
 
 def trees() -> list[Tree]:

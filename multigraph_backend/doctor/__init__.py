@@ -32,7 +32,7 @@ from multigraph_backend.doctor.installation import (
     release,
     versions,
 )
-from multigraph_backend.doctor.machine import cpp_compiler, gpu, gpu_facts
+from multigraph_backend.doctor.machine import cpp_compiler, gpu, gpu_facts, native_calls
 from multigraph_backend.doctor.self_test import run_self_test
 from multigraph_backend.doctor.settings import cache_switches, caches, environment, user_name, warm_start
 
@@ -64,6 +64,8 @@ def diagnose(environ: Mapping[str, str] | None = None, *, self_test: bool = True
         lambda: cpp_compiler(_compat.inductor_config.cpp.cxx, release(version), environ, has_gpu=has_gpu),
     )
     findings += [*compiler, *gpus]
+    if has_gpu:
+        findings += _contained("native calls", native_calls)
     findings += _contained("allocator", lambda: allocator(allocator_facts(environ)))
     findings += _contained("caches", lambda: caches(environ, cache_switches(), user_name()))
     findings += _contained("warm start", lambda: warm_start(environ))

@@ -200,6 +200,21 @@ def gpu(found: GpuFacts) -> Iterator[Finding]:
         yield Finding("triton", "ok", f"triton {found.triton} can be imported")
 
 
+def native_calls() -> Iterator[Finding]:
+    """Whether calls of recordings can be native on this machine: what compiles them is there."""
+    from multigraph_backend.native import building
+
+    check, without = "native calls", "recorded calls go by way of Python, which takes more of the host's time"
+    try:
+        command = building.command(Path("calls.so"))
+    except building.NotBuilt as why:
+        remedy = "install g++ and Python's headers (apt-get install g++ python3-dev)"
+        yield Finding(check, "warning", f"{why}; {without}", remedy, {"works": False})
+        return
+    said = f"{building.compiler()} and the headers of torch and Python are there"
+    yield Finding(check, "ok", said, facts={"works": True, "command": command})
+
+
 def _has_code_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Binary code of the same major version up to the minor one, or code of any older version to be translated."""
     for entry in architectures:

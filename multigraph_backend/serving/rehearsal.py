@@ -31,7 +31,7 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import events
+from multigraph_backend import events, native
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.declared import Condition
 from multigraph_backend.capture.graph import CapturedGraph
@@ -143,6 +143,7 @@ def warmup(
             waiting += [(example, sizes, asked) for sizes, asked in _sizes_to_call(reached, example, covered)]
         waiting.sort(key=lambda entry: -_bytes_of(*entry[:2]))
         background.wait()
+        native.wait()  # else what is recorded now is built again later
         with _shown(len(waiting), progress) as say:
             for example, sizes, asked in waiting:
                 say(sizes, None)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -28,6 +29,9 @@ from multigraph_backend.cudagraphs.devices.device import (
     HeldPool,
     Layout,
     PoolState,
+    Source,
+    Stager,
+    Within,
     is_plain,
 )
 from multigraph_backend.cudagraphs.devices.extension_pool import ExtensionPool
@@ -39,9 +43,12 @@ from multigraph_backend.cudagraphs.devices.memory_pool import (
     generator_set_free,
     give_up,
 )
+from multigraph_backend.native import Calls
 from multigraph_backend.process import garbage
 from multigraph_backend.process.captures import beside_captures
 from multigraph_backend.process.interruptions import from_outside, without_frames
+
+log = logging.getLogger(__name__)
 
 
 class CudaDevice:
@@ -56,8 +63,11 @@ class CudaDevice:
         self._pooled: frozenset[int] = frozenset()
         self._owned_bytes = 0  # of the owners that the last `restore` made
         self._graph_bytes = 0
+        self._calls: Calls | None = None
+        self._launches = False
         self._pool: MemoryPool
         self.same_addresses = _compat.same_addresses
+        self.own_addresses = True
         self.use_count = _compat.storage_use_count
         self.storage_address: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
         self.copy = _compat.foreach_copy
@@ -74,6 +84,17 @@ class CudaDevice:
         return tensor.data_ptr()
 
     def maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
+        if self._calls is not None:
+            return self._calls.Maker(self._like(layout), None)
+        return self._maker(layout)
+
+    def _like(self, layout: Layout) -> torch.Tensor:
+        """A tensor of that layout, over memory of no size, which nobody reads."""
+        nothing = self.fresh_storage(0)
+        with torch.inference_mode(False):
+            return self._maker(layout)(nothing)
+
+    def _maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
         metadata = {
             "size": layout.size,
             "stride": layout.stride,
@@ -84,6 +105,8 @@ class CudaDevice:
         return functools.partial(_compat.make_cuda_tensor, metadata)
 
     def maker_over(self, layout: Layout, storage: torch.UntypedStorage) -> Callable[[], torch.Tensor]:
+        if self._calls is not None:
+            return self._calls.Maker(self._like(layout), storage)
         with torch.inference_mode(False):
             first = self.maker(layout)(storage)  # another like it is made quicker than one of what is known of it
         return functools.partial(_compat.tensor_like, first, layout.size, layout.stride, 0)
@@ -101,7 +124,46 @@ class CudaDevice:
     def prepare(self, inputs: int) -> None:
         staging.prepare(self.index, inputs)
 
-    def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[..., object]:
+    def take(self, calls: Calls) -> None:
+        self._calls = calls
+        try:
+            calls.drive(_DRIVER, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+            self._launches = True
+        except (OSError, TypeError, ValueError) as error:
+            log.info("recordings are launched by way of Python: %s", error)
+
+    def within(self, sources: Sequence[torch.Tensor]) -> Within | None:
+        if self._calls is None or not self._launches:
+            return None
+        made = staging.within(self.index, sources)
+        return None if made is None else _Within(self, made, self._calls)
+
+    def launcher(
+        self, graph: Graph, random: bool, copied: Sequence[int], sources: Sequence[Source], stager: Stager | None
+    ) -> Callable[[list[Any]], object] | None:
+        kernel: staging.Kernel | None = None if stager is None else stager.kernel
+        if self._calls is None or not self._launches or (stager is not None and kernel is None):
+            return None
+        recorded, positions = cast(torch.cuda.CUDAGraph, graph), tuple(copied)
+        copies = None if kernel is None else (
+            kernel.function, kernel.programs, kernel.threads, kernel.shared, kernel.table.data_ptr(), staging.ALIGNED,
+            kernel.size, positions, kernel.node,
+        )  # fmt: skip
+        made = functools.partial(
+            self._calls.Launch,
+            graph=recorded.raw_cuda_graph_exec(),
+            device=self.index,
+            copies=copies,
+            replay=recorded.replay if random else None,
+            keeps=(recorded, stager),
+        )
+        if kernel is None or not kernel.node:
+            which = tuple(zip(copied, sources, strict=True))
+            return made(otherwise=functools.partial(_by_torch, recorded, which, stager))
+        counts = tuple(zip(copied, kernel.counts, strict=True))
+        return made(otherwise=functools.partial(_aligned, self.index, counts, made(otherwise=_refused)))
+
+    def stager(self, buffers: Sequence[torch.Tensor]) -> Stager:
         return staging.stager(self.index, buffers, self.stream, self.copy)
 
     def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
@@ -264,9 +326,10 @@ class CudaDevice:
         outputs: Callable[[Any], Sequence[torch.Tensor]],
         random: bool = False,
         generators: Sequence[torch.Generator] = (),
+        within: bool = False,
     ) -> Captured:
         try:
-            return self._capture(function, outputs, random, generators)
+            return self._capture(function, outputs, random, generators, within)
         except CaptureFailed as error:
             cause = error.__cause__
             if cause is None or not from_outside(cause):
@@ -287,8 +350,9 @@ class CudaDevice:
         outputs: Callable[[Any], Sequence[torch.Tensor]],
         random: bool,
         generators: Sequence[torch.Generator],
+        within: bool,
     ) -> Captured:
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=within)  # nodes have names as long as what was captured is kept
         for generator in generators:
             graph.register_generator_state(generator)
         self._have_blas_handle()
@@ -308,6 +372,8 @@ class CudaDevice:
                 nonlocal after, taken
                 totals, left = self._totals(), self._free_memory()
                 graph.capture_end()  # makes the driver's graph
+                if within:
+                    graph.instantiate()
                 now, after = self._free_memory(), self._totals()
                 if left is not None and now is not None and after.reserved_taken == totals.reserved_taken:
                     taken = max(left - now, 0)  # else another thread's allocation came in between
@@ -438,6 +504,46 @@ class CudaDevice:
         return self._pooled
 
 
+class _Within:
+    """See `device.Within`."""
+
+    def __init__(self, device: CudaDevice, made: staging.Within, calls: Calls) -> None:
+        self._device, self._made, self._calls = device, made, calls
+
+    def launch(self, buffers: Sequence[torch.Tensor]) -> None:
+        index = self._device.index
+        self._made.launch(buffers, self._device.stream(), lambda: self._calls.last_node(index))
+
+    def finished(self, buffers: Sequence[torch.Tensor]) -> Stager:
+        return self._made.finished(buffers, self._device.stager(buffers))
+
+
+def _by_torch(
+    graph: torch.cuda.CUDAGraph, copied: Sequence[tuple[int, Source]], stager: Stager | None, inputs: Sequence[Any]
+) -> None:
+    if stager is not None:
+        stager.copy(*[inputs[at] if source is None else source(inputs[at]) for at, source in copied])
+    graph.replay()
+
+
+def _aligned(
+    index: int, copied: Sequence[tuple[int, int]], launch: Callable[[list[Any]], object], inputs: Sequence[Any]
+) -> None:
+    """Launch once more, with the device current, and with copies of inputs that do not lie as the kernel reads them:
+    each is one run of so many elements, in whatever order these stand."""
+    held = list(inputs)
+    with torch.cuda.device(index), torch.no_grad():
+        for at, count in copied:
+            if held[at].data_ptr() % staging.ALIGNED:
+                held[at] = held[at].as_strided((count,), (1,)).clone()
+        launch(held)
+
+
+def _refused(inputs: Sequence[Any]) -> None:
+    raise RuntimeError("CUDA's driver refused to launch a recording whose inputs are copied within it")
+
+
+_DRIVER = "libcuda.so.1"
 _TRIES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)  # seconds between tries to make a pool
 _PAUSES = (0.001, 0.003, 0.01, 0.02)  # seconds, in which other threads let go of a recording's memory
 _ROUNDING = 511  # bytes by which a block may be larger than what was asked for

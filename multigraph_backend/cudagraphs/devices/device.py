@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+from multigraph_backend.native import Calls
+
 
 class CaptureFailed(Exception):
     """A recording could not be made.  The device is as it was before, and what is in the pool too."""
@@ -111,6 +113,32 @@ class HeldPool:
     lent: int
 
 
+#: what is copied of an input: the part of it that has each element once, from its first element on; None: all of it
+Source = Callable[[torch.Tensor], torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Stager:
+    """What copies the inputs of a recording into its buffers.
+
+    `copy`: hot: a function of tensors, one for each buffer and in its layout, that copies each into its buffer.
+    `kernel`: where that is one launch of a kernel, what the device launches; opaque.
+    """
+
+    copy: Callable[..., object]
+    kernel: Any = None
+
+
+class Within(Protocol):
+    """What copies inputs within a recording; see `Device.within`."""
+
+    def launch(self, buffers: Sequence[torch.Tensor]) -> None:
+        """In the capture: be the next thing that it does.  Raises RuntimeError where that cannot be."""
+
+    def finished(self, buffers: Sequence[torch.Tensor]) -> Stager:
+        """After the capture: what copies into `buffers`, which lie over the same memory."""
+
+
 class Device(Protocol):
     """A device and its pool for recordings.  All calls but `same_addresses` and `use_count` come under one lock.
 
@@ -125,16 +153,31 @@ class Device(Protocol):
     same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool]
     #: hot: handle of a storage -> how many tensors and storage objects refer to it
     use_count: Callable[[int], int]
+    #: whether addresses are those that tensors tell of, as native code reads them
+    own_addresses: bool
     #: hot: where a storage's first byte lies
     storage_address: Callable[[torch.UntypedStorage], int]
     #: hot: (destinations, sources): copies each source into its destination in few launches
     copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object]
 
+    def take(self, calls: Calls) -> None:
+        """Use native calls from now on, in what is made for recordings."""
+
     def prepare(self, inputs: int) -> None:
         """Make ready what `stager` uses for recordings that copy up to so many inputs; may compile."""
 
-    def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[..., object]:
-        """hot: a function of tensors, one for each of `buffers` and in its layout, that copies each into its buffer."""
+    def stager(self, buffers: Sequence[torch.Tensor]) -> Stager:
+        """What copies inputs into `buffers`."""
+
+    def within(self, sources: Sequence[torch.Tensor]) -> Within | None:
+        """What copies inputs that lie as `sources` do as a part of the recording that is captured next; None where they
+        are copied before it."""
+
+    def launcher(
+        self, graph: Graph, random: bool, copied: Sequence[int], sources: Sequence[Source], stager: Stager | None
+    ) -> Callable[[list[Any]], object] | None:
+        """hot: a function of inputs that copies those at the positions `copied`, each as `sources` says, with `stager`
+        and launches `graph` in one native call; None where there is none.  `random`: its code draws random numbers."""
 
     def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
         """Copy `sources` with `stage`, a stager; a function that tells how many microseconds of the device's own time
@@ -258,11 +301,12 @@ class Device(Protocol):
         outputs: Callable[[Any], Sequence[torch.Tensor]],
         random: bool = False,
         generators: Sequence[torch.Generator] = (),
+        within: bool = False,
     ) -> Captured:
         """Record what `function` launches; nothing of it runs.  What it allocates comes from the pool, and what it
         frees goes back there; of the result's tensors, `outputs` names those that keep their memory.  `random`: it
         draws random numbers, so the device's generator cannot serve other threads meanwhile.  `generators`: others that
-        it draws from.
+        it draws from.  `within`: a part of it is changed at each launch.
 
         Raises `CaptureFailed` with the cause when anything in it fails, or when memory of the pool is still held by
         something other than `outputs`.  The pool, or a new one, is then fit for `restore` and another capture.

@@ -7,8 +7,9 @@ of a piece, `nodes` the recordings as data; beside the tree, `gathered` are para
 `callers` are the threads, `room` is the memory and the number of recordings, `sharing` lets those of smaller sizes give
 way to larger ones, `asleep` are those whose memory sleeps, `lending` lets memory of theirs serve others between
 replays, and `collectives` are those that hold some.
-`out_of_memory` runs code again for which recordings have given way. `memory` adds up what all of it takes; `cost` tells
-whether a recording pays; `poison` fills memory that nobody may read, to find out who does.
+`native_calls` holds what is compiled of this against what Python says. `out_of_memory` runs code again for which
+recordings have given way; `memory` adds up what all of it takes; `cost` tells whether a recording pays; `poison` fills
+memory that nobody may read, to find out who does.
 
 Memory is *alive* while a tensor or a storage object over it exists (`Slot.alive`), and *dead* otherwise.  Seven words
 say more than that; each has one meaning:

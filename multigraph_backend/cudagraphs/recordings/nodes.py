@@ -5,12 +5,14 @@ Nothing is decided here.  `tree.Tree` is one of these `Nodes` that decides; `pla
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from sys import getrefcount
 from typing import Any
 
 from multigraph_backend import events
@@ -18,6 +20,7 @@ from multigraph_backend.cudagraphs.devices.device import Device, PoolState
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.recording import Recording
 from multigraph_backend.cudagraphs.recordings.slot import HandedOut, Slot
+from multigraph_backend.native import Calls
 
 log = logging.getLogger(__name__)
 
@@ -134,16 +137,32 @@ class Node:
             yield from (slot for slot, _ in self.recording.consumed)
 
 
+def shorten(use_count: Callable[[int], int], path: list[Node]) -> None:
+    """Take off `path` what has nothing alive at its end."""
+    while path:
+        for slot in path[-1].watched:  # `Slot.alive`, without the call
+            if (
+                use_count(slot.handle) > slot.base
+                or getrefcount(slot.storage) > slot.refs
+                or getrefcount(slot.kept) > slot.kept_refs
+            ):
+                return
+        path.pop()
+
+
 class Nodes:
     """All nodes of one device.
 
     path: those replayed in this step.  size: nodes that are linked.  clock: launches so far.  lasting: addresses of
     parameters and buffers that forward pieces were recorded with.  thread: the one that calls; shared: there are
-    several (see `callers`).  poisons: see `poison`.
+    several (see `callers`).  poisons: see `poison`.  calls: native ones, once they are there; shorten: takes off a path
+    what has nothing alive at its end, and is all that most calls ask.
     """
 
     def __init__(self, device: Device, poisons: bool) -> None:
         self.device, self.poisons, self.use_count = device, poisons, device.use_count
+        self.calls: Calls | None = None
+        self.shorten: Callable[[list[Node]], object] = functools.partial(shorten, device.use_count)
         self.path: list[Node] = []
         self.size = self.clock = 0
         self.counts: Counter[str] = Counter()

@@ -11,7 +11,6 @@ decided in `Tree.choose`, and a call that has to wait for its turn, or runs unre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
@@ -49,19 +48,8 @@ class Piece(PieceState):
             mine = not turns.aside if turns.owner is None else turns.owner == get_ident()
             if mine:
                 keyed = self._only or self.by_key.get(self._key(inputs)) or self._new(inputs)
-                path, use_count = tree.path, tree.use_count
-                while path:
-                    for slot in path[-1].watched:  # `Slot.alive`, without the call
-                        if (
-                            use_count(slot.handle) > slot.base
-                            or getrefcount(slot.storage) > slot.refs
-                            or getrefcount(slot.kept) > slot.kept_refs
-                        ):
-                            break
-                    else:
-                        path.pop()
-                        continue
-                    break
+                if path := tree.path:
+                    tree.shorten(path)
                 if (
                     tree.step_marks.mark_step_counter == tree.step_mark
                     and tree.device_stream() == tree.stream

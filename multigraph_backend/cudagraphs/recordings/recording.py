@@ -27,6 +27,8 @@ from multigraph_backend.cudagraphs.devices.device import (
     Graph,
     Layout,
     PoolState,
+    Source,
+    Stager,
     overrides_functions,
 )
 from multigraph_backend.cudagraphs.recordings.cost import Trial
@@ -108,22 +110,25 @@ Output = OfSlot | OfInput | Constant | Empty
 class Recording:
     """See the module's text.
 
-    buffers: per copied input, a tensor over its place in the pool; stage: what copies into them; trial: of one that has
-    to pay for itself. code_us: microseconds that its code took the host while it was captured. overridden: whether a
-    call asks things of an input whose class answers itself. peak, grown: see `Captured`.
+    buffers: per copied input, a tensor over its place in the pool; stager: what copies into them; trial: of one that
+    has to pay for itself. code_us: microseconds that its code took the host while it was captured. overridden: whether
+    a call asks things of an input whose class answers itself. random: whether a launch draws random numbers, which
+    torch counts. within: whether it copies its inputs itself. peak, grown: see `Captured`.
     """
 
     graph: Graph
     plan: InputPlan
     buffers: list[torch.Tensor]
-    sources: list[Callable[[torch.Tensor], torch.Tensor] | None]
+    sources: list[Source]
     outputs: list[Output]
     slots: list[Slot]
     consumed: list[tuple[Slot, int]]
     state: PoolState
-    stage: Callable[..., object] | None = None
+    stager: Stager | None = None
     trial: Trial | None = None
     overridden: bool = False
+    random: bool = False
+    within: bool = False
     peak: int = 0
     grown: int = 0
     code_us: float = 0.0
@@ -150,7 +155,9 @@ def record(
     lying: dict[int, tuple[int, int]] = {}
     passed: dict[int, StorageWeakRef] = {}
     given = {index: weakref.ref(tensor) for index, tensor in enumerate(inputs) if _is_tensor(tensor)}
-    seconds = 0.0
+    sources = [part.source(inputs[index]) if part.source else inputs[index] for index, part in parts.items()]
+    within = device.within(sources) if sources else None
+    seconds, random = 0.0, spec.random or bool(plan.generators)
 
     def capture() -> list[Any]:
         args = list(inputs)
@@ -163,6 +170,8 @@ def record(
             passed[index] = StorageWeakRef(storage)
             given[index], args[index] = weakref.ref(buffer), buffer
             del buffer, storage
+        if within is not None:
+            within.launch([part.source(args[index]) if part.source else args[index] for index, part in parts.items()])
         for index, (address, layout) in owned.items():
             passed[index] = StorageWeakRef(owners[address])
             args[index] = device.maker(layout)(owners[address])
@@ -225,7 +234,7 @@ def record(
 
     try:
         generators = list(plan.generators.values())
-        captured = device.capture(capture, fresh, spec.random or bool(generators), generators)
+        captured = device.capture(capture, fresh, random, generators, within is not None)
     except CaptureFailed as error:
         storages.clear()
         described.clear()
@@ -234,11 +243,10 @@ def record(
         raise NotRecorded(f"recording failed: {error}") from error
     buffers = [_over(device, lying[index], part) for index, part in parts.items()]
     asked = {*parts, *(output.index for output in described if isinstance(output, OfInput))}
-    stage = device.stager(buffers) if buffers else None
+    stager = within.finished(buffers) if within is not None else device.stager(buffers) if buffers else None
     trial = None
     if spec.must_pay:
-        seen_once = [part.source(inputs[index]) if part.source else inputs[index] for index, part in parts.items()]
-        trial = Trial(seconds * 1e6, device.time_copies(stage, seen_once) if stage is not None else lambda: 0.0)
+        trial = Trial(seconds * 1e6, device.time_copies(stager.copy, sources) if stager else lambda: 0.0)
     return Recording(
         graph=captured.graph,
         plan=plan,
@@ -251,11 +259,13 @@ def record(
         ],
         consumed=_consumed(plan, captured),
         state=captured.state,
-        stage=stage,
+        stager=stager,
         trial=trial,
         overridden=any(overrides_functions(inputs[index]) for index in asked),
         peak=captured.peak,
         grown=captured.grown,
+        random=random,
+        within=within is not None,
         code_us=seconds * 1e6,
     )
 
@@ -277,7 +287,7 @@ class _Part:
     """Layout of an input's buffer, and for inputs that repeat elements, how to see each element once."""
 
     layout: Layout
-    source: Callable[[torch.Tensor], torch.Tensor] | None
+    source: Source
 
 
 def _part(tensor: torch.Tensor) -> _Part:

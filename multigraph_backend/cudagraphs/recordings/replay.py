@@ -39,6 +39,10 @@ is this (the second input is copied, the third is read in place and dies inside;
         append(node)                                                # to the path
         return outputs
 
+Where calls are native (`native`), `holds` is an object that asks the same in the same order, and a recording is staged
+and launched in one call, `launch(inputs)`: what is recorded then begins with the copies, and is told at each launch
+where its sources lie.
+
 Lines without a purpose for a recording are left out.  Outputs that are copies, and what is an input or a constant,
 have lines of their own (`_copies_of_slots`, `_copies_of_inputs`, `_output`).
 """
@@ -63,6 +67,7 @@ from multigraph_backend.cudagraphs.recordings.cost import Trial
 from multigraph_backend.cudagraphs.recordings.nodes import Holds, Node, Nodes, Run, not_built
 from multigraph_backend.cudagraphs.recordings.recording import Constant, Empty, OfInput, OfSlot, Recording
 from multigraph_backend.cudagraphs.recordings.slot import Slot
+from multigraph_backend.native import Calls
 
 _WORD = torch.int64
 
@@ -122,6 +127,8 @@ def build_holds(node: Node) -> Holds:
     the node."""
     assert node.recording is not None
     device, recording = node.tree.device, node.recording
+    if node.tree.calls is not None:
+        return _native_holds(node.tree.calls, node)
     lines = ["def holds(inputs):"]
     names: dict[str, Any] = {"use_count": device.use_count, "same": device.same_addresses}
     if recording.plan.fixed:
@@ -137,6 +144,50 @@ def build_holds(node: Node) -> Holds:
     lines += _consumed(recording, names)
     lines += _elsewhere(node, names)
     lines.append("    return True")
+    holds: Holds = _function("holds", lines, names)
+    return holds
+
+
+def _native_holds(calls: Calls, node: Node) -> Holds:
+    """The same, natively; where addresses are not those of the process (on a simulated device) these are compared as
+    ever."""
+    assert node.recording is not None
+    device, plan, handed, outputs = node.tree.device, node.recording.plan, node.handed_out, node.recording.outputs
+    over: dict[int, list[int]] = {slot.address: [] for slot, _ in node.recording.consumed}
+    for index in plan.owned:
+        if (address := plan.managed[index].address) in over:
+            over[address].append(index)
+    state: dict[str, Any] = {
+        "fixed": tuple((index, plan.addresses[index]) for index in plan.fixed),
+        "same": tuple(plan.generators.items()),
+        "dead": node.dead,
+        "consumed": tuple((slot, count, tuple(over[slot.address])) for slot, count in node.recording.consumed),
+        "kept": None, "kept_at": None, "shown": None,
+        "slots": [slot for slot in node.slots if slot.kept is None],
+        "constants": tuple(
+            (output.value.untyped_storage(), output.value.untyped_storage().data_ptr())
+            for output in outputs
+            if isinstance(output, Constant) and isinstance(output.value, torch.Tensor)
+        ),
+        "checks": (),
+    }  # fmt: skip
+    if handed.kept:
+        state.update(kept=handed.kept, kept_at=handed.kept_at, shown=handed.shown)
+    if not device.own_addresses:
+        state.update(fixed=(), kept=None, slots=(), constants=(), checks=(_where_they_lie(node),))
+    return calls.Holds(**state)
+
+
+def _where_they_lie(node: Node) -> Holds:
+    """The part of `holds` that compares addresses."""
+    assert node.recording is not None
+    plan = node.recording.plan
+    names: dict[str, Any] = {"same": node.tree.device.same_addresses}
+    lines = ["def holds(inputs):"]
+    if plan.fixed:
+        names.update(addresses=plan.addresses, fixed=list(plan.fixed))
+        lines += ["    if not same(inputs, addresses, fixed):", "        return False"]
+    lines += [*_elsewhere(node, names), "    return True"]
     holds: Holds = _function("holds", lines, names)
     return holds
 
@@ -221,15 +272,22 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
     if node.tree.poisons:
         names.update(poison=poison.fill, own=recording.slots)
         lines.append("    poison(node, ())")
+    launch = ["    launch()"]
     if recording.buffers:
         sources = []
         for number, (index, source) in enumerate(zip(recording.plan.copied, recording.sources, strict=True)):
             if source is not None:
                 names[f"once{number}"] = source
             sources.append(f"inputs[{index}]" if source is None else f"once{number}(inputs[{index}])")
-        names["stage"] = recording.stage
-        lines.append(f"    stage({', '.join(sources)})")
-    lines.append("    launch()")
+        assert recording.stager is not None
+        names["stage"] = recording.stager.copy
+        launch = [f"    stage({', '.join(sources)})", *launch]
+    copied = recording.plan.copied
+    at_once = device.launcher(recording.graph, recording.random, copied, recording.sources, recording.stager)
+    assert at_once is not None or not recording.within, "a recording that copies its inputs was not told where they lie"
+    if at_once is not None:
+        names["launch"], launch = at_once, ["    launch(inputs)"]
+    lines += launch
     if node.tree.poisons:
         lines.append("    poison(node, own)")
     lines += _copies_of_slots(device, recording.slots, names)

@@ -65,6 +65,7 @@ from multigraph_backend.cudagraphs.recordings.sharing import Sharing
 from multigraph_backend.cudagraphs.recordings.slot import Slot
 from multigraph_backend.cudagraphs.recordings.turns import BESIDE, OUT_OF_TURN, Call, Turns
 from multigraph_backend.cudagraphs.recordings.warm_up import WarmSlot, WarmUp, WarmUps
+from multigraph_backend.native import Calls
 from multigraph_backend.process import rank
 from multigraph_backend.process.interruptions import from_outside
 
@@ -787,6 +788,24 @@ class Tree(Nodes):
             self._look()
             self._shorten()
             return self.lending.begin()
+
+    def take(self, calls: Calls) -> bool:
+        """Let calls be native from now on, if none is under way; whether they are.  Recordings that are there are built
+        again when they are next called."""
+        with self._idle() as idle:
+            if not idle:
+                return False
+            self.device.take(calls)
+            self.calls, self.shorten = calls, calls.shorten
+            for node in {id(node): node for node in (*self.root.below(), *self.path)}.values():
+                if node.recording is None or node.destroyed:
+                    continue
+                node.unbuild()
+                if node.slept is None:
+                    node.holds = replay.build_holds(node)
+                else:
+                    node.slept = replay.build_holds(node)
+            return True
 
     def give_way(self) -> bool:
         """Give up all recordings that nothing holds, if no call is under way; whether there were any.  Outputs that are

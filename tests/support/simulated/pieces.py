@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from multigraph_backend import native
 from multigraph_backend.cudagraphs.devices.simulated.device import SimulatedDevice
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, PartitionSpec, Placeholder
@@ -64,11 +65,14 @@ class Bench:
         marks: Callable[[], int] = lambda: 0,
         most: int = MOST,
         poisons: bool = False,
+        native_calls: bool = True,
         **device: Any,
     ) -> None:
         self.most = most
         self.device = SimulatedDevice(**device)
         self.tree = Tree(self.device, limits, StepMarks(marks), poisons)
+        if native_calls and (calls := native.ready()) is not None:
+            assert self.tree.take(calls)
 
     def piece(self, function: Body, inputs: int, outputs: int, *, visible: Sequence[bool] = (), **known: Any) -> Piece:
         """`known`: static, mutated, constants, is_backward."""

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first kernel without memory would import it, in the midst of a program
 
+from multigraph_backend import native
 from multigraph_backend.cudagraphs.devices.device import DeviceFailed
 from multigraph_backend.cudagraphs.devices.simulated.arena import Segments
 from multigraph_backend.cudagraphs.devices.simulated.device import CALLS, SimulatedDevice
@@ -358,6 +359,8 @@ class Program:
         self.tree = Tree(self.device, self.limits, StepMarks(lambda: self.marks), poisons=rng.random() < 0.3)
         if gives_way:
             self.tree.sharing.least = 0  # bytes: of any pool
+        #: at which step calls become native, where they can; drawn apart, too
+        self.native_at = random.Random(f"{seed}, native").choice([None, 0, 0, 3, 10])
         #: for what came later; the programs of a seed stay what they were
         self.other = other = random.Random(f"{seed}, what came later")
         self.copies = other.random() < 0.2
@@ -512,7 +515,8 @@ class Program:
             self.note(f"piece {at}: {shape}")
         try:
             with torch.no_grad():
-                for _ in range(self.calls):
+                for number in range(self.calls):
+                    self._be_native(number)
                     for step in self._between():
                         step()
                         self.check()
@@ -530,6 +534,14 @@ class Program:
             gc.enable()
             raise Wrong("the garbage collector is not as it was")
         return self.counts
+
+    def _be_native(self, number: int) -> None:
+        """Calls are native from some call on, where they can be and the tree has the time."""
+        if self.native_at is None or number < self.native_at or (calls := native.ready()) is None:
+            return
+        if self.tree.take(calls):
+            self.native_at = None
+            self.counts["native"] += 1
 
     def _choose(self) -> int:
         if self.regular and self.rng.random() < 0.93:

@@ -49,7 +49,7 @@ class Bench:
         torch._foreach_copy_(buffers, sources)
 
     def stager(self, buffers: list[torch.Tensor]) -> Callable[..., object]:
-        made = staging.stager(0, buffers, lambda: 7, self.copy)
+        made = staging.stager(0, buffers, lambda: 7, self.copy).copy
         if hasattr(made, "__globals__"):
             self.made.append(made)
         return made

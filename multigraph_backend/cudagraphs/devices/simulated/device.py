@@ -37,9 +37,13 @@ from multigraph_backend.cudagraphs.devices.device import (
     CaptureFailed,
     Device,
     DeviceFailed,
+    Graph,
     HeldPool,
     Layout,
     PoolState,
+    Source,
+    Stager,
+    Within,
     is_plain,
 )
 from multigraph_backend.cudagraphs.devices.poison import others
@@ -48,6 +52,7 @@ from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED
 from multigraph_backend.cudagraphs.devices.simulated.loans import Loan
 from multigraph_backend.cudagraphs.devices.simulated.memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
 from multigraph_backend.cudagraphs.devices.simulated.running import Runner
+from multigraph_backend.native import Calls
 from multigraph_backend.process import garbage
 from multigraph_backend.process.interruptions import from_outside, without_frames
 
@@ -133,6 +138,7 @@ class SimulatedDevice:
         self.index = 0
         self.generation = -1  # `new_pool` makes it 0
         self.same_addresses: Callable[[Sequence[Any], Sequence[int | None], Sequence[int]], bool] = self._same_addresses
+        self.own_addresses = False
         self.use_count: Callable[[int], int] = _compat.storage_use_count
         self.storage_address: Callable[[torch.UntypedStorage], int] = self._storage_address
         self.copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = self._copy
@@ -248,9 +254,20 @@ class SimulatedDevice:
     def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
         return lambda: self.copies_us
 
-    def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[..., object]:
+    def take(self, calls: Calls) -> None:
+        """Tensors are made, and recordings launched, as before."""
+
+    def within(self, sources: Sequence[torch.Tensor]) -> Within | None:
+        return None
+
+    def launcher(
+        self, graph: Graph, random: bool, copied: Sequence[int], sources: Sequence[Source], stager: Stager | None
+    ) -> Callable[[list[Any]], object] | None:
+        return None
+
+    def stager(self, buffers: Sequence[torch.Tensor]) -> Stager:
         kept = list(buffers)
-        return lambda *sources: self._copy(kept, list(sources))
+        return Stager(lambda *sources: self._copy(kept, list(sources)))
 
     def _copy(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self._driver("copy", len(destinations))
@@ -475,6 +492,7 @@ class SimulatedDevice:
         outputs: Callable[[Any], Sequence[torch.Tensor]],
         random: bool = False,
         generators: Sequence[torch.Generator] = (),
+        within: bool = False,
     ) -> Captured:
         pool, arena = self._pool, self._pool.arena
         pool.timeline.check(self.stream(), "capture")

@@ -1,0 +1,150 @@
+"""The few things that every replayed call does, compiled: `calls.cc`, and how a process comes by it.
+
+Python says the same and stays the reference (`cudagraphs/recordings`, `capture/aliasing.py`): native calls decide
+nothing, they look at the counts, compare the addresses, launch and make the tensors, without an interpreter between
+these steps.  `building` compiles them with the machine's own C++ compiler, in the background, once a machine;
+`cudagraphs/recordings/native_calls.py` holds them against Python before anything uses them.  Without a compiler, or
+with MULTIGRAPH_DISABLE=native_calls, calls go by way of Python, as they do until the module is there.
+
+In:  `begin`, from what makes trees of recordings.  Out: `ready`, or who asked to be told, with `Calls`; `state` says
+what became of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from multigraph_backend.native import building
+
+log = logging.getLogger(__name__)
+
+PIECE = "native_calls"  # of those that MULTIGRAPH_DISABLE names
+DISABLED = f"MULTIGRAPH_DISABLE={PIECE}"
+_NONE = "not asked for"
+
+
+class Calls(Protocol):
+    """The module, as far as others call it; `recordings/replay.py` makes the objects."""
+
+    def shorten(self, path: list[Any]) -> None:
+        """Take off a path of nodes what has nothing alive at its end."""
+
+    def drive(self, library: str, exchange: object) -> None:
+        """Look up what launches in a library, and the current stream in torch's capsule of DLPack's functions.  Raises
+        OSError, TypeError or ValueError where one of them is not what is expected."""
+
+    def last_node(self, device: int) -> int:
+        """The driver's handle of the node that was captured last on the current stream; 0 where there is none, or where
+        its parameters could not be set later."""
+
+    def Alone(
+        self,
+        written: Sequence[int],
+        others: Sequence[int],
+        written_held: Sequence[torch.Tensor],
+        other_held: Sequence[torch.Tensor],
+    ) -> Callable[[Sequence[Any]], bool]: ...
+    def Holds(self, **state: object) -> Callable[[list[Any]], bool]: ...
+    def Maker(self, like: torch.Tensor, storage: torch.UntypedStorage | None) -> Callable[..., torch.Tensor]: ...
+    def Launch(
+        self,
+        graph: int,
+        device: int,
+        otherwise: Callable[[list[Any]], object],
+        copies: tuple[int, int, int, int, int, int, int, Sequence[int], int] | None,
+        replay: Callable[[], object] | None,
+        keeps: object,
+    ) -> Callable[[list[Any]], object]: ...
+
+
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+_done = threading.Event()
+_calls: Calls | None = None
+_why = _NONE
+_listeners: list[Callable[[Calls], object]] = []
+
+
+def wanted() -> bool:
+    """Whether the environment lets calls be native."""
+    return PIECE not in [name.strip() for name in os.environ.get("MULTIGRAPH_DISABLE", "").split(",")]
+
+
+def begin(check: Callable[[ModuleType], Calls]) -> None:
+    """Have the module built, and checked with `check`, in a thread of its own, where that was not begun.  Returns at
+    once.  `check` raises `building.NotBuilt` for what is not as it should be."""
+    global _thread, _why
+    with _lock:
+        if _thread is not None or not wanted():
+            _why = _why if wanted() else DISABLED
+            return
+        _why = "being compiled"
+        _thread = threading.Thread(target=_build, args=(check,), name="multigraph-native", daemon=True)
+        _thread.start()
+
+
+def ready() -> Calls | None:
+    """The module, where it is there."""
+    return _calls
+
+
+def state() -> str:
+    """One line: whether calls are native, and if not, why."""
+    return "native" if _calls is not None else _why
+
+
+def wait(seconds: float | None = None) -> bool:
+    """Wait until a build that was begun is done, for so long at most; whether calls are native."""
+    if _thread is not None:
+        _done.wait(seconds)
+    return _calls is not None
+
+
+def when_ready(listener: Callable[[Calls], object]) -> None:
+    """Call `listener` with the module once it is there, now or in the thread that has built it; an error of its is
+    logged."""
+    with _lock:
+        _listeners.append(listener)
+        calls = _calls
+    if calls is not None:
+        _tell(listener, calls)
+
+
+def _build(check: Callable[[ModuleType], Calls]) -> None:
+    global _calls, _why
+    try:
+        found = check(building.build())
+        with _lock:
+            _calls = found
+            listeners = list(_listeners)
+        for listener in listeners:
+            _tell(listener, found)
+    except Exception as error:
+        _why = str(error) if isinstance(error, building.NotBuilt) else f"{type(error).__name__}: {error}"
+        log.info("recorded calls go by way of Python: %s", _why, exc_info=not isinstance(error, building.NotBuilt))
+    finally:
+        _done.set()
+
+
+def _forked() -> None:
+    """In a child that was forked: the thread is not there, and what it had built is."""
+    global _lock, _thread, _done
+    _lock, _thread, _done = threading.Lock(), None, threading.Event()
+    _listeners.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _tell(listener: Callable[[Calls], object], calls: Calls) -> None:
+    try:
+        listener(calls)
+    except Exception:
+        log.warning("native calls are not used by %s", listener, exc_info=True)

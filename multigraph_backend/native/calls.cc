@@ -1,0 +1,879 @@
+// What a replayed call does most often, without Python between its steps: whether what it changes is its own, which
+// outputs are still alive, whether a recording may be replayed, the copies of its inputs with its launch, and the tensors
+// that it hands out.
+//
+// Each does what the Python beside it does, in the same order, and decides nothing (`recordings/replay.py`,
+// `recordings/nodes.py` and `capture/aliasing.py` say what). Where something is not as it was when the object was made, it answers as Python would,
+// or leaves the call to Python. Compiled against the headers of the torch that it is loaded into, and without CUDA's: the
+// driver is looked up by name, the current stream is asked by way of DLPack's table of functions.
+
+#include <ATen/ATen.h>
+#include <ATen/dlpack.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <dlfcn.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace {
+
+// ---------------------------------------------------------------- what Python's objects hold
+
+// Where `Slot` and `Node` keep what is read here: offsets of their `__slots__`.
+struct Places {
+  PyTypeObject* slot = nullptr;
+  PyTypeObject* node = nullptr;
+  Py_ssize_t handle = 0, storage = 0, base = 0, refs = 0, kept = 0, kept_refs = 0, address = 0, watched = 0;
+  int64_t uses = 0;  // by how much torch's count of a storage's uses is above the one of its headers
+  int64_t references = 0;  // and `sys.getrefcount` of an attribute above the object's own
+};
+Places places;
+
+PyObject* held(PyObject* object, Py_ssize_t at) {
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + at);
+}
+
+// `*error` is set, with an exception, where it is no number.
+int64_t number(PyObject* object, Py_ssize_t at, bool* error) {
+  PyObject* value = held(object, at);
+  if (value == nullptr) {
+    PyErr_SetString(PyExc_AttributeError, "a slot that was not made ready");
+    *error = true;
+    return 0;
+  }
+  const int64_t found = PyLong_AsLongLong(value);
+  if (found == -1 && PyErr_Occurred()) *error = true;
+  return found;
+}
+
+int64_t references(PyObject* object) {
+  return static_cast<int64_t>(Py_REFCNT(object)) + places.references;
+}
+
+int64_t uses(int64_t handle) {
+  return static_cast<int64_t>(c10::raw::intrusive_ptr::use_count(reinterpret_cast<c10::StorageImpl*>(handle))) +
+      places.uses;
+}
+
+// 1: as `Slot.alive`; -1 with an exception. What is no slot stands for what never dies.
+int alive(PyObject* slot) {
+  if (!PyObject_TypeCheck(slot, places.slot)) return 1;
+  bool error = false;
+  const int64_t handle = number(slot, places.handle, &error), base = number(slot, places.base, &error);
+  const int64_t refs = number(slot, places.refs, &error), kept_refs = number(slot, places.kept_refs, &error);
+  PyObject *storage = held(slot, places.storage), *kept = held(slot, places.kept);
+  if (error || storage == nullptr || kept == nullptr) return -1;
+  return uses(handle) > base || references(storage) > refs || references(kept) > kept_refs;
+}
+
+bool is_tensor(PyObject* object) {
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
+}
+
+uint64_t address(PyObject* tensor) {
+  return reinterpret_cast<uint64_t>(THPVariable_Unpack(tensor).unsafeGetTensorImpl()->data());
+}
+
+uint64_t begin_of(int64_t handle) {
+  return reinterpret_cast<uint64_t>(reinterpret_cast<c10::StorageImpl*>(handle)->data());
+}
+
+// A position among `size` inputs, out of a Python number.
+bool position(PyObject* value, Py_ssize_t* found) {
+  *found = PyLong_AsSsize_t(value);
+  if (*found < 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a position is not negative");
+  return *found >= 0;
+}
+
+bool positions(PyObject* values, std::vector<Py_ssize_t>* found) {
+  PyObject* fast = PySequence_Fast(values, "positions are a sequence");
+  if (fast == nullptr) return false;
+  bool right = true;
+  for (Py_ssize_t at = 0; right && at < PySequence_Fast_GET_SIZE(fast); at++) {
+    Py_ssize_t index = 0;
+    right = position(PySequence_Fast_GET_ITEM(fast, at), &index);
+    if (right) found->push_back(index);
+  }
+  Py_DECREF(fast);
+  return right;
+}
+
+// ---------------------------------------------------------------- the end of the path
+
+// Takes off `path`, a list of nodes, what has nothing alive at its end.
+PyObject* shorten(PyObject*, PyObject* path) {
+  if (!PyList_CheckExact(path)) {
+    PyErr_SetString(PyExc_TypeError, "a path is a list");
+    return nullptr;
+  }
+  for (Py_ssize_t size = PyList_GET_SIZE(path); size > 0; size--) {
+    PyObject* node = PyList_GET_ITEM(path, size - 1);
+    PyObject* watched = PyObject_TypeCheck(node, places.node) ? held(node, places.watched) : nullptr;
+    if (watched == nullptr || !PyTuple_CheckExact(watched)) {
+      PyErr_SetString(PyExc_TypeError, "a path has nodes, which watch tuples of slots");
+      return nullptr;
+    }
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(watched); at++) {
+      const int lives = alive(PyTuple_GET_ITEM(watched, at));
+      if (lives < 0) return nullptr;
+      if (lives) Py_RETURN_NONE;
+    }
+    if (PyList_SetSlice(path, size - 1, size, nullptr) < 0) return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// ---------------------------------------------------------------- whether a recording may be replayed
+
+struct Fixed {
+  Py_ssize_t index;
+  uint64_t address;
+};
+
+struct Same {
+  Py_ssize_t index;
+  PyObject* object;
+};
+
+struct Consumed {
+  PyObject* slot;
+  int64_t count;
+  std::vector<Py_ssize_t> indices;
+};
+
+struct HoldsState {
+  Py_ssize_t least = 0;  // inputs that there have to be
+  std::vector<Fixed> fixed;
+  std::vector<Same> same;
+  std::vector<PyObject*> dead, slots, constants, checks;
+  std::vector<uint64_t> constants_at;
+  std::vector<Consumed> consumed;
+  PyObject *kept = nullptr, *kept_at = nullptr, *shown = nullptr;
+};
+
+struct Holds {
+  PyObject_HEAD
+  vectorcallfunc call;
+  HoldsState* state;
+};
+
+// 1 and 0, -1 with an exception.
+int consumed_are_free(const HoldsState& state, PyObject* inputs) {
+  for (const Consumed& one : state.consumed) {
+    bool error = false;
+    PyObject* kept = held(one.slot, places.kept);
+    const int64_t handle = number(one.slot, places.handle, &error), base = number(one.slot, places.base, &error);
+    const int64_t kept_refs = number(one.slot, places.kept_refs, &error);
+    if (error || kept == nullptr) return -1;
+    int64_t own = 0;
+    for (const Py_ssize_t index : one.indices) {
+      PyObject* input = PyList_GET_ITEM(inputs, index);
+      if (input == kept) {
+        own++;
+      } else if (Py_REFCNT(input) > 1) {  // the list
+        return 0;
+      }
+    }
+    if (uses(handle) > base + one.count - own || references(kept) > kept_refs + own) return 0;
+  }
+  return 1;
+}
+
+int kept_lie(const HoldsState& state) {
+  if (state.kept == nullptr) return 1;
+  const Py_ssize_t size = PyList_GET_SIZE(state.kept);
+  if (PyList_GET_SIZE(state.kept_at) != size) return 0;
+  for (Py_ssize_t at = 0; at < size; at++) {
+    const uint64_t expected = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(state.kept_at, at));
+    if (expected == static_cast<uint64_t>(-1) && PyErr_Occurred()) return -1;
+    PyObject* tensor = PyList_GET_ITEM(state.kept, at);
+    if (!is_tensor(tensor) || address(tensor) != expected) return 0;
+  }
+  return 1;
+}
+
+int lie(PyObject* slot) {
+  bool error = false;
+  const int64_t handle = number(slot, places.handle, &error), expected = number(slot, places.address, &error);
+  if (error) return -1;
+  return begin_of(handle) == static_cast<uint64_t>(expected);
+}
+
+int shown_lie(const HoldsState& state) {
+  if (state.shown == nullptr) return 1;
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(state.shown); at++) {
+    PyObject* slot = PyList_GET_ITEM(state.shown, at);
+    if (!PyObject_TypeCheck(slot, places.slot)) return 0;
+    if (const int right = lie(slot); right != 1) return right;
+  }
+  return 1;
+}
+
+int may_replay(const HoldsState& state, PyObject* inputs) {
+  for (const Fixed& one : state.fixed) {
+    PyObject* input = PyList_GET_ITEM(inputs, one.index);
+    if (!is_tensor(input) || address(input) != one.address) return 0;
+  }
+  for (const Same& one : state.same) {
+    if (PyList_GET_ITEM(inputs, one.index) != one.object) return 0;
+  }
+  for (PyObject* slot : state.dead) {
+    if (const int lives = alive(slot); lives != 0) return lives < 0 ? -1 : 0;
+  }
+  if (const int free = consumed_are_free(state, inputs); free != 1) return free;
+  if (const int right = kept_lie(state); right != 1) return right;
+  if (const int right = shown_lie(state); right != 1) return right;
+  for (PyObject* slot : state.slots) {
+    if (const int right = lie(slot); right != 1) return right;
+  }
+  for (size_t at = 0; at < state.constants.size(); at++) {
+    const auto begin = reinterpret_cast<uint64_t>(THPStorage_Unpack(state.constants[at]).data());
+    if (begin != state.constants_at[at]) return 0;
+  }
+  for (PyObject* check : state.checks) {
+    PyObject* answer = PyObject_CallOneArg(check, inputs);
+    if (answer == nullptr) return -1;
+    const int right = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    if (right != 1) return right;
+  }
+  return 1;
+}
+
+PyObject* holds_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  HANDLE_TH_ERRORS
+  const HoldsState& state = *reinterpret_cast<Holds*>(self)->state;
+  if (PyVectorcall_NARGS(nargsf) != 1 || names != nullptr || !PyList_CheckExact(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "whether a recording may be replayed is asked with the list of inputs");
+    return nullptr;
+  }
+  if (PyList_GET_SIZE(args[0]) < state.least) Py_RETURN_FALSE;
+  const int answer = may_replay(state, args[0]);
+  if (answer < 0) return nullptr;
+  return PyBool_FromLong(answer);
+  END_HANDLE_TH_ERRORS
+}
+
+void holds_dealloc(PyObject* self) {
+  auto* holds = reinterpret_cast<Holds*>(self);
+  if (HoldsState* state = holds->state) {
+    holds->state = nullptr;
+    for (const Same& one : state->same) Py_DECREF(one.object);
+    for (const Consumed& one : state->consumed) Py_DECREF(one.slot);
+    for (const auto* all : {&state->dead, &state->slots, &state->constants, &state->checks}) {
+      for (PyObject* one : *all) Py_DECREF(one);
+    }
+    Py_XDECREF(state->kept);
+    Py_XDECREF(state->kept_at);
+    Py_XDECREF(state->shown);
+    delete state;
+  }
+  Py_TYPE(self)->tp_free(self);
+}
+
+bool taken(PyObject* values, PyTypeObject* type, const char* what, std::vector<PyObject*>* found) {
+  PyObject* fast = PySequence_Fast(values, what);
+  if (fast == nullptr) return false;
+  for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(fast); at++) {
+    PyObject* value = PySequence_Fast_GET_ITEM(fast, at);
+    if (type != nullptr && !PyObject_TypeCheck(value, type)) {
+      PyErr_SetString(PyExc_TypeError, what);
+      Py_DECREF(fast);
+      return false;
+    }
+    found->push_back(Py_NewRef(value));
+  }
+  Py_DECREF(fast);
+  return true;
+}
+
+// fixed: pairs of a position and an address; same: of a position and the object that is to be there; consumed: of a slot,
+// a count and positions; constants: of a storage and an address; checks: functions of the inputs, asked last
+PyObject* holds_new(PyTypeObject* type, PyObject* args, PyObject* names) {
+  static const char* words[] = {"fixed", "same", "dead", "consumed", "kept", "kept_at", "shown", "slots", "constants",
+                                "checks", nullptr};
+  PyObject *fixed, *same, *dead, *consumed, *kept, *kept_at, *shown, *slots, *constants, *checks;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "O!O!OO!OOOOO!O", const_cast<char**>(words), &PyTuple_Type, &fixed,
+                                   &PyTuple_Type, &same, &dead, &PyTuple_Type, &consumed, &kept, &kept_at, &shown,
+                                   &slots, &PyTuple_Type, &constants, &checks)) {
+    return nullptr;
+  }
+  if (places.slot == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "`measure` comes first");
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<Holds*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->call = holds_call;
+  auto* state = self->state = new HoldsState;
+  const auto failed = [self]() -> PyObject* {
+    Py_DECREF(self);
+    return nullptr;
+  };
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(fixed); at++) {
+    Py_ssize_t index;
+    unsigned long long begin;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(fixed, at), "nK", &index, &begin)) return failed();
+    state->fixed.push_back({index, begin});
+    state->least = std::max(state->least, index + 1);
+  }
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(same); at++) {
+    Py_ssize_t index;
+    PyObject* object;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(same, at), "nO", &index, &object)) return failed();
+    state->same.push_back({index, Py_NewRef(object)});
+    state->least = std::max(state->least, index + 1);
+  }
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(consumed); at++) {
+    PyObject *slot, *indices;
+    long long count;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(consumed, at), "O!LO", places.slot, &slot, &count, &indices)) return failed();
+    state->consumed.push_back({Py_NewRef(slot), count, {}});
+    if (!positions(indices, &state->consumed.back().indices)) return failed();
+    for (const Py_ssize_t index : state->consumed.back().indices) state->least = std::max(state->least, index + 1);
+  }
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(constants); at++) {
+    PyObject* storage;
+    unsigned long long begin;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(constants, at), "OK", &storage, &begin)) return failed();
+    state->constants.push_back(Py_NewRef(storage));
+    state->constants_at.push_back(begin);
+  }
+  if (!taken(dead, places.slot, "what is to be dead are slots", &state->dead) ||
+      !taken(slots, places.slot, "what is handed out are slots", &state->slots) ||
+      !taken(checks, nullptr, "checks are a sequence", &state->checks)) {
+    return failed();
+  }
+  if (kept != Py_None) {
+    if (!PyList_CheckExact(kept) || !PyList_CheckExact(kept_at) || !PyList_CheckExact(shown)) {
+      PyErr_SetString(PyExc_TypeError, "what is kept, and what users have come to see, are lists");
+      return failed();
+    }
+    state->kept = Py_NewRef(kept);
+    state->kept_at = Py_NewRef(kept_at);
+    state->shown = Py_NewRef(shown);
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+PyTypeObject HoldsType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// ---------------------------------------------------------------- whether what a call changes is its own
+
+struct AloneState {
+  Py_ssize_t least = 0;
+  std::vector<Py_ssize_t> written, others;
+  std::vector<PyObject*> written_held, other_held;
+};
+
+struct Alone {
+  PyObject_HEAD
+  vectorcallfunc call;
+  AloneState* state;
+};
+
+c10::StorageImpl* storage_of(PyObject* tensor) {
+  return THPVariable_Unpack(tensor).unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// 1 and 0; -1 where it cannot be told here.
+int is_alone(const AloneState& state, PyObject* args) {
+  std::vector<PyObject*> changing;
+  std::vector<c10::StorageImpl*> keys, shared;
+  changing.reserve(state.written.size() + state.written_held.size());
+  keys.reserve(changing.capacity());
+  for (const Py_ssize_t at : state.written) changing.push_back(PySequence_Fast_GET_ITEM(args, at));
+  changing.insert(changing.end(), state.written_held.begin(), state.written_held.end());
+  for (PyObject* tensor : changing) {
+    if (!is_tensor(tensor)) return -1;
+    c10::StorageImpl* key = storage_of(tensor);
+    if (key == nullptr) return -1;
+    keys.push_back(key);
+    if (c10::raw::intrusive_ptr::use_count(key) > 1) shared.push_back(key);
+  }
+  std::sort(changing.begin(), changing.end());
+  std::sort(keys.begin(), keys.end());
+  std::sort(shared.begin(), shared.end());
+  if (std::adjacent_find(keys.begin(), keys.end()) != keys.end()) return 0;
+  const auto reads = [&](PyObject* tensor) {  // what a call changes, by this tensor or another over the same memory
+    if (std::binary_search(changing.begin(), changing.end(), tensor)) return 1;
+    if (shared.empty()) return 0;
+    if (!is_tensor(tensor)) return -1;
+    c10::StorageImpl* key = storage_of(tensor);
+    return key == nullptr ? -1 : static_cast<int>(std::binary_search(shared.begin(), shared.end(), key));
+  };
+  for (const Py_ssize_t at : state.others) {
+    if (const int found = reads(PySequence_Fast_GET_ITEM(args, at)); found != 0) return found < 0 ? -1 : 0;
+  }
+  for (PyObject* tensor : state.other_held) {
+    if (const int found = reads(tensor); found != 0) return found < 0 ? -1 : 0;
+  }
+  return 1;
+}
+
+PyObject* alone_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  HANDLE_TH_ERRORS
+  const AloneState& state = *reinterpret_cast<Alone*>(self)->state;
+  if (PyVectorcall_NARGS(nargsf) != 1 || names != nullptr || !(PyTuple_Check(args[0]) || PyList_Check(args[0])) ||
+      PySequence_Fast_GET_SIZE(args[0]) < state.least) {
+    PyErr_SetString(PyExc_TypeError, "whether what a call changes is its own is asked with all of its arguments");
+    return nullptr;
+  }
+  const int answer = is_alone(state, args[0]);
+  if (answer >= 0) return PyBool_FromLong(answer);
+  PyErr_SetString(PyExc_TypeError, "a call has tensors with memory where it had them when it was compiled");
+  return nullptr;
+  END_HANDLE_TH_ERRORS
+}
+
+void alone_dealloc(PyObject* self) {
+  auto* alone = reinterpret_cast<Alone*>(self);
+  if (AloneState* state = alone->state) {
+    alone->state = nullptr;
+    for (PyObject* one : state->written_held) Py_DECREF(one);
+    for (PyObject* one : state->other_held) Py_DECREF(one);
+    delete state;
+  }
+  Py_TYPE(self)->tp_free(self);
+}
+
+// written, others: positions of arguments; written_held, other_held: tensors that take part beside them
+PyObject* alone_new(PyTypeObject* type, PyObject* args, PyObject* names) {
+  static const char* words[] = {"written", "others", "written_held", "other_held", nullptr};
+  PyObject *written, *others, *written_held, *other_held;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "OOOO", const_cast<char**>(words), &written, &others, &written_held,
+                                   &other_held)) {
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<Alone*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->call = alone_call;
+  auto* state = self->state = new AloneState;
+  auto* tensor = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  if (!positions(written, &state->written) || !positions(others, &state->others) ||
+      !taken(written_held, tensor, "what takes part are tensors", &state->written_held) ||
+      !taken(other_held, tensor, "what takes part are tensors", &state->other_held)) {
+    Py_DECREF(self);
+    return nullptr;
+  }
+  for (const auto* all : {&state->written, &state->others}) {
+    for (const Py_ssize_t at : *all) state->least = std::max(state->least, at + 1);
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+PyTypeObject AloneType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// ---------------------------------------------------------------- tensors over storages
+
+struct MakerState {
+  std::vector<int64_t> sizes, strides;
+  int64_t offset = 0;
+  caffe2::TypeMeta dtype;
+  c10::DispatchKeySet keys;
+  PyObject* storage = nullptr;  // the one it is for; else each call names it
+};
+
+struct Maker {
+  PyObject_HEAD
+  vectorcallfunc call;
+  MakerState* state;
+};
+
+PyObject* maker_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  HANDLE_TH_ERRORS
+  const MakerState& state = *reinterpret_cast<Maker*>(self)->state;
+  const Py_ssize_t given = PyVectorcall_NARGS(nargsf);
+  PyObject* over = state.storage != nullptr ? state.storage : given == 1 ? args[0] : nullptr;
+  if (names != nullptr || over == nullptr || given != (state.storage == nullptr) || !THPStorage_Check(over)) {
+    PyErr_SetString(PyExc_TypeError, "a tensor is made over one storage");
+    return nullptr;
+  }
+  c10::Storage storage = THPStorage_Unpack(over);
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), state.keys, state.dtype);
+  c10::TensorImpl* impl = made.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(state.sizes, state.strides);
+  impl->set_storage_offset(state.offset);
+  return THPVariable_Wrap(std::move(made));
+  END_HANDLE_TH_ERRORS
+}
+
+void maker_dealloc(PyObject* self) {
+  auto* maker = reinterpret_cast<Maker*>(self);
+  if (MakerState* state = maker->state) {
+    maker->state = nullptr;
+    Py_XDECREF(state->storage);
+    delete state;
+  }
+  Py_TYPE(self)->tp_free(self);
+}
+
+// like: a plain tensor of the layout that is wanted; storage: the one it is for, or None
+PyObject* maker_new(PyTypeObject* type, PyObject* args, PyObject* names) {
+  HANDLE_TH_ERRORS
+  static const char* words[] = {"like", "storage", nullptr};
+  PyObject *like, *storage;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "OO", const_cast<char**>(words), &like, &storage)) return nullptr;
+  if (!is_tensor(like) || (storage != Py_None && !THPStorage_Check(storage))) {
+    PyErr_SetString(PyExc_TypeError, "a tensor is made like one, over a storage");
+    return nullptr;
+  }
+  const at::Tensor& model = THPVariable_Unpack(like);
+  auto state = std::make_unique<MakerState>();
+  state->sizes = model.sizes().vec();
+  state->strides = model.strides().vec();
+  state->offset = model.storage_offset();
+  state->dtype = model.dtype();
+  state->keys = c10::DispatchKeySet(
+      c10::computeDispatchKey(model.scalar_type(), model.layout(), model.device()));
+  auto* self = reinterpret_cast<Maker*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->call = maker_call;
+  self->state = state.release();
+  if (storage != Py_None) self->state->storage = Py_NewRef(storage);
+  return reinterpret_cast<PyObject*>(self);
+  END_HANDLE_TH_ERRORS
+}
+
+PyTypeObject MakerType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// ---------------------------------------------------------------- copies and launch
+
+using GraphLaunch = int (*)(void* graph, void* stream);
+using KernelLaunch = int (*)(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared,
+                             void* stream, void** parameters, void** extra);
+
+// As the driver lays it out since CUDA 12.0.
+struct NodeParameters {
+  void* function;
+  unsigned x, y, z, threads_x, threads_y, threads_z, shared;
+  void **parameters, **extra;
+  void *kernel, *context;
+};
+using SetParameters = int (*)(void* graph, void* node, const NodeParameters*);
+using CaptureInfo = int (*)(void* stream, int* status, uint64_t* id, void** graph, void*** nodes, const void** edges,
+                            size_t* count);
+using SetContext = int (*)(void* context);
+using RetainContext = int (*)(void** context, int device);
+constexpr int INVALID_CONTEXT = 201;
+
+struct Driver {
+  GraphLaunch graph = nullptr;
+  KernelLaunch kernel = nullptr;
+  // these may be missing: then nothing is copied within recordings
+  SetParameters set = nullptr;
+  CaptureInfo info = nullptr;
+  RetainContext retain = nullptr;
+  SetContext make_current = nullptr;
+};
+Driver driver;
+const DLPackExchangeAPI* exchange = nullptr;
+
+struct LaunchState {
+  void* graph = nullptr;
+  PyObject* otherwise = nullptr;  // copies and launches as torch does, and tells of errors
+  PyObject* keeps = nullptr;
+  c10::DeviceType type = c10::DeviceType::CUDA;
+  int device = 0;
+  PyObject* replay = nullptr;  // launches in place of the driver, where torch has something to count
+  // of the kernel that copies: in the graph, where it is a node of it; else it is launched before
+  void* node = nullptr;
+  void* function = nullptr;
+  unsigned programs = 0, threads = 0, shared = 0;
+  uint64_t table = 0, aligned = 0;
+  size_t size = 0;
+  std::vector<Py_ssize_t> indices;
+};
+
+struct Launch {
+  PyObject_HEAD
+  vectorcallfunc call;
+  LaunchState* state;
+};
+
+constexpr size_t MOST_SOURCES = 64;
+
+// What the driver answers.
+int launched(const LaunchState& state, void* stream, void** parameters) {
+  int failed = 0;
+  if (state.node != nullptr) {
+    const NodeParameters wanted = {state.function, state.programs, 1,       1,       state.threads, 1, 1,
+                                   state.shared,   parameters,     nullptr, nullptr, nullptr};
+    failed = driver.set(state.graph, state.node, &wanted);
+  } else if (state.function != nullptr) {
+    failed = driver.kernel(state.function, state.programs, 1, 1, state.threads, 1, 1, state.shared, stream, parameters,
+                           nullptr);
+  }
+  return failed != 0 || state.replay != nullptr ? failed : driver.graph(state.graph, stream);
+}
+
+// A thread that has asked nothing of the device yet has no context. It gets torch's, which lives as long as the process.
+bool have_context(const LaunchState& state) {
+  void* context = nullptr;
+  return driver.retain != nullptr && driver.make_current != nullptr && driver.retain(&context, state.device) == 0 &&
+      driver.make_current(context) == 0;
+}
+
+PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  HANDLE_TH_ERRORS
+  const LaunchState& state = *reinterpret_cast<Launch*>(self)->state;
+  if (PyVectorcall_NARGS(nargsf) != 1 || names != nullptr || !PyList_CheckExact(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "a recording is launched with the list of inputs");
+    return nullptr;
+  }
+  PyObject* inputs = args[0];
+  uint64_t table = state.table, nothing = 0;
+  uint64_t sources[MOST_SOURCES];
+  void* parameters[MOST_SOURCES + 4];
+  bool right = true;
+  if (state.function != nullptr) {
+    size_t at = 0;
+    uint64_t all = 0;
+    for (const Py_ssize_t index : state.indices) {
+      PyObject* input = index < PyList_GET_SIZE(inputs) ? PyList_GET_ITEM(inputs, index) : Py_None;
+      right = right && is_tensor(input);
+      if (!right) break;
+      all |= sources[at++] = address(input);
+    }
+    right = right && (all & (state.aligned - 1)) == 0;
+    for (; at > 0 && at < state.size; at++) sources[at] = sources[0];
+    size_t count = 0;
+    parameters[count++] = &table;
+    for (size_t one = 0; one < state.size; one++) parameters[count++] = &sources[one];
+    while (count < state.size + 4) parameters[count++] = &nothing;  // what Triton passes beside what is written
+  }
+  void* stream = nullptr;
+  if (right && state.device >= 0) {
+    right = c10::impl::VirtualGuardImpl(state.type).getDevice().index() == state.device &&
+        exchange->current_work_stream(static_cast<DLDeviceType>(state.type == c10::DeviceType::CUDA ? kDLCUDA : kDLCPU),
+                                      state.device, &stream) == 0;
+  }
+  int failed = 0;
+  if (right) {
+    Py_BEGIN_ALLOW_THREADS;  // a launch waits where the device has enough to do
+    failed = launched(state, stream, parameters);
+    if (failed == INVALID_CONTEXT && have_context(state)) failed = launched(state, stream, parameters);
+    Py_END_ALLOW_THREADS;
+  }
+  if (!right || failed != 0) return PyObject_CallOneArg(state.otherwise, inputs);
+  if (state.replay != nullptr) return PyObject_CallNoArgs(state.replay);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+void launch_dealloc(PyObject* self) {
+  auto* launch = reinterpret_cast<Launch*>(self);
+  if (LaunchState* state = launch->state) {
+    launch->state = nullptr;
+    Py_XDECREF(state->otherwise);
+    Py_XDECREF(state->replay);
+    Py_XDECREF(state->keeps);
+    delete state;
+  }
+  Py_TYPE(self)->tp_free(self);
+}
+
+// graph: the driver's handle of what is launched; device: its number, -1 on the CPU; otherwise: a function of the inputs;
+// copies: None, or (function, programs, threads, shared bytes, address of the table, alignment, size, positions, node of
+// the graph or 0); replay: None, or a function that launches; keeps: what has to live as long
+PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names) {
+  static const char* words[] = {"graph", "device", "otherwise", "copies", "replay", "keeps", nullptr};
+  unsigned long long graph;
+  int device;
+  PyObject *otherwise, *copies, *replay, *keeps;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "KiOOOO", const_cast<char**>(words), &graph, &device, &otherwise, &copies,
+                                   &replay, &keeps)) {
+    return nullptr;
+  }
+  if (driver.graph == nullptr || exchange == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "`drive` comes first");
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<Launch*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->call = launch_call;
+  auto* state = self->state = new LaunchState;
+  state->graph = reinterpret_cast<void*>(graph);
+  state->device = device;
+  state->type = device < 0 ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
+  state->otherwise = Py_NewRef(otherwise);
+  state->keeps = Py_NewRef(keeps);
+  if (replay != Py_None) state->replay = Py_NewRef(replay);
+  if (copies == Py_None) return reinterpret_cast<PyObject*>(self);
+  unsigned long long function, table, aligned, node;
+  Py_ssize_t size;
+  PyObject* indices;
+  const bool right = PyArg_ParseTuple(copies, "KIIIKKnOK", &function, &state->programs, &state->threads, &state->shared,
+                                      &table, &aligned, &size, &indices, &node) &&
+      positions(indices, &state->indices);
+  if (right && (size < 1 || size > static_cast<Py_ssize_t>(MOST_SOURCES) || state->indices.empty() ||
+                static_cast<Py_ssize_t>(state->indices.size()) > size || aligned == 0)) {
+    PyErr_SetString(PyExc_ValueError, "a kernel copies one source at least, and as many as it is compiled for at most");
+  }
+  if (right && node != 0 && driver.set == nullptr) {
+    PyErr_SetString(PyExc_ValueError, "the driver does not set parameters of a graph's kernel");
+  }
+  if (PyErr_Occurred()) {
+    Py_DECREF(self);
+    return nullptr;
+  }
+  state->function = reinterpret_cast<void*>(function);
+  state->table = table;
+  state->node = reinterpret_cast<void*>(node);
+  state->aligned = aligned;
+  state->size = static_cast<size_t>(size);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+PyTypeObject LaunchType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// ---------------------------------------------------------------- the module
+
+// drive(library, exchange): looks up what launches, in a library that the process has or can load; `exchange`: torch's
+// capsule of DLPack's functions
+PyObject* drive(PyObject*, PyObject* args) {
+  const char* library;
+  PyObject* capsule;
+  if (!PyArg_ParseTuple(args, "sO", &library, &capsule)) return nullptr;
+  const auto* table = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (table == nullptr) return nullptr;
+  if (table->header.version.major != DLPACK_MAJOR_VERSION || table->current_work_stream == nullptr) {
+    PyErr_SetString(PyExc_OSError, "torch's DLPack functions are of another version");
+    return nullptr;
+  }
+  void* opened = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (opened == nullptr) {
+    PyErr_SetString(PyExc_OSError, dlerror());
+    return nullptr;
+  }
+  auto graph = reinterpret_cast<GraphLaunch>(dlsym(opened, "cuGraphLaunch"));
+  auto kernel = reinterpret_cast<KernelLaunch>(dlsym(opened, "cuLaunchKernel"));
+  if (graph == nullptr || kernel == nullptr) {
+    PyErr_Format(PyExc_OSError, "%s does not launch graphs and kernels", library);
+    return nullptr;
+  }
+  driver = {graph, kernel,
+            reinterpret_cast<SetParameters>(dlsym(opened, "cuGraphExecKernelNodeSetParams_v2")),
+            reinterpret_cast<CaptureInfo>(dlsym(opened, "cuStreamGetCaptureInfo_v3")),
+            reinterpret_cast<RetainContext>(dlsym(opened, "cuDevicePrimaryCtxRetain")),
+            reinterpret_cast<SetContext>(dlsym(opened, "cuCtxSetCurrent"))};
+  exchange = table;
+  Py_RETURN_NONE;
+}
+
+// last_node(device): the one node that what is captured next on the current stream comes after; 0 where there is none, or
+// the driver cannot tell, or could not change it later
+PyObject* last_node(PyObject*, PyObject* args) {
+  int device;
+  if (!PyArg_ParseTuple(args, "i", &device)) return nullptr;
+  void *stream = nullptr, *graph = nullptr, **nodes = nullptr;
+  const void* edges = nullptr;
+  int status = 0;
+  uint64_t id = 0;
+  size_t count = 0;
+  const bool told = driver.set != nullptr && driver.info != nullptr &&
+      exchange->current_work_stream(device < 0 ? kDLCPU : kDLCUDA, device, &stream) == 0 &&
+      driver.info(stream, &status, &id, &graph, &nodes, &edges, &count) == 0;
+  return PyLong_FromVoidPtr(told && status == 1 && count == 1 ? nodes[0] : nullptr);
+}
+
+Py_ssize_t offset_of(PyObject* type, const char* name) {
+  PyObject* found = PyObject_GetAttrString(type, name);
+  if (found == nullptr) return -1;
+  Py_ssize_t at = -1;
+  if (Py_IS_TYPE(found, &PyMemberDescr_Type) &&
+      reinterpret_cast<PyMemberDescrObject*>(found)->d_member->type == T_OBJECT_EX) {
+    at = reinterpret_cast<PyMemberDescrObject*>(found)->d_member->offset;
+  } else {
+    PyErr_Format(PyExc_TypeError, "%s is no slot of an object", name);
+  }
+  Py_DECREF(found);
+  return at;
+}
+
+// measure(Slot, Node, uses, references): where these classes keep what is read here, and by how much the counts of
+// Python and torch are above those that are read here
+PyObject* measure(PyObject*, PyObject* args) {
+  PyObject *slot, *node;
+  long long more_uses, more_references;
+  if (!PyArg_ParseTuple(args, "O!O!LL", &PyType_Type, &slot, &PyType_Type, &node, &more_uses, &more_references)) {
+    return nullptr;
+  }
+  Places found;
+  found.uses = more_uses;
+  found.references = more_references;
+  const std::pair<const char*, Py_ssize_t*> wanted[] = {
+      {"handle", &found.handle}, {"storage", &found.storage}, {"base", &found.base},       {"refs", &found.refs},
+      {"kept", &found.kept},     {"kept_refs", &found.kept_refs}, {"address", &found.address}};
+  for (const auto& [name, at] : wanted) {
+    if ((*at = offset_of(slot, name)) < 0) return nullptr;
+  }
+  if ((found.watched = offset_of(node, "watched")) < 0) return nullptr;
+  found.slot = reinterpret_cast<PyTypeObject*>(Py_NewRef(slot));
+  found.node = reinterpret_cast<PyTypeObject*>(Py_NewRef(node));
+  Py_XDECREF(places.slot);
+  Py_XDECREF(places.node);
+  places = found;
+  Py_RETURN_NONE;
+}
+
+// Uses of a slot's storage, references to its object and to the tensor that is kept, as they are read here.
+PyObject* counts(PyObject*, PyObject* slot) {
+  if (places.slot == nullptr || !PyObject_TypeCheck(slot, places.slot)) {
+    PyErr_SetString(PyExc_TypeError, "what is counted is a slot, once it was measured");
+    return nullptr;
+  }
+  bool error = false;
+  const int64_t handle = number(slot, places.handle, &error);
+  if (error) return nullptr;
+  return Py_BuildValue("LLL", static_cast<long long>(uses(handle)),
+                       static_cast<long long>(references(held(slot, places.storage))),
+                       static_cast<long long>(references(held(slot, places.kept))));
+}
+
+PyObject* is_alive(PyObject*, PyObject* slot) {
+  const int lives = alive(slot);
+  return lives < 0 ? nullptr : PyBool_FromLong(lives);
+}
+
+PyMethodDef functions[] = {
+    {"shorten", shorten, METH_O, nullptr},   {"drive", drive, METH_VARARGS, nullptr},
+    {"measure", measure, METH_VARARGS, nullptr}, {"counts", counts, METH_O, nullptr},
+    {"alive", is_alive, METH_O, nullptr},    {"last_node", last_node, METH_VARARGS, nullptr},    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "calls", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+bool add(PyObject* to, PyTypeObject* type, const char* name, const char* full, Py_ssize_t size, newfunc make,
+         destructor end) {
+  type->tp_name = full;
+  type->tp_basicsize = size;
+  type->tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  type->tp_vectorcall_offset = static_cast<Py_ssize_t>(sizeof(PyObject));
+  type->tp_call = PyVectorcall_Call;
+  type->tp_new = make;
+  type->tp_dealloc = end;
+  return PyType_Ready(type) == 0 && PyModule_AddObjectRef(to, name, reinterpret_cast<PyObject*>(type)) == 0;
+}
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_calls() {
+  PyObject* made = PyModule_Create(&module);
+  if (made == nullptr) return nullptr;
+  if (!add(made, &HoldsType, "Holds", "calls.Holds", sizeof(Holds), holds_new, holds_dealloc) ||
+      !add(made, &AloneType, "Alone", "calls.Alone", sizeof(Alone), alone_new, alone_dealloc) ||
+      !add(made, &MakerType, "Maker", "calls.Maker", sizeof(Maker), maker_new, maker_dealloc) ||
+      !add(made, &LaunchType, "Launch", "calls.Launch", sizeof(Launch), launch_new, launch_dealloc)) {
+    Py_DECREF(made);
+    return nullptr;
+  }
+  return made;
+}
