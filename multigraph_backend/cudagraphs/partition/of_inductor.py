@@ -322,12 +322,22 @@ def visible_outputs(gm: GraphModule, is_backward: bool) -> tuple[bool, ...]:
     return tuple(index <= max(marked) or index < returned for index in range(count))
 
 
+def _drops_nothing(node: torch.fx.Node) -> bool:
+    """Whether it draws for its dropout alone, as attention does, and nothing is to be dropped."""
+    operator: Any = node.target
+    for at, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return isinstance(given, int | float) and given == 0
+    return False
+
+
 def draws(gm: GraphModule) -> bool:
     """Whether a graph may draw random numbers: torch says so of an operator, or knows nothing about it."""
     for node in gm.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, _compat.OpOverload):
             known = node.target.namespace in ("aten", "prims", "_c10d_functional")
-            if not known or torch.Tag.nondeterministic_seeded in node.target.tags:
+            if not known or (torch.Tag.nondeterministic_seeded in node.target.tags and not _drops_nothing(node)):
                 return True
         elif node.target is _compat.invoke_subgraph:
             if any(map(draws, cuts.subgraphs(node))):

@@ -1,4 +1,4 @@
-"""A graph's spec survives pickle and JSON, and one that contradicts itself is not accepted."""
+"""A graph's spec survives pickle and JSON, one that contradicts itself is not accepted, and what draws is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 
+from multigraph_backend.cudagraphs.partition import of_inductor
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec, Placeholder
 
 PIECE = PartitionSpec(
@@ -84,3 +86,31 @@ def test_a_graph_that_contradicts_itself_is_not_accepted(changes: dict[str, Any]
 def test_a_piece_that_contradicts_the_graph_is_not_accepted(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SPEC, pieces=(dataclasses.replace(PIECE, **changes),)).verify()
+
+
+ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "drawn"),
+    [
+        (ATTENTION, (None, True), False),
+        (ATTENTION, (None, True, 0.0), False),
+        (ATTENTION, (None, True, 0), False),
+        (ATTENTION, (None, True, 0.1), True),
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, (), False),
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, (0.5,), True),
+    ],
+)
+def test_attention_draws_where_it_drops_something(target: Any, args: tuple[Any, ...], drawn: bool) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(target, (x, x, x, *args)))
+    assert of_inductor.draws(torch.fx.GraphModule(torch.nn.Module(), graph)) is drawn
+
+
+def test_a_dropout_that_is_not_known_draws() -> None:
+    graph = torch.fx.Graph()
+    x, p = graph.placeholder("x"), graph.placeholder("p")
+    graph.output(graph.call_function(ATTENTION, (x, x, x, None, True), {"dropout_p": p}))
+    assert of_inductor.draws(torch.fx.GraphModule(torch.nn.Module(), graph)) is True
