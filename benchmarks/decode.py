@@ -144,8 +144,8 @@ class Ahead:
 
     def _made(self, options: dict[str, Any], example: tuple[torch.Tensor, ...]) -> Call:
         forward, options = self._model.forward, {**options, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        compiled = torch.compile(forward, fullgraph=True, backend="multigraph", dynamic=True, options=options)
         with torch._dynamo.config.patch(enable_aot_compile=True):  # off by default in torch 2.11
+            compiled = torch.compile(forward, fullgraph=True, backend="multigraph", dynamic=True, options=options)
             made: Any = compiled.aot_compile((example, {}))  # type: ignore[attr-defined]
         made.disable_guard_check()
         return made  # type: ignore[no-any-return]
