@@ -136,8 +136,8 @@ def test_floats_that_are_saved_for_a_backward_stay_where_it_expects_them() -> No
         parameters = list(model.parameters())
         grads = torch.autograd.grad(run(x).square().sum(), (x, *parameters))
         wanted = torch.autograd.grad(model(same).square().sum(), (same, *parameters))
-        for grad, want in zip(grads, wanted, strict=True):
-            close(grad, want)
+        for grad, want in zip(grads, wanted, strict=True):  # sums of what is as large as the largest of them
+            torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
     assert before.recordings >= 2
     assert "cut by" not in str(multigraph_backend.explain())
 

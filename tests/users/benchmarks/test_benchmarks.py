@@ -506,7 +506,7 @@ def test_ratios_of_replay_are_over_passes_of_one_round(load: Callable[[str], Any
     row = replay.values("multigraph", taken)
     assert (row["host_us"], row["end_us"], row["floor_us"]) == (24, 20, 20)
     assert row["over_floor"] == pytest.approx(1.2)
-    assert (row["over_floor_us"], row["addresses_us"], row["addresses_and_10_us"]) == (4, 2, 12)
+    assert (row["over_floor_us"], row["addresses_us"]) == (4, 2)
     assert (row["over_stock"], row["end_over_hand"]) == (0.5, 2)
     assert "end_over_stock" not in row
     assert "gpu_us" not in row
