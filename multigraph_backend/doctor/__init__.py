@@ -65,7 +65,7 @@ def diagnose(environ: Mapping[str, str] | None = None, *, self_test: bool = True
     )
     findings += [*compiler, *gpus]
     if has_gpu:
-        findings += _contained("native calls", native_calls)
+        findings += _contained("native calls", lambda: native_calls(self_test))
     findings += _contained("allocator", lambda: allocator(allocator_facts(environ)))
     findings += _contained("caches", lambda: caches(environ, cache_switches(), user_name()))
     findings += _contained("warm start", lambda: warm_start(environ))

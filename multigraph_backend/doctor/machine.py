@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -200,19 +201,33 @@ def gpu(found: GpuFacts) -> Iterator[Finding]:
         yield Finding("triton", "ok", f"triton {found.triton} can be imported")
 
 
-def native_calls() -> Iterator[Finding]:
-    """Whether calls of recordings can be native on this machine: what compiles them is there."""
+def native_calls(compile_them: bool) -> Iterator[Finding]:
+    """Whether calls of recordings are native on this machine.  `compile_them`: also compiles the module, where it is
+    not there, as the first process that records would in the background; else only looks for what that takes."""
+    from multigraph_backend import native
+    from multigraph_backend.cudagraphs import runtime
     from multigraph_backend.native import building
 
     check, without = "native calls", "recorded calls go by way of Python, which takes more of the host's time"
+    remedy = "install g++ and Python's headers (apt-get install g++ python3-dev)"
     try:
         command = building.command(Path("calls.so"))
     except building.NotBuilt as why:
-        remedy = "install g++ and Python's headers (apt-get install g++ python3-dev)"
         yield Finding(check, "warning", f"{why}; {without}", remedy, {"works": False})
         return
-    said = f"{building.compiler()} and the headers of torch and Python are there"
-    yield Finding(check, "ok", said, facts={"works": True, "command": command})
+    if not native.wanted() or not compile_them:
+        said = f"{' '.join(building.compiler())} and the headers of torch and Python are there"
+        yield Finding(check, "ok", said if native.wanted() else f"{native.DISABLED}: {without}")
+        return
+    began = time.perf_counter()
+    runtime.begin_native_calls()
+    works = native.wait(building.SECONDS)
+    seconds, facts = time.perf_counter() - began, {"works": works, "command": command}
+    if works:
+        folder = building.folder()
+        yield Finding(check, "ok", f"compiled and checked ({seconds:.1f} s), in {folder}", facts=facts)
+    else:
+        yield Finding(check, "warning", f"{native.state()}; {without}", remedy, facts)
 
 
 def _has_code_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:

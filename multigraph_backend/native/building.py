@@ -17,6 +17,7 @@ import importlib.machinery
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -45,12 +46,12 @@ class NotBuilt(RuntimeError):
     """There is no module; the text says why."""
 
 
-def compiler() -> str:
-    """The compiler of C++: CXX, else the first that is found.  Raises `NotBuilt`."""
-    asked = os.environ.get("CXX", "").split()
+def compiler() -> list[str]:
+    """The compiler of C++, and arguments of its: CXX, else the first that is found.  Raises `NotBuilt`."""
+    asked = shlex.split(os.environ.get("CXX", ""))
     for name in asked[:1] or ("g++", "clang++", "c++"):
         if (found := shutil.which(name)) is not None:
-            return found
+            return [found, *asked[1:]]
     raise NotBuilt(f"no compiler of C++ was found ({asked[0] if asked else 'g++, clang++'})")
 
 
@@ -69,7 +70,7 @@ def command(target: Path) -> list[str]:
     includes = [word for folder in include_folders() for word in ("-isystem", str(folder))]
     linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python", "-ldl"]
     modest = [nice, "-n", str(_NICE)] if (nice := shutil.which("nice")) is not None else []
-    return [*modest, compiler(), *FLAGS, *includes, str(SOURCE), "-o", str(target), *linked]
+    return [*modest, *compiler(), *FLAGS, *includes, str(SOURCE), "-o", str(target), *linked]
 
 
 @functools.cache
@@ -79,16 +80,21 @@ def key() -> str:
     return hashlib.sha256(repr(facts).encode() + SOURCE.read_bytes()).hexdigest()[:32]
 
 
+def folder() -> Path:
+    """Where modules lie: among torch's caches."""
+    return Path(_compat.cache_dir()) / FOLDER
+
+
 def build() -> ModuleType:
     """The module, compiled now if need be: also where what is there is damaged, or others could have written it.
 
     Raises `NotBuilt`, and OSError where a file cannot be read or written.
     """
-    folder = trusted.own_folder(Path(_compat.cache_dir()) / FOLDER)
-    target = folder / f"{key()}.so"
+    lying = trusted.own_folder(folder())
+    target = lying / f"{key()}.so"
     with contextlib.suppress(NotBuilt, FileNotFoundError):
         return _loaded(target)
-    with _only_one(folder / f"{key()}.lock"):
+    with _only_one(lying / f"{key()}.lock"):
         with contextlib.suppress(NotBuilt, FileNotFoundError):  # another process was faster
             return _loaded(target)
         _compile(target)

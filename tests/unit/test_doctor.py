@@ -21,7 +21,7 @@ from multigraph_backend.backend import multigraph
 from multigraph_backend.doctor import diagnose
 from multigraph_backend.doctor.findings import Diagnosis, Finding
 from multigraph_backend.doctor.installation import LOST, SUPPORTED_TORCH, entry_point, private_symbols, versions
-from multigraph_backend.doctor.machine import GpuFacts, cpp_compiler, gpu
+from multigraph_backend.doctor.machine import GpuFacts, cpp_compiler, gpu, native_calls
 from multigraph_backend.doctor.self_test import run_self_test
 from multigraph_backend.doctor.settings import cache_folders, caches, environment
 
@@ -575,3 +575,18 @@ def test_a_script_that_compiles_nothing_with_multigraph(tmp_path: Path) -> None:
     done = command("explain", "script.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert '  no call of what torch.compile(..., backend="multigraph") returned was traced' in done.stdout
+
+
+def test_native_calls_need_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (found,) = native_calls(False)
+    assert (found.level, found.text.endswith("and the headers of torch and Python are there")) == ("ok", True)
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", "variants, native_calls")
+    (found,) = native_calls(True)
+    assert found.level == "ok"
+    assert "recorded calls go by way of Python" in found.text
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    (found,) = native_calls(True)
+    assert (found.level, found.facts["works"]) == ("warning", False)
+    assert found.text.startswith(f"no compiler of C++ was found ({tmp_path / 'none'})")
+    assert found.remedy is not None
+    assert "g++" in found.remedy

@@ -65,7 +65,7 @@ def calls() -> Any:
 def _driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("driver") / "libdriver.so"
     source = str(Path(__file__).with_name("driver.cc"))
-    subprocess.run([building.compiler(), "-shared", "-fPIC", "-O1", source, "-o", str(made)], check=True)
+    subprocess.run([*building.compiler(), "-shared", "-fPIC", "-O1", source, "-o", str(made)], check=True)
     return made
 
 
