@@ -89,7 +89,7 @@ class DeviceReport:
         }
         if any(rare.values()):
             lines[0] += "; " + ", ".join(f"{count} {name}" for name, count in rare.items() if count)
-        if self.calls != "native":
+        if self.calls not in ("native", native.NOT_ASKED):
             lines.append(f"  calls go by way of Python: {self.calls}")
         lines += [f"  {line}" for line in self._memory_lines()]
         if self.shared:

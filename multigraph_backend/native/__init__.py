@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PIECE = "native_calls"  # of those that MULTIGRAPH_DISABLE names
 DISABLED = f"MULTIGRAPH_DISABLE={PIECE}"
-_NONE = "not asked for"
+NOT_ASKED = "not asked for"
 
 
 class Calls(Protocol):
@@ -68,7 +68,7 @@ _lock = threading.Lock()
 _thread: threading.Thread | None = None
 _done = threading.Event()
 _calls: Calls | None = None
-_why = _NONE
+_why = NOT_ASKED
 _listeners: list[Callable[[Calls], object]] = []
 
 
