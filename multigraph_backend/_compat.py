@@ -921,6 +921,14 @@ def benchmarking_code() -> frozenset[CodeType]:
     return frozenset(function.__code__ for function in functions if isinstance(function, FunctionType))
 
 
+def replay_hooks(graph: object) -> tuple[object, ...]:
+    """Mappings that hold what is called around each replay of `graph`, a `torch.cuda.CUDAGraph`, while there is any:
+    from torch 2.15 on.  Who replays by the driver's own functions has to look at these."""
+    names = ("_replay_start_hooks", "_replay_end_hooks")
+    everywhere = [getattr(torch.cuda.graphs, f"_global{name}", None) for name in names]
+    return tuple(found for found in (*everywhere, *(getattr(graph, name, None) for name in names)) if found is not None)
+
+
 def torch_build() -> tuple[str, str | None, Path]:
     """This torch's version, the commit that it was built of, and the folder that it lies in."""
     return torch.__version__, torch.version.git_version, Path(torch.__file__).parent

@@ -59,7 +59,9 @@ class Calls(Protocol):
         device: int,
         otherwise: Callable[[list[Any]], object],
         copies: tuple[int, int, int, int, int, int, int, Sequence[int], int] | None,
-        replay: Callable[[], object] | None,
+        replay: Callable[[], object],
+        by_torch: bool,
+        hooks: tuple[object, ...],
         keeps: object,
     ) -> Callable[[list[Any]], object]: ...
 

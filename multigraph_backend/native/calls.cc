@@ -114,7 +114,8 @@ PyObject* shorten(PyObject*, PyObject* path) {
     PyErr_SetString(PyExc_TypeError, "a path is a list");
     return nullptr;
   }
-  for (Py_ssize_t size = PyList_GET_SIZE(path); size > 0; size--) {
+  while (PyList_GET_SIZE(path) > 0) {
+    const Py_ssize_t size = PyList_GET_SIZE(path);
     PyObject* node = PyList_GET_ITEM(path, size - 1);
     PyObject* watched = PyObject_TypeCheck(node, places.node) ? held(node, places.watched) : nullptr;
     if (watched == nullptr || !PyTuple_CheckExact(watched)) {
@@ -583,7 +584,9 @@ struct LaunchState {
   PyObject* keeps = nullptr;
   c10::DeviceType type = c10::DeviceType::CUDA;
   int device = 0;
-  PyObject* replay = nullptr;  // launches in place of the driver, where torch has something to count
+  // torch's launch of the graph, in place of the driver's: always, or where one of `hooks` has something in it
+  PyObject *replay = nullptr, *hooks = nullptr;
+  bool by_torch = false;
   // of the kernel that copies: in the graph, where it is a node of it; else it is launched before
   void* node = nullptr;
   void* function = nullptr;
@@ -601,8 +604,8 @@ struct Launch {
 
 constexpr size_t MOST_SOURCES = 64;
 
-// What the driver answers.
-int launched(const LaunchState& state, void* stream, void** parameters) {
+// What the driver answers; `by_torch`: torch is to launch the graph afterwards.
+int launched(const LaunchState& state, void* stream, void** parameters, bool by_torch) {
   int failed = 0;
   if (state.node != nullptr) {
     const NodeParameters wanted = {state.function, state.programs, 1,       1,       state.threads, 1, 1,
@@ -612,7 +615,7 @@ int launched(const LaunchState& state, void* stream, void** parameters) {
     failed = driver.kernel(state.function, state.programs, 1, 1, state.threads, 1, 1, state.shared, stream, parameters,
                            nullptr);
   }
-  return failed != 0 || state.replay != nullptr ? failed : driver.graph(state.graph, stream);
+  return failed != 0 || by_torch ? failed : driver.graph(state.graph, stream);
 }
 
 // A thread that has asked nothing of the device yet has no context. It gets torch's, which lives as long as the process.
@@ -656,15 +659,20 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
         exchange->current_work_stream(static_cast<DLDeviceType>(state.type == c10::DeviceType::CUDA ? kDLCUDA : kDLCPU),
                                       state.device, &stream) == 0;
   }
+  int by_torch = state.by_torch;
+  for (Py_ssize_t at = 0; !by_torch && at < PyTuple_GET_SIZE(state.hooks); at++) {
+    by_torch = PyObject_IsTrue(PyTuple_GET_ITEM(state.hooks, at));
+    if (by_torch < 0) return nullptr;
+  }
   int failed = 0;
   if (right) {
     Py_BEGIN_ALLOW_THREADS;  // a launch waits where the device has enough to do
-    failed = launched(state, stream, parameters);
-    if (failed == INVALID_CONTEXT && have_context(state)) failed = launched(state, stream, parameters);
+    failed = launched(state, stream, parameters, by_torch);
+    if (failed == INVALID_CONTEXT && have_context(state)) failed = launched(state, stream, parameters, by_torch);
     Py_END_ALLOW_THREADS;
   }
   if (!right || failed != 0) return PyObject_CallOneArg(state.otherwise, inputs);
-  if (state.replay != nullptr) return PyObject_CallNoArgs(state.replay);
+  if (by_torch) return PyObject_CallNoArgs(state.replay);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -675,6 +683,7 @@ void launch_dealloc(PyObject* self) {
     launch->state = nullptr;
     Py_XDECREF(state->otherwise);
     Py_XDECREF(state->replay);
+    Py_XDECREF(state->hooks);
     Py_XDECREF(state->keeps);
     delete state;
   }
@@ -683,14 +692,15 @@ void launch_dealloc(PyObject* self) {
 
 // graph: the driver's handle of what is launched; device: its number, -1 on the CPU; otherwise: a function of the inputs;
 // copies: None, or (function, programs, threads, shared bytes, address of the table, alignment, size, positions, node of
-// the graph or 0); replay: None, or a function that launches; keeps: what has to live as long
+// the graph or 0); replay: torch's function that launches; by_torch: whether it always does, and not only where one of
+// `hooks`, a tuple, is true; keeps: what has to live as long
 PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names) {
-  static const char* words[] = {"graph", "device", "otherwise", "copies", "replay", "keeps", nullptr};
+  static const char* words[] = {"graph", "device", "otherwise", "copies", "replay", "by_torch", "hooks", "keeps", nullptr};
   unsigned long long graph;
-  int device;
-  PyObject *otherwise, *copies, *replay, *keeps;
-  if (!PyArg_ParseTupleAndKeywords(args, names, "KiOOOO", const_cast<char**>(words), &graph, &device, &otherwise, &copies,
-                                   &replay, &keeps)) {
+  int device, by_torch;
+  PyObject *otherwise, *copies, *replay, *hooks, *keeps;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "KiOOOpO!O", const_cast<char**>(words), &graph, &device, &otherwise,
+                                   &copies, &replay, &by_torch, &PyTuple_Type, &hooks, &keeps)) {
     return nullptr;
   }
   if (driver.graph == nullptr || exchange == nullptr) {
@@ -706,7 +716,9 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names) {
   state->type = device < 0 ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
   state->otherwise = Py_NewRef(otherwise);
   state->keeps = Py_NewRef(keeps);
-  if (replay != Py_None) state->replay = Py_NewRef(replay);
+  state->replay = Py_NewRef(replay);
+  state->hooks = Py_NewRef(hooks);
+  state->by_torch = by_torch != 0;
   if (copies == Py_None) return reinterpret_cast<PyObject*>(self);
   unsigned long long function, table, aligned, node;
   Py_ssize_t size;

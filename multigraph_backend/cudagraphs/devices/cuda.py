@@ -154,7 +154,9 @@ class CudaDevice:
             graph=recorded.raw_cuda_graph_exec(),
             device=self.index,
             copies=copies,
-            replay=recorded.replay if random else None,
+            replay=recorded.replay,
+            by_torch=random,
+            hooks=_compat.replay_hooks(recorded),
             keeps=(recorded, stager),
         )
         if kernel is None or not kernel.node:

@@ -334,12 +334,21 @@ def test_a_tensor_is_made_over_a_storage_alone(calls: Any) -> None:
 
 
 def launch(
-    calls: Any, copied: int, size: int, otherwise: Any, copies: bool = True, node: int = 0, replay: Any = None
+    calls: Any,
+    copied: int,
+    size: int,
+    otherwise: Any,
+    copies: bool = True,
+    node: int = 0,
+    replay: Any = None,
+    hooks: Any = (),
 ) -> Any:
     table = torch.zeros(4, dtype=torch.int64)
     # the function's number is how many sources the driver reads
     how = (size, 9, 128, 16, table.data_ptr(), staging.ALIGNED, size, tuple(range(1, copied + 1)), node)
-    return calls.Launch(1234, -1, otherwise, how if copies else None, replay, table)
+    return calls.Launch(
+        1234, -1, otherwise, how if copies else None, replay, replay is not None and not hooks, hooks, table
+    )
 
 
 @pytest.mark.parametrize("node", [0, 77])
@@ -378,6 +387,21 @@ def test_torch_replays_where_it_has_to_count(calls: Any, driver: Any, node: int)
     assert driver.count("graphs") == 0
     assert go([0, torch.ones(9)[1:]]) is None  # printed
     assert replayed == [1]
+
+
+@pytest.mark.parametrize("node", [0, 5])
+def test_torch_replays_while_somebody_listens(calls: Any, driver: Any, node: int) -> None:
+    replayed: list[int] = []
+    listening: dict[int, Any] = {}
+    go = launch(calls, 1, 1, print, node=node, replay=lambda: replayed.append(1), hooks=({}, listening))
+    inputs = [0, torch.ones(8)]
+    go(inputs)
+    listening[0] = print
+    go(inputs)
+    assert (driver.count("graphs"), len(replayed)) == (1, 1)
+    listening.clear()
+    go(inputs)
+    assert (driver.count("graphs"), len(replayed)) == (2, 1)
 
 
 @pytest.mark.parametrize("node", [0, 5])

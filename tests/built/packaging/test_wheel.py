@@ -72,6 +72,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         headers = archive.read(metadata).decode().split("\n\n")[0].splitlines()
     assert "multigraph_backend/py.typed" in names
     assert "multigraph_backend/backend.py" in names
+    assert "multigraph_backend/native/calls.cc" in names
     assert {f"multigraph_backend/page/{name}" for name in ("template.html", "style.css", "script.js")} <= set(names)
     tops = {name.split("/")[0] for name in names}
     assert tops == {"multigraph_backend", f"multigraph-{multigraph_backend.__version__}.dist-info"}
