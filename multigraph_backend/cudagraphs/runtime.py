@@ -22,7 +22,7 @@ from multigraph_backend.cudagraphs.recordings.tree import Tree
 
 log = logging.getLogger(__name__)
 
-_BETWEEN = 0.02  # seconds until a tree that was busy is asked again
+_LEAST_PAUSE, _MOST_PAUSE = 0.01, 1.0  # seconds until a tree that was busy is asked again
 _PATIENCE = 1.0  # seconds that who asks for numbers waits for a call
 _lock = threading.Lock()
 _trees: dict[int, Tree] = {}
@@ -71,9 +71,17 @@ def begin_native_calls() -> None:
 
 
 def _native(tree: Tree, calls: native.Calls) -> None:
-    """Let calls of `tree` be native, as soon as none is under way."""
+    """Let calls of `tree` be native: now, or as soon as none is under way and nothing of it sleeps.  Waits for
+    nothing."""
+    if not tree.take(calls):
+        threading.Thread(target=_native_later, args=(tree, calls), name="multigraph-native", daemon=True).start()
+
+
+def _native_later(tree: Tree, calls: native.Calls) -> None:
+    pause = _LEAST_PAUSE
     while not tree.take(calls):
-        time.sleep(_BETWEEN)
+        time.sleep(pause)
+        pause = min(2 * pause, _MOST_PAUSE)
 
 
 def trees() -> list[Tree]:

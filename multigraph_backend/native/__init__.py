@@ -121,18 +121,19 @@ def when_ready(listener: Callable[[Calls], object]) -> None:
 
 def _build(check: Callable[[ModuleType], Calls]) -> None:
     global _calls, _why
+    listeners: list[Callable[[Calls], object]] = []
     try:
         found = check(building.build())
         with _lock:
             _calls = found
-            listeners = list(_listeners)
-        for listener in listeners:
-            _tell(listener, found)
+            listeners += _listeners
     except Exception as error:
         _why = str(error) if isinstance(error, building.NotBuilt) else f"{type(error).__name__}: {error}"
         log.info("recorded calls go by way of Python: %s", _why, exc_info=not isinstance(error, building.NotBuilt))
     finally:
-        _done.set()
+        _done.set()  # before anybody is told, who may have to wait
+    for listener in listeners:
+        _tell(listener, found)
 
 
 def _forked() -> None:
