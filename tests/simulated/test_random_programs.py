@@ -53,6 +53,7 @@ def test_every_value_is_what_it_is_without_recordings() -> None:
     for seed in SLICE:
         counts += run(seed)
     least = {
+        "native": 80,
         "replays": 1000,
         "recordings": 400,
         "recorded again": 10,
