@@ -40,6 +40,9 @@ class Calls(Protocol):
         """Look up what launches in a library, and the current stream in torch's capsule of DLPack's functions.  Raises
         OSError, TypeError or ValueError where one of them is not what is expected."""
 
+    def sets_parameters(self) -> bool:
+        """Whether the driver, which was found, can be told later where the sources of a captured kernel lie."""
+
     def last_node(self, device: int) -> int:
         """The driver's handle of the node that was captured last on the current stream; 0 where there is none, or where
         its parameters could not be set later."""

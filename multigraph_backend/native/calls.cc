@@ -781,6 +781,11 @@ PyObject* drive(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// sets_parameters(): whether the driver tells which node a kernel becomes, and sets its parameters later.
+PyObject* sets_parameters(PyObject*, PyObject*) {
+  return PyBool_FromLong(driver.set != nullptr && driver.info != nullptr);
+}
+
 // last_node(device): the one node that what is captured next on the current stream comes after; 0 where there is none, or
 // the driver cannot tell, or could not change it later
 PyObject* last_node(PyObject*, PyObject* args) {
@@ -859,7 +864,8 @@ PyObject* is_alive(PyObject*, PyObject* slot) {
 PyMethodDef functions[] = {
     {"shorten", shorten, METH_O, nullptr},   {"drive", drive, METH_VARARGS, nullptr},
     {"measure", measure, METH_VARARGS, nullptr}, {"counts", counts, METH_O, nullptr},
-    {"alive", is_alive, METH_O, nullptr},    {"last_node", last_node, METH_VARARGS, nullptr},    {nullptr, nullptr, 0, nullptr}};
+    {"alive", is_alive, METH_O, nullptr},    {"last_node", last_node, METH_VARARGS, nullptr},
+    {"sets_parameters", sets_parameters, METH_NOARGS, nullptr},    {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "calls", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

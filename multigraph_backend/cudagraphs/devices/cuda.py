@@ -64,7 +64,7 @@ class CudaDevice:
         self._owned_bytes = 0  # of the owners that the last `restore` made
         self._graph_bytes = 0
         self._calls: Calls | None = None
-        self._launches = False
+        self._launches = self._patches = False  # natively; natively, and with parameters of captured kernels set
         self._pool: MemoryPool
         self.same_addresses = _compat.same_addresses
         self.own_addresses = True
@@ -128,12 +128,12 @@ class CudaDevice:
         self._calls = calls
         try:
             calls.drive(_DRIVER, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
-            self._launches = True
+            self._launches, self._patches = True, calls.sets_parameters()
         except (OSError, TypeError, ValueError) as error:
             log.info("recordings are launched by way of Python: %s", error)
 
     def within(self, sources: Sequence[torch.Tensor]) -> Within | None:
-        if self._calls is None or not self._launches:
+        if self._calls is None or not self._patches:
             return None
         made = staging.within(self.index, sources)
         return None if made is None else _Within(self, made, self._calls)
@@ -514,7 +514,11 @@ class _Within:
 
     def launch(self, buffers: Sequence[torch.Tensor]) -> None:
         index = self._device.index
-        self._made.launch(buffers, self._device.stream(), lambda: self._calls.last_node(index))
+        try:
+            self._made.launch(buffers, self._device.stream(), lambda: self._calls.last_node(index))
+        except RuntimeError:
+            self._device._patches = False  # the next capture, and all others, are made without
+            raise
 
     def finished(self, buffers: Sequence[torch.Tensor]) -> Stager:
         return self._made.finished(buffers, self._device.stager(buffers))

@@ -418,6 +418,7 @@ def test_a_thread_that_has_no_context_gets_one(calls: Any, driver: Any, node: in
 @pytest.mark.parametrize(("capturing", "expected"), [(0, 0), (1, 4321), (2, 0)])
 def test_the_last_node_is_told_where_there_is_one(calls: Any, driver: Any, capturing: int, expected: int) -> None:
     driver.be("capturing", capturing)
+    assert calls.sets_parameters()
     assert calls.last_node(-1) == expected
 
 
