@@ -7,7 +7,7 @@
 // or leaves the call to Python. Compiled against the headers of the torch that it is loaded into, and without CUDA's: the
 // driver is looked up by name, the current stream is asked by way of DLPack's table of functions.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/dlpack.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
