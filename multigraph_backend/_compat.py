@@ -949,6 +949,7 @@ class TritonLaunch(NamedTuple):
     function: int = 0
     threads: int = 0
     shared: int = 0
+    compiled: Any = None  # whoever launches `function` keeps it loaded
 
 
 def triton_launch(compiled: Any) -> TritonLaunch:
@@ -956,4 +957,7 @@ def triton_launch(compiled: Any) -> TritonLaunch:
     run, metadata = compiled.run, compiled.metadata  # in this order: it is loaded when `run` is asked for
     threads = metadata.num_warps * getattr(metadata, "warp_size", 32)
     handles = (compiled.function, compiled.packed_metadata, None, None, None)
-    return TritonLaunch(run, handles, compiled.function, threads, metadata.shared)
+    # Triton's launcher finds memory for these, where tools have it compile with some
+    scratch = any(getattr(metadata, name, 0) for name in ("global_scratch_size", "profile_scratch_size"))
+    function = 0 if scratch or getattr(metadata, "num_ctas", 1) != 1 else compiled.function
+    return TritonLaunch(run, handles, function, threads, metadata.shared, compiled)

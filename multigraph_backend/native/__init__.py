@@ -87,12 +87,16 @@ def begin(check: Callable[[ModuleType], Calls]) -> None:
     once.  `check` raises `building.NotBuilt` for what is not as it should be."""
     global _thread, _why
     with _lock:
-        if _thread is not None or not wanted():
+        if _calls is not None or _thread is not None or not wanted():
             _why = _why if wanted() else DISABLED
             return
         _why = "being compiled"
         _thread = threading.Thread(target=_build, args=(check,), name="multigraph-native", daemon=True)
-        _thread.start()
+        try:
+            _thread.start()
+        except RuntimeError as error:  # no more threads can be had
+            _why = str(error)
+            _done.set()
 
 
 def ready() -> Calls | None:

@@ -33,7 +33,7 @@ from multigraph_backend import _compat
 from multigraph_backend.cache import trusted
 
 SOURCE = Path(__file__).with_name("calls.cc")
-NAME = "calls"  # of the module, as the source says it
+NAME = "multigraph_backend.native._calls"  # of the module; the source has its last part
 FOLDER = "multigraph-native"
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 SECONDS = 300.0  # that a compile may take, and that another process's is waited for
@@ -102,7 +102,7 @@ def build() -> ModuleType:
 
 
 def _compile(target: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+    with _folder_in(target.parent) as folder:
         made = Path(folder, target.name)
         with subprocess.Popen(
             command(made),
@@ -115,7 +115,7 @@ def _compile(target: Path) -> None:
             process_group=0,
         ) as compiling:
             # no process waits for this thread at its end: what it has begun ends with it
-            end = functools.partial(_end, compiling, folder)
+            end = functools.partial(_end, compiling, folder, os.getpid())
             atexit.register(end)
             try:
                 _, said = compiling.communicate(timeout=SECONDS)
@@ -140,8 +140,19 @@ def _digest(path: Path) -> Path:
     return path.with_suffix(".sha256")
 
 
-def _end(compiling: subprocess.Popen[str], folder: str) -> None:
-    if compiling.poll() is None:
+@contextlib.contextmanager
+def _folder_in(parent: Path) -> Iterator[str]:
+    """A folder for one build, which this process takes away, and none that is forked from it."""
+    folder, owner = tempfile.mkdtemp(prefix="build-", dir=parent), os.getpid()
+    try:
+        yield folder
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(compiling: subprocess.Popen[str], folder: str, owner: int) -> None:
+    if os.getpid() == owner and compiling.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(compiling.pid, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
@@ -161,7 +172,8 @@ def _only_one(path: Path) -> Iterator[None]:
                 time.sleep(_PERIOD)
         yield
     finally:
-        os.close(file)  # and the lock goes with it
+        fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file, too
+        os.close(file)
 
 
 def _loaded(path: Path) -> ModuleType:

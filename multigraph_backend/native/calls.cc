@@ -82,6 +82,12 @@ uint64_t address(PyObject* tensor) {
   return reinterpret_cast<uint64_t>(THPVariable_Unpack(tensor).unsafeGetTensorImpl()->data());
 }
 
+// Whether a tensor's bytes are its values: not where it is marked as conjugate or negative.
+bool is_bytes(PyObject* tensor) {
+  const at::Tensor& found = THPVariable_Unpack(tensor);
+  return !found.is_conj() && !found.is_neg();
+}
+
 uint64_t begin_of(int64_t handle) {
   return reinterpret_cast<uint64_t>(reinterpret_cast<c10::StorageImpl*>(handle)->data());
 }
@@ -221,7 +227,7 @@ int shown_lie(const HoldsState& state) {
 int may_replay(const HoldsState& state, PyObject* inputs) {
   for (const Fixed& one : state.fixed) {
     PyObject* input = PyList_GET_ITEM(inputs, one.index);
-    if (!is_tensor(input) || address(input) != one.address) return 0;
+    if (!is_tensor(input) || address(input) != one.address || !is_bytes(input)) return 0;
   }
   for (const Same& one : state.same) {
     if (PyList_GET_ITEM(inputs, one.index) != one.object) return 0;
@@ -435,14 +441,30 @@ PyObject* alone_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
   END_HANDLE_TH_ERRORS
 }
 
-void alone_dealloc(PyObject* self) {
-  auto* alone = reinterpret_cast<Alone*>(self);
-  if (AloneState* state = alone->state) {
-    alone->state = nullptr;
-    for (PyObject* one : state->written_held) Py_DECREF(one);
-    for (PyObject* one : state->other_held) Py_DECREF(one);
-    delete state;
+// A tensor that it holds may lead back to it, by what users hang on to tensors: so it takes part in garbage collections.
+int alone_traverse(PyObject* self, visitproc visit, void* arg) {
+  if (const AloneState* state = reinterpret_cast<Alone*>(self)->state) {
+    for (PyObject* one : state->written_held) Py_VISIT(one);
+    for (PyObject* one : state->other_held) Py_VISIT(one);
   }
+  return 0;
+}
+
+int alone_clear(PyObject* self) {
+  if (AloneState* state = reinterpret_cast<Alone*>(self)->state) {
+    std::vector<PyObject*> gone;
+    gone.swap(state->written_held);
+    gone.insert(gone.end(), state->other_held.begin(), state->other_held.end());
+    state->other_held.clear();
+    for (PyObject* one : gone) Py_DECREF(one);
+  }
+  return 0;
+}
+
+void alone_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  alone_clear(self);
+  delete reinterpret_cast<Alone*>(self)->state;
   Py_TYPE(self)->tp_free(self);
 }
 
@@ -642,7 +664,7 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
     uint64_t all = 0;
     for (const Py_ssize_t index : state.indices) {
       PyObject* input = index < PyList_GET_SIZE(inputs) ? PyList_GET_ITEM(inputs, index) : Py_None;
-      right = right && is_tensor(input);
+      right = right && is_tensor(input) && is_bytes(input);
       if (!right) break;
       all |= sources[at++] = address(input);
     }
@@ -659,6 +681,7 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
         exchange->current_work_stream(static_cast<DLDeviceType>(state.type == c10::DeviceType::CUDA ? kDLCUDA : kDLCPU),
                                       state.device, &stream) == 0;
   }
+  if (!right) PyErr_Clear();  // of who was asked for the stream: torch is asked next
   int by_torch = state.by_torch;
   for (Py_ssize_t at = 0; !by_torch && at < PyTuple_GET_SIZE(state.hooks); at++) {
     by_torch = PyObject_IsTrue(PyTuple_GET_ITEM(state.hooks, at));
@@ -730,6 +753,9 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names) {
                 static_cast<Py_ssize_t>(state->indices.size()) > size || aligned == 0)) {
     PyErr_SetString(PyExc_ValueError, "a kernel copies one source at least, and as many as it is compiled for at most");
   }
+  if (right && function == 0) {
+    PyErr_SetString(PyExc_ValueError, "what copies is a kernel");
+  }
   if (right && node != 0 && driver.set == nullptr) {
     PyErr_SetString(PyExc_ValueError, "the driver does not set parameters of a graph's kernel");
   }
@@ -799,6 +825,7 @@ PyObject* last_node(PyObject*, PyObject* args) {
   const bool told = driver.set != nullptr && driver.info != nullptr &&
       exchange->current_work_stream(device < 0 ? kDLCPU : kDLCUDA, device, &stream) == 0 &&
       driver.info(stream, &status, &id, &graph, &nodes, &edges, &count) == 0;
+  if (!told) PyErr_Clear();
   return PyLong_FromVoidPtr(told && status == 1 && count == 1 ? nodes[0] : nullptr);
 }
 
@@ -867,13 +894,14 @@ PyMethodDef functions[] = {
     {"alive", is_alive, METH_O, nullptr},    {"last_node", last_node, METH_VARARGS, nullptr},
     {"sets_parameters", sets_parameters, METH_NOARGS, nullptr},    {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "calls", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_calls", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 bool add(PyObject* to, PyTypeObject* type, const char* name, const char* full, Py_ssize_t size, newfunc make,
          destructor end) {
   type->tp_name = full;
   type->tp_basicsize = size;
   type->tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  if (type->tp_traverse != nullptr) type->tp_flags |= Py_TPFLAGS_HAVE_GC;
   type->tp_vectorcall_offset = static_cast<Py_ssize_t>(sizeof(PyObject));
   type->tp_call = PyVectorcall_Call;
   type->tp_new = make;
@@ -883,9 +911,11 @@ bool add(PyObject* to, PyTypeObject* type, const char* name, const char* full, P
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_calls() {
+PyMODINIT_FUNC PyInit__calls() {
   PyObject* made = PyModule_Create(&module);
   if (made == nullptr) return nullptr;
+  AloneType.tp_traverse = alone_traverse;
+  AloneType.tp_clear = alone_clear;
   if (!add(made, &HoldsType, "Holds", "calls.Holds", sizeof(Holds), holds_new, holds_dealloc) ||
       !add(made, &AloneType, "Alone", "calls.Alone", sizeof(Alone), alone_new, alone_dealloc) ||
       !add(made, &MakerType, "Maker", "calls.Maker", sizeof(Maker), maker_new, maker_dealloc) ||

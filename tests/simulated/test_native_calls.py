@@ -9,6 +9,7 @@ import torch
 
 from multigraph_backend import native
 from multigraph_backend.cudagraphs import account, runtime
+from multigraph_backend.cudagraphs.recordings.asleep import never
 from tests.support.simulated.pieces import Bench, values
 
 
@@ -61,6 +62,20 @@ def test_it_waits_for_a_call_that_is_under_way(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         x = values()
         assert torch.equal(piece([x])[0], x * 2)
+
+
+def test_recordings_that_were_given_up_stay_so() -> None:
+    calls = native.ready()
+    assert calls is not None
+    bench = Bench(native_calls=False)
+    piece = bench.piece(double, 1, 1)
+    for _ in range(3):
+        held = piece([values()])[0]
+    (node,) = [node for node in bench.tree.root.below() if node.recording is not None]
+    node.holds = never  # as when the pool's memory was lent, and stays with whom it was lent to
+    assert bench.tree.take(calls)
+    assert node.holds is never
+    del held
 
 
 def test_the_account_says_why_calls_are_not_native(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,11 @@ class CudaDevice:
         self, graph: Graph, random: bool, copied: Sequence[int], sources: Sequence[Source], stager: Stager | None
     ) -> Callable[[list[Any]], object] | None:
         kernel: staging.Kernel | None = None if stager is None else stager.kernel
-        if self._calls is None or not self._launches or (stager is not None and kernel is None):
+        if (
+            self._calls is None
+            or not self._launches
+            or (stager is not None and (kernel is None or not kernel.function))
+        ):
             return None
         recorded, positions = cast(torch.cuda.CUDAGraph, graph), tuple(copied)
         copies = None if kernel is None else (
@@ -165,7 +169,9 @@ class CudaDevice:
         counts = tuple(zip(copied, kernel.counts, strict=True))
         return made(otherwise=functools.partial(_aligned, self.index, counts, made(otherwise=_refused)))
 
-    def stager(self, buffers: Sequence[torch.Tensor]) -> Stager:
+    def stager(self, buffers: Sequence[torch.Tensor], as_bytes: bool = True) -> Stager:
+        if not as_bytes:
+            return staging.by_torch(buffers, self.copy)
         return staging.stager(self.index, buffers, self.stream, self.copy)
 
     def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
@@ -536,16 +542,17 @@ def _aligned(
     index: int, copied: Sequence[tuple[int, int]], launch: Callable[[list[Any]], object], inputs: Sequence[Any]
 ) -> None:
     """Launch once more, with the device current, and with copies of inputs that do not lie as the kernel reads them:
-    each is one run of so many elements, in whatever order these stand."""
+    each is one run of so many elements, in whatever order these stand, whose bytes may not be its values."""
     held = list(inputs)
     with torch.cuda.device(index), torch.no_grad():
         for at, count in copied:
-            if held[at].data_ptr() % staging.ALIGNED:
-                held[at] = held[at].as_strided((count,), (1,)).clone()
+            if held[at].data_ptr() % staging.ALIGNED or held[at].is_conj() or held[at].is_neg():
+                held[at] = held[at].as_strided((count,), (1,)).resolve_conj().resolve_neg().clone()
         launch(held)
 
 
 def _refused(inputs: Sequence[Any]) -> None:
+    torch.cuda.current_stream().synchronize()  # where the device has failed, torch says how
     raise RuntimeError("CUDA's driver refused to launch a recording whose inputs are copied within it")
 
 

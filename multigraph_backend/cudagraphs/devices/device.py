@@ -166,8 +166,9 @@ class Device(Protocol):
     def prepare(self, inputs: int) -> None:
         """Make ready what `stager` uses for recordings that copy up to so many inputs; may compile."""
 
-    def stager(self, buffers: Sequence[torch.Tensor]) -> Stager:
-        """What copies inputs into `buffers`."""
+    def stager(self, buffers: Sequence[torch.Tensor], as_bytes: bool = True) -> Stager:
+        """What copies inputs into `buffers`.  `as_bytes`: whether an input's bytes are its values, as they are not of
+        one that is marked as conjugate or negative."""
 
     def within(self, sources: Sequence[torch.Tensor]) -> Within | None:
         """What copies inputs that lie as `sources` do as a part of the recording that is captured next; None where they

@@ -7,7 +7,8 @@ device's memory tells each program of the kernel which source it reads, which wo
 In:  the buffers, once.  Out: a function of sources, tensors of the same layouts, that copies them into the buffers; and
 what it launches, for who launches it natively.
 What the kernel does not serve goes to torch's copy: layouts with gaps, bytes that make no whole words, sources that do
-not lie on 16 bytes, much data, calls while another device is current, and machines where Triton cannot compile.
+not lie on 16 bytes or are marked as conjugate or negative, much data, calls while another device is current, and
+machines where Triton cannot compile.
 
 Kernels are compiled by `prepare`, in a compile, for round numbers of sources; a call never compiles.
 """
@@ -63,6 +64,11 @@ def prepare(index: int, sources: int) -> None:
             log.debug("no kernel for %d sources", size, exc_info=True)
 
 
+def by_torch(buffers: Sequence[torch.Tensor], copy: Callable[..., object]) -> Stager:
+    """As `stager`, by torch's copy, which also sees marks of its sources."""
+    return Stager(functools.partial(_by_torch, copy, list(buffers)))
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A launch of the kernel for one recording: `function` is the driver's, `size` the number of sources that it takes,
@@ -84,7 +90,7 @@ def stager(
 ) -> Stager:
     """What copies into `buffers`.  `stream` tells the current one, `copy` is torch's multi-tensor copy of a list into
     another."""
-    slow = functools.partial(_by_torch, copy, list(buffers))
+    slow = by_torch(buffers, copy).copy
     with _lock:
         fits = [size for device, size in _launches if device == index and size >= len(buffers)]
         launch = _launches[index, min(fits)] if fits else None
@@ -190,6 +196,8 @@ def source(count: int, size: int, several: bool = False) -> str:
     lines = [f"def stage({sources}):"]
     if several:
         lines += ["    if current() != device:", f"        return slow({sources})"]
+    marks = " or ".join(f"s{number}.is_conj() or s{number}.is_neg()" for number in range(count))
+    lines += [f"    if {marks}:", f"        return slow({sources})"]
     lines += [f"    a{number} = s{number}.data_ptr()" for number in range(count)]
     passed = [*addresses, *addresses[:1] * (size - count)]
     lines += [

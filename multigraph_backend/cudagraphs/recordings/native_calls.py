@@ -97,7 +97,7 @@ def _holds(calls: Calls) -> str | None:
 def _made(calls: Calls) -> str | None:
     like = torch.arange(12, dtype=torch.float32).reshape(3, 4).t()[1:, ::2]
     storage = torch.arange(100, 112, dtype=torch.float32).untyped_storage()
-    expected = torch.empty(0).set_(storage, like.storage_offset(), like.size(), like.stride())
+    expected = torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.size(), like.stride())
     for mode in (False, True):
         with torch.inference_mode(mode):
             for made in (calls.Maker(like, None)(storage), calls.Maker(like, storage)()):

@@ -148,15 +148,17 @@ def record(
 
     Nothing of it runs on the device.  Raises `NotRecorded`; the pool is then fit for another `prepare`.
     """
+    parts = {index: _part(inputs[index]) for index in plan.copied}
+    sources = [part.source(inputs[index]) if part.source else inputs[index] for index, part in parts.items()]
+    as_bytes = not any([source.is_conj() or source.is_neg() for source in sources])  # noqa: C419 - see `Node.alive`
+    within = device.within(sources) if sources and as_bytes else None
+    # from here to the capture nothing may be allocated
     dying = {slot.address: slot.nbytes for slot in (plan.managed[index] for index in plan.owned)}
     owners = dict(zip(dying, prepare(list(dying.items())), strict=True))
-    parts = {index: _part(inputs[index]) for index in plan.copied}
     owned = {index: (plan.managed[index].address, Layout.of(inputs[index])) for index in plan.owned}
     lying: dict[int, tuple[int, int]] = {}
     passed: dict[int, StorageWeakRef] = {}
     given = {index: weakref.ref(tensor) for index, tensor in enumerate(inputs) if _is_tensor(tensor)}
-    sources = [part.source(inputs[index]) if part.source else inputs[index] for index, part in parts.items()]
-    within = device.within(sources) if sources else None
     seconds, random = 0.0, spec.random or bool(plan.generators)
 
     def capture() -> list[Any]:
@@ -243,7 +245,10 @@ def record(
         raise NotRecorded(f"recording failed: {error}") from error
     buffers = [_over(device, lying[index], part) for index, part in parts.items()]
     asked = {*parts, *(output.index for output in described if isinstance(output, OfInput))}
-    stager = within.finished(buffers) if within is not None else device.stager(buffers) if buffers else None
+    if within is not None:
+        stager: Stager | None = within.finished(buffers)
+    else:
+        stager = device.stager(buffers, as_bytes) if buffers else None
     trial = None
     if spec.must_pay:
         trial = Trial(seconds * 1e6, device.time_copies(stager.copy, sources) if stager else lambda: 0.0)

@@ -50,7 +50,7 @@ from multigraph_backend.allocator.sleeping import Asleep, Sleeper
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.limits import Limits
 from multigraph_backend.cudagraphs.recordings import out_of_memory, planning, recording, replay
-from multigraph_backend.cudagraphs.recordings.asleep import Sleepers
+from multigraph_backend.cudagraphs.recordings.asleep import Sleepers, never
 from multigraph_backend.cudagraphs.recordings.callers import Callers
 from multigraph_backend.cudagraphs.recordings.collectives import Collectives
 from multigraph_backend.cudagraphs.recordings.cost import NOT_REPLAYED
@@ -791,20 +791,23 @@ class Tree(Nodes):
 
     def take(self, calls: Calls) -> bool:
         """Let calls be native from now on, if none is under way; whether they are.  Recordings that are there are built
-        again when they are next called."""
+        again, now or when what is alive of them is not any more."""
         with self._idle() as idle:
-            if not idle:
+            if not idle or self.lending.in_the_way():
                 return False
             self.device.take(calls)
             self.calls, self.shorten = calls, calls.shorten
             for node in {id(node): node for node in (*self.root.below(), *self.path)}.values():
-                if node.recording is None or node.destroyed:
-                    continue
-                node.unbuild()
+                if node.recording is None or node.destroyed or (node.holds is never and node.slept is None):
+                    continue  # given up
                 if node.slept is None:
                     node.holds = replay.build_holds(node)
                 else:
                     node.slept = replay.build_holds(node)
+                if node.ready:
+                    node.unbuild()
+                    if not node.alive():
+                        replay.build(node)
             return True
 
     def give_way(self) -> bool:

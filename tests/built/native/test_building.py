@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from multigraph_backend import _compat, native
 from multigraph_backend.cudagraphs.recordings import native_calls
@@ -191,6 +193,35 @@ os.waitpid(pid, 0)
 print("parent", native.wait())
 """)()
     assert said.splitlines() == ["child False", "parent True"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_program_may_have_another_default_type(compiler: Compiler, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        native_calls.checked(building.build())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_module_of_the_program_s_keeps_its_name(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ModuleType("calls")
+    monkeypatch.setitem(sys.modules, "calls", own)
+    monkeypatch.setitem(sys.modules, "_calls", own)
+    building.build()
+    assert sys.modules["calls"] is sys.modules["_calls"] is own
+
+
+def test_a_child_that_ends_leaves_the_parent_s_build_alone(compiler: Compiler) -> None:
+    compiler.does(f"sleep 3; cp {compiler.built} $out")
+    said = program("""
+time.sleep(1)
+if not os.fork():
+    sys.exit(0)
+os.wait()
+print(native.wait(), native.state())
+""")()
+    assert said == "True native"
 
 
 def test_who_asks_later_is_told_at_once(calls: Any) -> None:

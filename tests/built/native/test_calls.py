@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,6 +283,19 @@ def test_what_a_call_changes_is_its_own_where_python_says_so(
     assert ours(args) is pythons(args)
 
 
+def test_what_it_holds_may_lead_back_to_it(calls: Any) -> None:
+    class Model:
+        pass
+
+    model, tensor = Model(), torch.nn.Parameter(torch.ones(2))
+    model.check = calls.Alone([0], [], [], [tensor])  # type: ignore[attr-defined]
+    tensor.model = model  # type: ignore[attr-defined]
+    gone = weakref.ref(model)
+    del model, tensor
+    gc.collect()
+    assert gone() is None
+
+
 def test_arguments_that_are_missing_or_no_tensors_are_errors(calls: Any) -> None:
     ask = calls.Alone([0], [1], [], [])
     x, y = torch.ones(2), torch.ones(2)
@@ -420,6 +435,18 @@ def test_the_last_node_is_told_where_there_is_one(calls: Any, driver: Any, captu
     driver.be("capturing", capturing)
     assert calls.sets_parameters()
     assert calls.last_node(-1) == expected
+
+
+@pytest.mark.parametrize(
+    "mark", [lambda: torch.ones(8, dtype=torch.complex64).conj(), lambda: torch._neg_view(torch.ones(8))]
+)
+def test_bytes_that_are_not_the_values_are_left_to_torch(calls: Any, driver: Any, mark: Any) -> None:
+    left: list[Any] = []
+    inputs: list[Any] = [0, mark()]
+    launch(calls, 1, 1, left.append)(inputs)
+    assert left == [inputs]
+    assert driver.count("graphs") == 0
+    assert holds(calls, fixed=((1, inputs[1].data_ptr()),))(inputs) is False
 
 
 @pytest.mark.parametrize("why", ["misaligned", "no tensor", "missing", "graph", "kernel", "set"])

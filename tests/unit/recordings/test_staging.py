@@ -142,9 +142,11 @@ def test_the_smallest_kernel_of_the_device_that_takes_all_is_used(bench: Bench) 
     assert staging.sizes() == [1, 2, 4, 8, 16, 32, 64]
 
 
-def test_a_call_reads_addresses_and_nothing_else() -> None:
+def test_a_call_reads_marks_and_addresses_and_nothing_else() -> None:
     assert staging.source(3, 4) == (
         "def stage(s0, s1, s2):\n"
+        "    if s0.is_conj() or s0.is_neg() or s1.is_conj() or s1.is_neg() or s2.is_conj() or s2.is_neg():\n"
+        "        return slow(s0, s1, s2)\n"
         "    a0 = s0.data_ptr()\n"
         "    a1 = s1.data_ptr()\n"
         "    a2 = s2.data_ptr()\n"
@@ -174,3 +176,13 @@ def test_torch_copies_where_another_device_is_current(bench: Bench, monkeypatch:
         stage(source)
         assert torch.equal(buffers[0], source)
         assert (bench.launched, bench.by_torch) == ways
+
+
+def test_what_is_marked_as_conjugate_or_negative_is_copied_by_its_values(bench: Bench) -> None:
+    x = torch.randn(8, dtype=torch.complex64)
+    for source in (x.conj(), x, x.conj().imag):
+        buffer = torch.zeros(source.shape, dtype=source.dtype)
+        before = bench.by_torch
+        bench.stager([buffer])(source)
+        assert torch.equal(buffer, source)
+        assert bench.by_torch - before == (source.is_conj() or source.is_neg())

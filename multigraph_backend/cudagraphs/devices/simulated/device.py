@@ -265,7 +265,7 @@ class SimulatedDevice:
     ) -> Callable[[list[Any]], object] | None:
         return None
 
-    def stager(self, buffers: Sequence[torch.Tensor]) -> Stager:
+    def stager(self, buffers: Sequence[torch.Tensor], as_bytes: bool = True) -> Stager:
         kept = list(buffers)
         return Stager(lambda *sources: self._copy(kept, list(sources)))
 
