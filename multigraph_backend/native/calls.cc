@@ -3,9 +3,10 @@
 // that it hands out.
 //
 // Each does what the Python beside it does, in the same order, and decides nothing (`recordings/replay.py`,
-// `recordings/nodes.py` and `capture/aliasing.py` say what). Where something is not as it was when the object was made, it answers as Python would,
-// or leaves the call to Python. Compiled against the headers of the torch that it is loaded into, and without CUDA's: the
-// driver is looked up by name, the current stream is asked by way of DLPack's table of functions.
+// `recordings/nodes.py` and `capture/aliasing.py` say what). Where something is not as it was when the object was made,
+// it answers as Python would, or leaves the call to Python. Compiled against the headers of the torch that it is loaded
+// into, and without CUDA's: the driver is looked up by name, the current stream is asked by way of DLPack's table of
+// functions.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/dlpack.h>
@@ -92,7 +93,7 @@ uint64_t begin_of(int64_t handle) {
   return reinterpret_cast<uint64_t>(reinterpret_cast<c10::StorageImpl*>(handle)->data());
 }
 
-// A position among `size` inputs, out of a Python number.
+// A position among inputs, out of a Python number.
 bool position(PyObject* value, Py_ssize_t* found) {
   *found = PyLong_AsSsize_t(value);
   if (*found < 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a position is not negative");
@@ -604,7 +605,6 @@ struct LaunchState {
   void* graph = nullptr;
   PyObject* otherwise = nullptr;  // copies and launches as torch does, and tells of errors
   PyObject* keeps = nullptr;
-  c10::DeviceType type = c10::DeviceType::CUDA;
   int device = 0;
   // torch's launch of the graph, in place of the driver's: always, or where one of `hooks` has something in it
   PyObject *replay = nullptr, *hooks = nullptr;
@@ -677,9 +677,8 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   }
   void* stream = nullptr;
   if (right && state.device >= 0) {
-    right = c10::impl::VirtualGuardImpl(state.type).getDevice().index() == state.device &&
-        exchange->current_work_stream(static_cast<DLDeviceType>(state.type == c10::DeviceType::CUDA ? kDLCUDA : kDLCPU),
-                                      state.device, &stream) == 0;
+    right = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice().index() == state.device &&
+        exchange->current_work_stream(kDLCUDA, state.device, &stream) == 0;
   }
   if (!right) PyErr_Clear();  // of who was asked for the stream: torch is asked next
   int by_torch = state.by_torch;
@@ -736,7 +735,6 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names) {
   auto* state = self->state = new LaunchState;
   state->graph = reinterpret_cast<void*>(graph);
   state->device = device;
-  state->type = device < 0 ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
   state->otherwise = Py_NewRef(otherwise);
   state->keeps = Py_NewRef(keeps);
   state->replay = Py_NewRef(replay);

@@ -88,11 +88,14 @@ class CudaDevice:
             return self._calls.Maker(self._like(layout), None)
         return self._maker(layout)
 
+    def make(self, layout: Layout, storage: torch.UntypedStorage) -> torch.Tensor:
+        return self._maker(layout)(storage)
+
     def _like(self, layout: Layout) -> torch.Tensor:
         """A tensor of that layout, over memory of no size, which nobody reads."""
         nothing = self.fresh_storage(0)
         with torch.inference_mode(False):
-            return self._maker(layout)(nothing)
+            return self.make(layout, nothing)
 
     def _maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
         metadata = {
@@ -108,7 +111,7 @@ class CudaDevice:
         if self._calls is not None:
             return self._calls.Maker(self._like(layout), storage)
         with torch.inference_mode(False):
-            first = self.maker(layout)(storage)  # another like it is made quicker than one of what is known of it
+            first = self.make(layout, storage)  # another like it is made quicker than one of what is known of it
         return functools.partial(_compat.tensor_like, first, layout.size, layout.stride, 0)
 
     def storage_at(self, address: int, nbytes: int) -> torch.UntypedStorage:
@@ -309,7 +312,7 @@ class CudaDevice:
 
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
         for address, nbytes in poison.others(self._pool.segments(), kept):
-            self.maker(Layout((nbytes,), (1,), 0, torch.uint8))(self.storage_at(address, nbytes)).fill_(poison.BYTE)
+            self.make(Layout((nbytes,), (1,), 0, torch.uint8), self.storage_at(address, nbytes)).fill_(poison.BYTE)
 
     # ---------------------------------------------------------------- running and recording
 

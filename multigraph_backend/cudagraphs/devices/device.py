@@ -190,6 +190,9 @@ class Device(Protocol):
     def address(self, tensor: torch.Tensor) -> int:
         """Where its first element lies."""
 
+    def make(self, layout: Layout, storage: torch.UntypedStorage) -> torch.Tensor:
+        """One tensor as `maker` makes them, where no more of its layout are to be made."""
+
     def maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
         """hot: a function that makes a new tensor of `layout` over a storage, as if freshly allocated (no autograd
         history, not a view of anything)."""

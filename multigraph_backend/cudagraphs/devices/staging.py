@@ -120,7 +120,7 @@ def stager(
 
 class Within:
     """The kernel as the first thing that a recording does.  Each launch of it is told where its sources lie by setting
-    the parameters of that node, which takes the host a tenth of a launch, and the device no gap between two.
+    the parameters of that node, which takes the host less than a launch, and the device no gap between two.
 
     `made` says whether that can be; then `launch` comes in the capture, and `finished` after it.
     """

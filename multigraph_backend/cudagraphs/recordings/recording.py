@@ -176,7 +176,7 @@ def record(
             within.launch([part.source(args[index]) if part.source else args[index] for index, part in parts.items()])
         for index, (address, layout) in owned.items():
             passed[index] = StorageWeakRef(owners[address])
-            args[index] = device.maker(layout)(owners[address])
+            args[index] = device.make(layout, owners[address])
             given[index] = weakref.ref(args[index])
         owners.clear()
         nonlocal seconds
@@ -333,7 +333,7 @@ def overlaps_otherwise(layout: Layout) -> bool:
 
 
 def _over(device: Device, lying: tuple[int, int], part: _Part) -> torch.Tensor:
-    buffer = device.maker(part.layout)(device.storage_at(*lying))
+    buffer = device.make(part.layout, device.storage_at(*lying))
     return part.source(buffer) if part.source is not None else buffer
 
 

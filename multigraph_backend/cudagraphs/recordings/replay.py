@@ -329,7 +329,7 @@ def _keep_tensors(node: Node) -> None:
         slot = node.slots[output.slot]
         if not slot.visible and not slot.copied:
             with torch.inference_mode(False):  # another call may be under another mode, and write to it
-                slot.kept = node.tree.device.maker(output.layout)(slot.storage)
+                slot.kept = node.tree.device.make(output.layout, slot.storage)
     node.handed_out.fill(node.slots)
 
 
@@ -406,11 +406,11 @@ def copied(
     """`tensor`, or `layout` relative to its start, over a copy of its storage; `taken`: those there are, by handle."""
     storage = tensor.untyped_storage()
     if storage._cdata not in taken:
-        words = device.maker(_words(storage.nbytes()))
-        taken[storage._cdata] = device.fresh_storage(storage.nbytes())
-        device.copy([words(taken[storage._cdata])], [words(storage)])
+        words, fresh = _words(storage.nbytes()), device.fresh_storage(storage.nbytes())
+        device.copy([device.make(words, fresh)], [device.make(words, storage)])
+        taken[storage._cdata] = fresh
     seen = Layout.of(tensor) if layout is None else _absolute(layout, tensor)
-    return device.maker(seen)(taken[storage._cdata])
+    return device.make(seen, taken[storage._cdata])
 
 
 def _copied_from_pool(
@@ -464,7 +464,7 @@ def _relative(tensor: torch.Tensor) -> Layout:
 
 def _view(device: Device, layout: Layout, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of `layout`, relative to the start of `tensor`, in the memory of `tensor`."""
-    return device.maker(_absolute(layout, tensor))(tensor.untyped_storage())
+    return device.make(_absolute(layout, tensor), tensor.untyped_storage())
 
 
 def _absolute(layout: Layout, tensor: torch.Tensor) -> Layout:

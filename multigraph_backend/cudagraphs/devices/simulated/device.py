@@ -282,6 +282,9 @@ class SimulatedDevice:
                 self._memory.reference(destination).tensor().copy_(self._memory.reference(source).tensor())
         self._memory.scatter()
 
+    def make(self, layout: Layout, storage: torch.UntypedStorage) -> torch.Tensor:
+        return tensor_over(layout, storage)
+
     def maker(self, layout: Layout) -> Callable[[torch.UntypedStorage], torch.Tensor]:
         return lambda storage: tensor_over(layout, storage)
 
