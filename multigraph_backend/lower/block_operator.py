@@ -88,10 +88,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class PutIn:
-    """What stands for the operators of one graph: names of bodies, and of each its steps and how often it is called."""
+    """What stands for the operators of one graph: names of bodies, and of each its steps and how often it is called;
+    `inlined`: the same of those whose steps stand there."""
 
     names: tuple[str, ...] = ()
     bodies: tuple[tuple[int, int], ...] = ()
+    inlined: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -100,10 +102,12 @@ class Bodies:
 
     `shape_env`: where symbols that sizes are expressions over come from; None where there are none.
     `wrong`: why what AOTAutograd has traced with them is of no use.  `put`: what stands for the operators in graphs
-    where that was settled already, by "forward" and "backward".
+    where that was settled already, by "forward" and "backward".  `inlined`: whether it is the steps of their parts,
+    and not calls.
     """
 
     kinds: dict[str, dict[tuple[Any, ...], Kind]] = field(default_factory=dict)
+    inlined: bool = False
     shape_env: Any = None
     wrong: str | None = None
     put: dict[str, PutIn] = field(default_factory=dict)

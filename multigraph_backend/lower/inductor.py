@@ -122,8 +122,9 @@ def _traced_once(
     module: torch.fx.GraphModule, inputs: list[Any], options: Options, only_cached: bool
 ) -> tuple[block_operator.Bodies | None, str | None]:
     """Calls of bodies in `module` that AOTAutograd traces once, and why there are none though blocks come again."""
-    if options.repeat != "always":
-        return None, None  # what is lost by a cut is only known of what AOTAutograd has traced
+    whole = options.repeat == "auto"  # what is lost by a cut is only known of what AOTAutograd has traced
+    if whole and options.packing:
+        return None, "packs are placed in the graph as a whole"
     if options.saved_tensors_budget is not None or options.reckoned is not None:
         return None, "what is saved has a budget or a memory goal"  # and a body is parted without a look at it
     config = _compat.inductor_config
@@ -133,7 +134,7 @@ def _traced_once(
     try:
         with _zeros_apart(module):
             may_draw = _keeps_what_was_drawn(options)
-            return traced_once.lift(module, inputs, beside, traces=not only_cached, may_draw=may_draw), None
+            return traced_once.lift(module, inputs, beside, not only_cached, may_draw, inlined=whole), None
     except block_operator.Refused as refused:
         return None, str(refused)
 

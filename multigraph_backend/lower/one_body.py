@@ -61,7 +61,8 @@ from multigraph_backend.saved_tensors.graphs import viewed
 class Repeated:
     """What became of one graph: its `steps`, and of each body its steps and how often it is called.
 
-    `traced_once`: of how many of the bodies AOTAutograd traced one block.  `refused`: why blocks that come again are no
+    `traced_once`: of how many of the bodies AOTAutograd traced one block.  `inlined`: of each block that it traced once
+    and whose steps were put in the place of all, its steps and how often.  `refused`: why blocks that come again are no
     bodies, or traced one by one.  `stay`: which operators may be a part of none, and why.
     """
 
@@ -71,6 +72,7 @@ class Repeated:
     refused: tuple[str, ...] = ()
     stay: tuple[str, ...] = ()
     traced_once: int = 0
+    inlined: tuple[tuple[int, int], ...] = ()
 
     @property
     def calls(self) -> int:
@@ -85,6 +87,7 @@ class Repeated:
         each = ", ".join(f"{calls} calls of one body of {length} steps" for length, calls in self.bodies)
         said = f"{each}; {self.steps - self.spared} of {self.steps} steps compiled" if each else "nothing is called"
         said += f"; {self.traced_once} of the bodies traced once" if self.traced_once else ""
+        said += "".join(f"; {count} blocks of {length} steps traced once" for length, count in self.inlined)
         return "; ".join((f"{self.graph}: {said}", *self.refused, *(() if each else self.stay)))
 
 
@@ -155,6 +158,7 @@ def _compile(
             steps=found.steps + sum(length * count for length, count in called.bodies),
             bodies=(*called.bodies, *found.bodies),
             traced_once=len(called.bodies),
+            inlined=called.inlined,
             refused=found.refused if why_not is None else (*found.refused, f"blocks are traced one by one: {why_not}"),
         )
     if (here := _collected.get()) is not None:

@@ -17,6 +17,8 @@ Convolutions stay: Inductor chooses in which layout they compute for a graph as 
 from __future__ import annotations
 
 import collections
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
@@ -238,6 +240,30 @@ def _why_it_stays_in_a_trace(node: Node, name: str, may_draw: bool) -> str | Non
     if not may_draw or not any(word in name for word in _DRAW_FOR_A_CALL) or node.kwargs.get("generator") is not None:
         return _DRAWS
     return None
+
+
+def writes_in_a_trace(node: Node) -> bool:
+    """Whether a step of a captured graph writes to what it takes, or may."""
+    if not _called(node) or modes_of_trace.does_nothing(node):
+        return False
+    why = _why_it_stays_in_a_trace(node, _name(node), may_draw=True)
+    return (why is not None and why not in (_DRAWS, _LAYOUT)) or _is_told_to_write(node)
+
+
+def _is_told_to_write(node: Node) -> bool:
+    """Of `functional.relu(x, inplace=True)` and its like."""
+    place = _place_of_inplace(node.target) if callable(node.target) else None
+    given = node.kwargs.get("inplace") if place is None else _given_as(node, "inplace", place)
+    return given not in (None, False)
+
+
+@functools.cache
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of what is not written in Python, which has another function for that
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _why_a_region_stays(node: Node, region: GraphModule) -> str | None:

@@ -49,7 +49,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import modes_of_trace, repetition
+from multigraph_backend.lower import equal_steps, inlined, modes_of_trace, repetition
 from multigraph_backend.lower.block_operator import (
     BLOCK,
     Bodies,
@@ -131,12 +131,14 @@ def lift(
     settings: Callable[[Any], Mapping[str, object]],
     traces: bool = True,
     may_draw: bool = True,
+    inlined: bool = False,
 ) -> Bodies | None:
     """Put calls in place of blocks that come again, and trace one of each; None where there are none.
 
     `settings`: what `compile_fx` is given beside a graph, for a function that compiles one graph.  `traces`: False
     where the code is to come from caches alone, and the rewritten graph is what finds it.  `may_draw`: whether a body
-    may draw random numbers, because its calls are never done again in the backward.
+    may draw random numbers, because its calls are never done again in the backward.  `inlined`: whether steps take the
+    place of calls in what Inductor is given.
     Raises `Refused`, and the graph is as it was.
     """
     here = _attempt.get() or Attempt()
@@ -148,6 +150,8 @@ def lift(
     if (unknown := next((node for node in nodes if changes_state(node)), None)) is not None:
         name = getattr(unknown.target, "__name__", unknown.target)
         raise Refused(f"the graph calls {name}, which may change what a trace depends on")
+    if equal_steps.merge_tables(module):
+        steps, nodes = steps_of_trace(module.graph, may_draw, differentiated)
     named = {node.name: node for node in module.graph.nodes}
     modes = modes_of_trace.at_each_node(module.graph)
     ways = _worth_trying(steps)[here.passed :]
@@ -160,7 +164,7 @@ def lift(
         here.more = len(ways) > 1
         try:
             blocks = [_block(body, nodes, named, modes) for body in ways.pop(0).bodies]
-            bodies = Bodies({block.name: {} for block in blocks})
+            bodies = Bodies({block.name: {} for block in blocks}, inlined)
             if traces:
                 _Tracing(module, inputs, symbols, settings, bodies).trace(blocks)
             break
@@ -464,7 +468,8 @@ def _keep(graphs: dict[str, GraphModule], gm: GraphModule, example_inputs: Seque
 def put_in(
     gm: GraphModule, bodies: Bodies | None, cut_at: Callable[[Node], str | None] | None = None, label: str = ""
 ) -> PutIn:
-    """Calls of graphs of bodies in place of the operators of `gm`, the "forward" or "backward" graph, or another.
+    """Calls of graphs of bodies in place of the operators of `gm`, the "forward" or "backward" graph, or another; or
+    what these graphs do, where bodies are inlined.
 
     `cut_at`: why the graph is to be cut at a step, which no body can be; None where it is not.
     """
@@ -475,8 +480,7 @@ def put_in(
     if bodies.wrong is not None:
         raise CannotLower(bodies.wrong)
     names: dict[tuple[Any, ...], str] = {}
-    calls: dict[str, int] = {}
-    steps: dict[str, int] = {}
+    calls: collections.Counter[Part] = collections.Counter()
     convolving = convolves(gm.graph)
     for node in operators:
         given, numbers, symbols, body, graph, kind, _ = node.args
@@ -488,18 +492,22 @@ def put_in(
         part = bodies.part(body, graph, kind)
         if not bodies.takes(part, values) or len(symbols) != len(part.symbols):
             raise CannotLower("a call of a repeated block is not what its block was traced for")
+        calls[part] += 1
+        if bodies.inlined:
+            made = inlined.inline(gm.graph, node, part, [*given, *symbols])
+            _take_results(gm.graph, node, part, made.__getitem__, _by_symbol(symbols), inlined.give_value)
+            continue
         if (body, graph, kind) not in names:
             if cut_at is not None and (why := next(filter(None, map(cut_at, part.made.graph.nodes)), None)) is not None:
                 raise CannotLower(f"a repeated block is cut: {why}")
             name = next(name for number in itertools.count() if not hasattr(gm, name := f"repeated_{number}"))
             gm.add_submodule(name, part.made)
-            names[body, graph, kind], steps[name] = name, part.steps
-        name = names[body, graph, kind]
-        calls[name] = calls.get(name, 0) + 1
-        _call_part(gm.graph, node, name, part, [*given, *symbols], _by_symbol(symbols), convolving)
+            names[body, graph, kind] = name
+        _call_part(gm.graph, node, names[body, graph, kind], part, [*given, *symbols], _by_symbol(symbols), convolving)
     gm.graph.lint()
     gm.recompile()
-    return PutIn(tuple(names.values()), tuple((steps[name], count) for name, count in calls.items()))
+    counted = tuple((part.steps, count) for part, count in calls.items())
+    return PutIn(inlined=counted) if bodies.inlined else PutIn(tuple(names.values()), counted)
 
 
 def _by_symbol(nodes: Sequence[Any]) -> dict[sympy.Symbol, Node]:
@@ -522,17 +530,36 @@ def _call_part(
 ) -> None:
     with graph.inserting_before(node):
         attribute = graph.get_attr(name)
-        made = call_body(graph, part.made, attribute, name, given, convolving)
+        call = call_body(graph, part.made, attribute, name, given, convolving)
+
+    def result(place: int) -> Node:
+        value = graph.call_function(operator.getitem, (call, place))
+        value.meta["val"] = call.meta["val"][place]
+        if (stack := node.meta.get("nn_module_stack")) is not None:  # by which rules tell what is saved
+            value.meta.update({"nn_module_stack": stack, FIRST_STEP: True})
+        return value
+
+    _take_results(graph, node, part, result, symbols)
+
+
+def _take_results(
+    graph: Graph,
+    node: Node,
+    part: Part,
+    result: Callable[[int], Node],
+    symbols: Mapping[sympy.Symbol, Node],
+    of_view: Callable[[Node], None] = lambda view: None,
+) -> None:
+    """What takes the results of an operator takes those that `result` makes, by number, and views of them."""
+    with graph.inserting_before(node):
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise CannotLower("results of a repeated block are taken as a list")
             place: Any = user.args[1]
-            value = graph.call_function(operator.getitem, (made, place))
-            value.meta["val"] = made.meta["val"][place]
-            if (stack := node.meta.get("nn_module_stack")) is not None:  # by which rules tell what is saved
-                value.meta.update({"nn_module_stack": stack, FIRST_STEP: True})
+            value = result(place)
             for view in part.views[place]:
                 value = view_again(graph, view, value, symbols)
+                of_view(value)
             user.replace_all_uses_with(value)
             graph.erase_node(user)
             value.name = user.name  # by which a backward graph takes what is saved

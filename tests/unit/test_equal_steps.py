@@ -114,3 +114,57 @@ def test_what_differs_or_is_handed_out_stays(function: Callable[[torch.Tensor], 
         assert len({tensor.untyped_storage().data_ptr() for tensor in got}) == len(got)
     bits = [torch.signbit(value) for value in (got if isinstance(got, tuple) else (got,))]
     assert all(map(torch.equal, bits, map(torch.signbit, wanted if isinstance(wanted, tuple) else (wanted,))))
+
+
+def captured(function: Callable[..., Any], *args: torch.Tensor) -> torch.fx.GraphModule:
+    """As Dynamo captures it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=keep, fullgraph=True)(*args)
+    (gm,) = graphs
+    return gm
+
+
+def rotated(x: torch.Tensor, write: bool = False) -> torch.Tensor:
+    angles = torch.arange(x.shape[-1], dtype=x.dtype) / 10
+    if write:
+        torch.nn.functional.relu(angles, True)
+    return x * angles.cos() + x.flip(-1) * angles.sin()
+
+
+def test_tables_of_a_captured_graph_are_made_once() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return rotated(rotated(rotated(x)))
+
+    x = torch.randn(2, 4)
+    gm = captured(program, x)
+    assert equal_steps.merge_tables(gm) == 8  # positions, what they are divided by, two tables, in two of three
+    assert torch.equal(gm(x)[0], program(x))
+    assert equal_steps.merge_tables(gm) == 0
+
+
+def test_tables_of_a_captured_graph_stay_apart_where_one_may_be_written_to() -> None:
+    def returns(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        one, other = torch.arange(3.0), torch.arange(3.0)
+        return rotated(rotated(x)), one, other.unsqueeze(0)
+
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        return rotated(rotated(x), write=True)
+
+    def under_a_mode(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = rotated(x)
+        return rotated(y)
+
+    x = torch.randn(2, 3)
+    gm = captured(returns, x)
+    assert equal_steps.merge_tables(gm) == 4  # of `rotated` alone
+    _, one, other = gm(x)
+    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    for function in (writes, under_a_mode):
+        assert equal_steps.merge_tables(captured(function, x)) == 0

@@ -6,6 +6,7 @@ The whole run is `tests/support/fuzz/repeated.py`, whose first lines say how to 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -56,9 +57,10 @@ def test_chains_whose_blocks_are_traced_once_are_right() -> None:
     different = (None, "shared", "stride")
     programs = [chain(other, training=True) if other else generate(4) for other in different]
     programs.append(checkpointed(chain("constant", training=True)))
-    verdicts = [run_case(program, traced_once) for program in programs]
-    assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
-    assert all(verdict.calls > 4 for verdict in verdicts)
+    for repeat in ("always", "auto"):
+        verdicts = [run_case(program, functools.partial(traced_once, repeat=repeat)) for program in programs]
+        assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
+        assert all(verdict.calls > 4 for verdict in verdicts)
 
 
 @pytest.mark.slow

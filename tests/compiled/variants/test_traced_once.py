@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +21,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import multigraph_backend
-from multigraph_backend.lower import block_operator, repetition, traced_once
+from multigraph_backend.lower import block_operator, one_body, repetition, steps_of_graph, traced_once
 from multigraph_backend.lower.inductor import compile_fx_settings
 from multigraph_backend.lower.lowering import CompileJob
 from multigraph_backend.lower.only_cached import NotCached
+from multigraph_backend.saved_tensors.graphs import root
 from tests.support.fuzz.repeated import Verdict
 from tests.support.fuzz.repeated import traced_once as compiled_of
 
@@ -300,7 +303,7 @@ CASES: dict[str, tuple[Any, bool, bool]] = {  # model, whether it is traced once
     "attention with dropout": (lambda: layers(DropsInAttention), True, True),
     "the same layer twice": (Twice, True, True),
     "statistics": (lambda: layers(Statistics), False, False),
-    "a tensor in each layer": (lambda: layers(HoldsTensor), False, False),
+    "a tensor in each layer": (lambda: layers(HoldsTensor), True, True),
     "multihead attention with dropout": (lambda: layers(DropsInMultihead), True, True),
     "a norm at the end": (NormAtTheEnd, True, True),
     "checkpointed": (lambda: layers(Checkpointed), True, True),
@@ -317,12 +320,13 @@ CASES: dict[str, tuple[Any, bool, bool]] = {  # model, whether it is traced once
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("training", [False, True])
-def test_results_gradients_and_buffers_are_eagers(case: str, training: bool) -> None:
+@pytest.mark.parametrize("repeat", ["always", "auto"])
+def test_results_gradients_and_buffers_are_eagers(case: str, training: bool, repeat: str) -> None:
     torch.manual_seed(0)
     made, *expected = CASES[case]
     model = made()
     other, verdict = copy.deepcopy(model), Verdict()
-    run = compiled_of(other, verdict)
+    run = compiled_of(other, verdict, repeat=repeat)
     for turn in range(2):
         x = torch.randn(2, 8, 8)
         torch.manual_seed(turn)
@@ -675,3 +679,49 @@ def test_a_compile_from_caches_goes_through_all_ways_and_then_the_graph_as_it_wa
         assert CompileJob._traced_once_or_not(job, process_wide) == "as it was"  # type: ignore[comparison-overlap]
     assert [passed for passed, _ in asked] == [0, 1, 2, 0]
     assert [why is None for _, why in asked] == [True, True, True, False]
+
+
+def given_to_inductor(model: nn.Module, repeat: Any, training: bool) -> list[torch.fx.GraphModule]:
+    """The graphs of a compile, each before bodies are looked for in it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, *args: Any) -> tuple[one_body.Repeated, list[str]]:
+        graphs.append(copy.deepcopy(gm))
+        return one_body.Repeated("graph", 0), []
+
+    torch._dynamo.reset()
+    options = {"repeat": repeat, "on_failure": "raise"}
+    run = torch.compile(model, backend="multigraph", fullgraph=True, options=options)
+    with torch._functorch.config.patch(enable_autograd_cache=False), mock.patch.object(one_body, "put_in", keep):
+        step(run, model, torch.randn(2, 8, 8), training)
+    return graphs
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_put_in_the_place_of_calls_is_the_graph_as_it_was(training: bool) -> None:
+    """The same operators with results of the same kinds, but what a partitioner decides; and no two of them share what
+    looks like memory, unless one is a view of the other: by that Inductor tells what it may overwrite."""
+    model = layers(Layer)
+    with mock.patch.object(traced_once, "lift", side_effect=block_operator.Refused("not now")):
+        whole = given_to_inductor(model, "auto", training)
+    inlined = given_to_inductor(model, "auto", training)
+    assert len(inlined) == len(whole) == 1 + training
+    for mine, theirs in zip(inlined, whole, strict=True):
+        assert training or sorted(map(said, mine.graph.nodes)) == sorted(map(said, theirs.graph.nodes))
+        makers: dict[int, torch.fx.Node] = {}
+        for node in mine.graph.nodes:
+            for value in steps_of_graph.values_of(node):
+                if node.op == "call_function" and isinstance(value, torch.Tensor):
+                    memory = root(node)
+                    memory = memory.args[0] if memory.target is operator.getitem else memory  # type: ignore[assignment]
+                    assert makers.setdefault(value.untyped_storage()._cdata, memory) is memory
+
+
+def said(node: torch.fx.Node) -> str:
+    if node.op != "call_function":
+        return node.op
+    kinds = [
+        (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else value
+        for value in steps_of_graph.values_of(node)
+    ]
+    return f"{node.target} {kinds}"

@@ -9,7 +9,7 @@ no, one, two or three rows, and some have zeros of both signs, infinities and Na
 backward graphs are AOTAutograd's, and are run operator by operator with the calls that `one_body` has put in: no code
 is generated, so a case takes a fraction of a second, and numbers are compared in double precision.  With
 `--traced-once` Dynamo traces the program, blocks are lifted out before AOTAutograd (`traced_once`), and everything is
-as a user has it, but that graphs run operator by operator.
+as a user has it, but that graphs run operator by operator; programs that may lose no kernel have `"repeat": "auto"`.
 
 Some blocks are checkpointed then, all or each by chance, but those that write or hand out a view.
 
@@ -340,10 +340,12 @@ def operator_by_operator(program: Program) -> Callable[[Model, Verdict], Any]:
     return compiled
 
 
-def traced_once(model: Model, verdict: Verdict, specialize: Sequence[dict[str, Any]] = ()) -> Any:
+def traced_once(
+    model: Model, verdict: Verdict, specialize: Sequence[dict[str, Any]] = (), repeat: str = "always"
+) -> Any:
     """As a user compiles it, but that graphs are run operator by operator; `verdict.calls`: those that were lifted."""
     torch._dynamo.reset()
-    compiled = through_inductor(model, verdict, specialize)
+    compiled = through_inductor(model, verdict, specialize, repeat)
 
     def run(*args: torch.Tensor) -> Any:
         with (
@@ -371,13 +373,15 @@ def _not_compiled(gm: torch.fx.GraphModule, inputs: Any, **settings: Any) -> Any
 
 def _counting(put_in: Any, verdict: Verdict, *given: Any) -> Any:
     found = put_in(*given)
-    verdict.calls += sum(calls for _, calls in found.bodies)
+    verdict.calls += sum(calls for _, calls in (*found.bodies, *found.inlined))
     return found
 
 
-def through_inductor(model: Model, verdict: Verdict, specialize: Sequence[dict[str, Any]] = ()) -> Any:
+def through_inductor(
+    model: Model, verdict: Verdict, specialize: Sequence[dict[str, Any]] = (), repeat: str = "always"
+) -> Any:
     """As a user compiles it, with code generated."""
-    options = {"repeat": "always", "on_failure": "raise", "specialize": list(specialize)}
+    options = {"repeat": repeat, "on_failure": "raise", "specialize": list(specialize)}
     return torch.compile(model, backend="multigraph", fullgraph=True, options=options)
 
 
@@ -442,11 +446,13 @@ def _chunk(seeds: range, once: bool, sizes: bool) -> tuple[Counter[str], list[st
     for program in map(generate_with_sizes if sizes else generate, seeds):
         if once or sizes:
             program = with_checkpoints(program)
-        once_traced = functools.partial(traced_once, specialize=program.specialize)
+        repeat = "auto" if program.lossless else "always"
+        once_traced = functools.partial(traced_once, specialize=program.specialize, repeat=repeat)
         verdict = run_case(program, once_traced if once or sizes else None)
         counts["programs"] += 1
         counts["calls of bodies"] += verdict.calls
         counts["programs with calls of bodies"] += verdict.calls > 0
+        counts["programs that may lose no kernel"] += program.lossless
         counts["programs with checkpoints"] += any(block.checkpointed for block in program.blocks)
         counts["programs with backwards"] += program.training
         counts["programs with zeros, infinities and NaN"] += program.edges
