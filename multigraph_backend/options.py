@@ -106,7 +106,7 @@ class Options:
     memory_goal: what a training step may need in all; then the rules say what may be done, and it how much of it
     reckoned: the goal in bytes, and what this process holds beside; filled in when a graph is compiled
     repeat: "always" compiles blocks of a graph that come again once, and calls them; "auto" where no kernel is cut in
-        two by that; False: they are compiled as they stand
+        two by that; False: they are compiled as they stand; False, too, where the compiler is not Inductor
     name: what this model is called among others of its class: in reports and messages, and as a key of the environment
     mode: for a compiler other than Inductor that has a parameter of that name, and None otherwise
     notes: what was asked for and cannot be had, for reports
@@ -133,7 +133,7 @@ class Options:
     saved_tensors_budget: Budget | None = None
     memory_goal: Goal | None = None
     reckoned: Reckoned | None = dataclasses.field(default=None, repr=False)
-    repeat: Literal["auto", "always", False] = False
+    repeat: Literal["auto", "always", False] = "auto"
     name: str | None = None
     mode: str | None = None
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
@@ -225,6 +225,8 @@ class Options:
         for key in ("inductor", "saved_tensors", "saved_tensors_budget", "memory_goal", "repeat"):
             if compiler != "inductor" and read.get(key):
                 given[key].refuse("none", f"only Inductor has it, and the compiler is {compiler!r}")
+        if compiler != "inductor":
+            read["repeat"] = False
         _take_over_auto(given, read)
         wanted = None if mode_given is None else read_mode(mode_given, compiler)
         if compiler == "inductor":

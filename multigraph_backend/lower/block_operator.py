@@ -103,11 +103,12 @@ class Bodies:
     `shape_env`: where symbols that sizes are expressions over come from; None where there are none.
     `wrong`: why what AOTAutograd has traced with them is of no use.  `put`: what stands for the operators in graphs
     where that was settled already, by "forward" and "backward".  `inlined`: whether it is the steps of their parts,
-    and not calls.
+    and not calls.  `checkpointed`: of which the backward computes something again, whatever could be saved.
     """
 
     kinds: dict[str, dict[tuple[Any, ...], Kind]] = field(default_factory=dict)
     inlined: bool = False
+    checkpointed: frozenset[str] = frozenset()
     shape_env: Any = None
     wrong: str | None = None
     put: dict[str, PutIn] = field(default_factory=dict)

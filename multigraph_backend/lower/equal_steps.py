@@ -75,14 +75,14 @@ def _merge(gm: GraphModule, steps: Sequence[Step], nodes: Sequence[Node], may: S
             node.replace_all_uses_with(nodes[first])
     for index in sorted(map(int, stands_for), reverse=True):
         graph.erase_node(nodes[index])
-    _do_early(graph, [nodes[index] for index in sorted(set(stands_for.values()))])
+    do_early(graph, [nodes[index] for index in sorted(set(stands_for.values()))])
     if stands_for:
         graph.lint()
         gm.recompile()
     return len(stands_for)
 
 
-def _do_early(graph: Graph, chosen: Sequence[Node]) -> None:
+def do_early(graph: Graph, chosen: Sequence[Node]) -> None:
     """Move these nodes, which come in order, to behind what they take, and what was moved there before."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     last_at = {place: node for node, place in places.items()}

@@ -76,6 +76,10 @@ def compile_graph(
         packing = functools.partial(PackingPartitioner, rules=options.saved_tensors, wanted=wanted)
         around = packing if traced is None else lambda inside: packing(PuttingPartitioner(inside, traced, cut_at))
         inner = packing_code.inner_compile(inner, runs=how != "traced")
+    elif traced is not None and traced.inlined:
+        from multigraph_backend.lower.inlined_joint import InliningPartitioner
+
+        around = functools.partial(InliningPartitioner, bodies=traced)
     if how != "traced" and (lacking := _lacks_for_retained_graphs()):
         log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph
     elif how != "traced":

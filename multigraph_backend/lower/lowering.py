@@ -139,7 +139,8 @@ def _job(
     known = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
     recorded = records(graph.module, args, options)
     unrepeated = None
-    if options.repeat and (unrepeated := _not_repeated(graph, options)) is not None:
+    if options.repeat and (standing := _not_repeated(graph, options)) is not None:
+        unrepeated = standing if options.repeat == "always" else None
         options = dataclasses.replace(options, repeat=False)
     cache_tag = f"{_text(known)}|{recorded and options.recording}"
     cache_tag += _repeat_tag(options)
@@ -175,8 +176,8 @@ def _repeat_tag(options: Options) -> str:
 @functools.cache
 def _sources_of_bodies() -> str:
     names = [
-        *("block_operator", "body_graphs", "calls_before_packs", "equal_steps", "modes_of_trace", "one_body"),
-        *("repetition", "steps_of_graph", "traced_once"),
+        *("block_operator", "body_graphs", "calls_before_packs", "equal_steps", "inlined", "inlined_joint"),
+        *("late_steps", "modes_of_trace", "one_body", "repetition", "steps_of_graph", "traced_once"),
     ]
     paths = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in names)
     said: str = _compat.get_hash_for_files(paths).hex()[:16]
@@ -265,22 +266,23 @@ class CompileJob:
         if not self.options.repeat:
             lowered = self._floats_or_constants(process_wide)
             return dataclasses.replace(lowered, repeated=self.unrepeated and f"{_AS_THEY_STAND}: {self.unrepeated}")
+        asked = self.options.repeat == "always"
+        found: Sequence[one_body.Repeated] = ()
         try:
             with one_body.collecting() as found:
                 lowered = self._traced_once_or_not(process_wide)
         except Exception as error:
-            if from_outside(error) or self.only_cached:
+            if from_outside(error) or self.only_cached or (found and not any(graph.comes_again for graph in found)):
                 raise
             process_wide.close()
             reason = f"the compile with calls of one body failed: {describe(error)}"
         else:
             for _ in range(sum(graph.calls for graph in found)):
                 events.count("body_calls")
-            said = (
-                " | ".join(map(str, found))
-                or "not known, for the code was compiled before, and came from torch's caches"
-            )
-            return dataclasses.replace(lowered, repeated=f"repeated blocks: {said}")
+            said = " | ".join(str(graph) for graph in found if asked or graph.comes_again)
+            if asked and not said:
+                said = "not known, for the code was compiled before, and came from torch's caches"
+            return dataclasses.replace(lowered, repeated=f"repeated blocks: {said}" if said else None)
         events.count("repeat_retries")
         code = str(self.graph.user_code)
         events.warn_once(f"{code}: {reason}", "%s: blocks that come again are compiled as they stand: %s", code, reason)

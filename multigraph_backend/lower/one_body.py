@@ -40,10 +40,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import donation, equal_steps, repetition, traced_once
+from multigraph_backend.lower import donation, equal_steps, late_steps, repetition, traced_once
 from multigraph_backend.lower.block_operator import Bodies
 from multigraph_backend.lower.body_graphs import call_body, whatever_strides
 from multigraph_backend.lower.fresh_inputs import CannotLower
+from multigraph_backend.lower.inlined import give_value
 from multigraph_backend.lower.steps_of_graph import (
     convolves,
     is_number,
@@ -51,6 +52,7 @@ from multigraph_backend.lower.steps_of_graph import (
     is_plain,
     is_step,
     steps_of,
+    updates_a_constant,
     values_of,
     why_it_stays,
 )
@@ -77,6 +79,11 @@ class Repeated:
     @property
     def calls(self) -> int:
         return sum(calls for _, calls in self.bodies)
+
+    @property
+    def comes_again(self) -> bool:
+        """Whether blocks that come again were traced or compiled once."""
+        return bool(self.bodies or self.inlined)
 
     @property
     def spared(self) -> int:
@@ -151,6 +158,8 @@ def _compile(
     else:
         if label == "inference":
             equal_steps.merge(gm)
+        elif label == "forward":
+            late_steps.make_early(gm)
         found, names = put_in(gm, label, lossless, cut_at)
         names += called.names
         found = dataclasses.replace(
@@ -181,6 +190,7 @@ def put_in(
 ) -> tuple[Repeated, list[str]]:
     """Put calls of bodies into a graph; what became of it, and the names of the bodies."""
     _read_sizes_of_inputs(gm.graph)
+    _fill_for_each_update(gm.graph)
     steps, nodes = steps_of(gm.graph, cut_at)
     own = [node for node in nodes if not is_of_call(node)]
     staying = collections.Counter(
@@ -224,6 +234,19 @@ def _read_sizes_of_inputs(graph: Graph) -> None:
         symbol = _symbol(node) if node.op == "call_function" and any(map(is_step, node.all_input_nodes)) else None
         if symbol in told:
             node.replace_all_uses_with(told[symbol]())
+            graph.erase_node(node)
+
+
+def _fill_for_each_update(graph: Graph) -> None:
+    """Make constants that are updated, such as the zeros around the gradient of a slice, for each update anew:
+    AOTAutograd makes equal ones once, and a call would be given them, though the kernel that updates makes them."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.full.default):
+        for user in [user for user in node.users if updates_a_constant(user)][len(node.users) == 1 :]:
+            with graph.inserting_before(user):
+                own = graph.node_copy(node, lambda operand: operand)
+            give_value(own)
+            user.replace_input_with(node, own)
+        if not node.users:
             graph.erase_node(node)
 
 
@@ -324,6 +347,8 @@ class _Putting:
         for node in block.steps:
             if any(is_number(user) for user in node.users):
                 return f"holds {node.name}, whose size is read"
+            if updates_a_constant(node) and node.args[0] not in block.steps:
+                return f"updates {node.args[0]}, which it is given"
         for node in block.numbers():
             if not isinstance(node.meta["val"], torch.SymInt):
                 return f"takes {node.name}, which is no integer"

@@ -333,6 +333,12 @@ def may_be_done_in_place(node: Node) -> bool:
     return why_it_stays(node) == _IN_PLACE
 
 
+def updates_a_constant(node: Node) -> bool:
+    """Whether it makes what it makes out of memory that is one number everywhere: gradients of slices are."""
+    first = node.args[0] if node.op == "call_function" and node.args else None
+    return isinstance(first, Node) and _name(node) in _UPDATES and first.target is torch.ops.aten.full.default
+
+
 def is_of_call(node: Node) -> bool:
     """Whether it calls a body, takes a result of such a call, or brings an argument of one to its strides."""
     return why_it_stays(node) == _CALL
@@ -379,7 +385,7 @@ def _why_it_stays_anyway(node: Node) -> str | None:
     if target._schema.is_mutable:
         return "it writes to what it takes"
     if name in _UPDATES:
-        return _IN_PLACE
+        return None if updates_a_constant(node) and len(node.all_input_nodes[0].users) == 1 else _IN_PLACE
     if name in _CONVOLUTIONS:
         return _LAYOUT
     if _draws(node):

@@ -113,7 +113,7 @@ class _Block:
 
     `module` takes `tensors` tensors, and numbers behind them.  `results`: steps whose values it hands out; `outside`:
     steps that are done once more behind each call, views of results or of what the call was given.  `draws`: each call
-    draws random numbers.
+    draws random numbers.  `checkpointed`: whether steps are regions that the backward computes again.
     """
 
     name: str
@@ -123,6 +123,7 @@ class _Block:
     outside: tuple[int, ...]
     calls: tuple[tuple[list[Node], list[Node]], ...]
     draws: bool
+    checkpointed: bool
 
 
 def lift(
@@ -165,6 +166,7 @@ def lift(
         try:
             blocks = [_block(body, nodes, named, modes) for body in ways.pop(0).bodies]
             bodies = Bodies({block.name: {} for block in blocks}, inlined)
+            bodies.checkpointed = frozenset(block.name for block in blocks if block.checkpointed)
             if traces:
                 _Tracing(module, inputs, symbols, settings, bodies).trace(blocks)
             break
@@ -252,7 +254,8 @@ def _block(
     graph.output(tuple(inside[mine[place]] for place in results))
     module = GraphModule(root, graph, "repeated")
     name = hashlib.sha256(f"{module.code}{regions}{modes[mine[0]]}".encode()).hexdigest()[:16]
-    return _Block(name, module, sum(tensors), results, outside, tuple(calls), any(map(draws_in_a_trace, mine)))
+    draws = any(map(draws_in_a_trace, mine))
+    return _Block(name, module, sum(tensors), results, outside, tuple(calls), draws, bool(regions))
 
 
 def _handed_out(mine: Sequence[Node], used: set[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -473,8 +476,9 @@ def put_in(
 
     `cut_at`: why the graph is to be cut at a step, which no body can be; None where it is not.
     """
+    before = (bodies.put.get(label) if bodies is not None else None) or PutIn()
     if not (operators := gm.graph.find_nodes(op="call_function", target=BLOCK)):
-        return (bodies.put.get(label) if bodies is not None else None) or PutIn()
+        return before
     if bodies is None:
         raise CannotLower("a graph calls repeated blocks that are not there")
     if bodies.wrong is not None:
@@ -483,19 +487,10 @@ def put_in(
     calls: collections.Counter[Part] = collections.Counter()
     convolving = convolves(gm.graph)
     for node in operators:
-        given, numbers, symbols, body, graph, kind, _ = node.args
-        values = [entry.meta["val"] for entry in given]
-        if graph == "whole":
-            told = [entry.meta["val"] if isinstance(entry, Node) else entry for entry in numbers]
-            kind, graph = bodies.find(body, values, told)[0], "inference"
-            symbols = [symbols[index] for index in bodies.part(body, graph, kind).symbols]
-        part = bodies.part(body, graph, kind)
-        if not bodies.takes(part, values) or len(symbols) != len(part.symbols):
-            raise CannotLower("a call of a repeated block is not what its block was traced for")
+        body, graph, kind, part, given, symbols = _checked(bodies, node)
         calls[part] += 1
         if bodies.inlined:
-            made = inlined.inline(gm.graph, node, part, [*given, *symbols])
-            _take_results(gm.graph, node, part, made.__getitem__, _by_symbol(symbols), inlined.give_value)
+            _inline(gm.graph, node, part, given, symbols)
             continue
         if (body, graph, kind) not in names:
             if cut_at is not None and (why := next(filter(None, map(cut_at, part.made.graph.nodes)), None)) is not None:
@@ -507,7 +502,48 @@ def put_in(
     gm.graph.lint()
     gm.recompile()
     counted = tuple((part.steps, count) for part, count in calls.items())
-    return PutIn(inlined=counted) if bodies.inlined else PutIn(tuple(names.values()), counted)
+    if bodies.inlined:
+        return PutIn(inlined=(*before.inlined, *counted))
+    return PutIn(tuple(names.values()), counted)
+
+
+def inline_before_parting(gm: GraphModule, bodies: Bodies) -> None:
+    """What bodies do in place of their operators in a joint graph, where they may be parted in another way."""
+    if bodies.wrong is not None:
+        raise CannotLower(bodies.wrong)
+    counted: dict[str, collections.Counter[Part]] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=BLOCK):
+        body, graph, _, part, given, symbols = _checked(bodies, node)
+        kinds = bodies.kinds[body].values()
+        if body in bodies.checkpointed or not all(inlined.may_be_parted(kind.forward) for kind in kinds):
+            continue
+        counted.setdefault(graph, collections.Counter())[part] += 1
+        _inline(gm.graph, node, part, given, symbols)
+    inlined.draw_seeds_at_once(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    for graph, calls in counted.items():
+        bodies.put[graph] = PutIn(inlined=tuple((part.steps, count) for part, count in calls.items()))
+
+
+def _checked(bodies: Bodies, node: Node) -> tuple[str, str, int, Part, list[Node], list[Any]]:
+    """Of an operator's node the body, which of its graphs, the kind, and the part; the tensors and symbols it takes."""
+    args: Any = node.args
+    given, numbers, symbols, body, graph, kind, _ = args
+    values = [entry.meta["val"] for entry in given]
+    if graph == "whole":
+        told = [entry.meta["val"] if isinstance(entry, Node) else entry for entry in numbers]
+        kind, graph = bodies.find(body, values, told)[0], "inference"
+        symbols = [symbols[index] for index in bodies.part(body, graph, kind).symbols]
+    part = bodies.part(body, graph, kind)
+    if not bodies.takes(part, values) or len(symbols) != len(part.symbols):
+        raise CannotLower("a call of a repeated block is not what its block was traced for")
+    return body, graph, kind, part, list(given), list(symbols)
+
+
+def _inline(graph: Graph, node: Node, part: Part, given: list[Node], symbols: list[Any]) -> None:
+    made = inlined.inline(graph, node, part, [*given, *symbols])
+    _take_results(graph, node, part, made.__getitem__, _by_symbol(symbols), inlined.give_value)
 
 
 def _by_symbol(nodes: Sequence[Any]) -> dict[sympy.Symbol, Node]:

@@ -74,7 +74,7 @@ def test_defaults() -> None:
     assert build() == Options() == build({}) == build(mode="default") == build({"inductor": {}})
     assert_expected_inline(
         repr(Options()),
-        """Options(specialize=(), pad=(), compile='lazy', workers=(), on_failure='fallback', compile_timeout=600.0, warm_start=True, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, limits=(), inductor=(), saved_tensors=(), saved_tensors_budget=None, memory_goal=None, repeat=False, name=None, mode=None)""",  # noqa: E501
+        """Options(specialize=(), pad=(), compile='lazy', workers=(), on_failure='fallback', compile_timeout=600.0, warm_start=True, compiler='inductor', cudagraphs='auto', cut=(), safe=(), collectives='record', record_small=False, copy_outputs=False, max_recordings=5, limits=(), inductor=(), saved_tensors=(), saved_tensors_budget=None, memory_goal=None, repeat='auto', name=None, mode=None)""",  # noqa: E501
     )
 
 
@@ -91,7 +91,7 @@ def test_values_are_kept() -> None:
             "specialize": (),
         }
     )
-    assert options == Options(compile="eager", on_failure="raise", compile_timeout=30.0, compiler=lower)
+    assert options == Options(compile="eager", on_failure="raise", compile_timeout=30.0, compiler=lower, repeat=False)
     assert isinstance(options.compile_timeout, float)
     assert build({"compile_timeout": None}).compile_timeout is None
     assert build({"compiler": "aot_eager"}).compiler == "aot_eager"

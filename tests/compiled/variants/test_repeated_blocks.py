@@ -187,10 +187,20 @@ def test_code_that_hands_out_what_it_was_given_is_compiled_as_it_stands(monkeypa
     assert multigraph_backend.stats()["eager_calls"] == 0
 
 
-def test_nothing_is_looked_for_where_nobody_asks() -> None:
-    compiled = torch.compile(layers(3), backend="multigraph")
-    with torch.no_grad():
-        compiled(torch.randn(3, 8))
+def test_layers_are_calls_unless_somebody_wants_none() -> None:
+    model, x = layers(3), torch.randn(3, 8)
+    for options, said in (({}, "calls of one body"), ({"repeat": False}, "")):
+        compiled = torch.compile(model, backend="multigraph", options=options)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x))
+        assert said in (generic().repeated or "")
+        assert bool(said) == bool(generic().repeated)
+        torch._dynamo.reset()
+
+
+def test_of_a_graph_without_equal_blocks_nothing_is_said() -> None:
+    compiled = torch.compile(lambda x: (x.sin() @ x).relu(), backend="multigraph")
+    compiled(torch.randn(4, 4))
     assert generic().repeated is None
 
 

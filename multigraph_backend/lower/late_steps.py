@@ -1,0 +1,43 @@
+"""What a forward graph computes at its end only to save it, computed where the values that it takes are made.
+
+    r0 = rsqrt(...); ...; r1 = rsqrt(...); ...; d0 = r0 / 64; d1 = r1 / 64     return d0, d1
+    ->
+    r0 = rsqrt(...); d0 = r0 / 64; ...; r1 = rsqrt(...); d1 = r1 / 64; ...     return d0, d1
+
+The partitioner keeps the order of the joint graph, in which what belongs to a gradient comes behind everything else.
+Inductor computes `d0` in one kernel with `r0`, wherever it stands; but to find blocks it is a value of each layer that
+is alive to the end, and no cut between layers is without a loss.
+
+In:  a graph that Inductor is given.  Out: the same graph, in another order, which is as right: only steps that write to
+nothing and draw nothing are moved, and none where something is written to before.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, GraphModule, Node
+
+from multigraph_backend.lower.equal_steps import do_early
+from multigraph_backend.lower.steps_of_graph import steps_of
+
+
+def make_early(gm: GraphModule) -> int:
+    """How many steps were looked at, behind the last kernel of its own."""
+    graph = gm.graph
+    late = _late(graph)
+    do_early(graph, late)
+    if late:
+        graph.lint()
+        gm.recompile()
+    return len(late)
+
+
+def _late(graph: Graph) -> list[Node]:
+    """Steps behind the last kernel of its own, and behind all that stays, that only the end of the graph takes."""
+    steps, nodes = steps_of(graph)
+    begin = max((index + 1 for index, step in enumerate(steps) if step.alone or step.stays), default=len(steps))
+    late: dict[Node, None] = {}
+    end = graph.output_node()
+    for node in reversed(nodes[begin:]):
+        if all(user is end or user in late for user in node.users):
+            late[node] = None
+    return list(late)[::-1]
