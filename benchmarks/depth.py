@@ -72,7 +72,7 @@ COLUMNS = (
 )
 PASSES = ("inference", "training")
 FORMS: dict[str, dict[str, Any]] = {
-    "multigraph": {"backend": "multigraph", "options": {"on_failure": "raise"}},
+    "multigraph": {"backend": "multigraph", "options": {"on_failure": "raise", "repeat": False}},
     "multigraph, repeat": {"backend": "multigraph", "options": {"on_failure": "raise", "repeat": "always"}},
     "multigraph, auto": {"backend": "multigraph", "options": {"on_failure": "raise", "repeat": "auto"}},
     "inductor": {"backend": "inductor"},

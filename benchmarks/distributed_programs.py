@@ -32,7 +32,7 @@ class Size:
 def size_of(work: str, quick: bool) -> Size:
     if quick:
         return Size(64, 2, 16, 2, 2)
-    if work in ("ddp", "fsdp"):
+    if work.startswith(("ddp", "fsdp")):
         return Size(1024, 12, 1024, 4, 9)
     return Size(4096, 4, 16, 40, 15)
 
@@ -158,7 +158,7 @@ def inference_form(name: str, program: Call, x: torch.Tensor) -> Call:
 
 
 def training_form(name: str, base: torch.nn.Module, work: str, x: torch.Tensor) -> Call:
-    """A step, which returns the loss."""
+    """A step, which returns the loss.  `work`: "ddp" or "fsdp", "zeroed" or "marked"."""
     kind, _, part = name.partition(", ")
     settings: dict[str, Any] = {"dynamic": False}
     settings |= {"multigraph": {"backend": "multigraph"}, "stock": {"mode": "reduce-overhead"}}.get(kind, {})
@@ -166,7 +166,7 @@ def training_form(name: str, base: torch.nn.Module, work: str, x: torch.Tensor) 
     if part == "blocks":
         for index, block in enumerate(model):
             model[index] = torch.compile(block, **settings)
-    if work == "ddp":
+    if work.startswith("ddp"):
         from torch.nn.parallel import DistributedDataParallel
 
         model = DistributedDataParallel(model)
@@ -180,12 +180,12 @@ def training_form(name: str, base: torch.nn.Module, work: str, x: torch.Tensor) 
     run = torch.compile(model, **settings) if part == "whole" else model
 
     def step() -> torch.Tensor:
-        if kind == "stock":
+        if kind == "stock" or "marked" in work:
             torch.compiler.cudagraph_mark_step_begin()
         loss = run(x).float().square().mean()
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none="zeroed" not in work)
         taken: torch.Tensor = loss.detach().clone()
         return taken
 

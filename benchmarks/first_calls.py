@@ -7,13 +7,13 @@ thread that compiles, after a throw-away compile of the same model by Inductor.
 inductor                  torch.compile
 inductor, deduplicated    the same with torch._dynamo.config.use_graph_deduplication: equal parts are one subgraph
 inductor, by blocks       what regional compile is: each layer by itself, the rest of the model eager
-multigraph                without bodies
+multigraph                options={"repeat": False}: without bodies
 multigraph, repeat        options={"repeat": "always"}: blocks that come again are compiled once
-multigraph, auto          options={"repeat": "auto"}: where no kernel is cut in two by that
+multigraph, auto          as it is by default: where no kernel is cut in two by that
 multigraph, by blocks     each layer by itself
 inductor, 8 sizes         eight batch sizes, a static compile each
 multigraph, 8 sizes       the same sizes declared, each with its variant, and the generic graph
-multigraph, 8 sizes, repeat    the same with "repeat": "always"
+multigraph, 8 sizes, repeat    the same with "repeat": "always"; "auto": as it is by default
 
 first s        of the first call, or of one for each size, to the end of its work, with its backward where there is one
 cpu s          of that, seconds of this process's and the compilers' processors
@@ -191,15 +191,16 @@ FORMS: dict[str, Form] = {
     "inductor": Form(lambda module, argument: _whole(module)),
     "inductor, deduplicated": Form(lambda module, argument: _whole(module), around=_deduplicated),
     "inductor, by blocks": Form(lambda module, argument: _by_blocks(module, backend="inductor")),
-    "multigraph": Form(lambda module, argument: _whole(module, **_ours())),
+    "multigraph": Form(lambda module, argument: _whole(module, **_ours(repeat=False))),
     "multigraph, repeat": Form(lambda module, argument: _whole(module, **_ours(repeat="always"))),
     "multigraph, auto": Form(lambda module, argument: _whole(module, **_ours(repeat="auto"))),
     "multigraph, by blocks": Form(lambda module, argument: _by_blocks(module, **_ours())),
     "inductor, 8 sizes": Form(lambda module, argument: _whole(module, dynamic=False), ROWS),
-    "multigraph, 8 sizes": Form(lambda module, argument: _whole(module, **_sizes(argument)), ROWS),
+    "multigraph, 8 sizes": Form(lambda module, argument: _whole(module, **_sizes(argument, repeat=False)), ROWS),
     "multigraph, 8 sizes, repeat": Form(
         lambda module, argument: _whole(module, **_sizes(argument, repeat="always")), ROWS
     ),
+    "multigraph, 8 sizes, auto": Form(lambda module, argument: _whole(module, **_sizes(argument)), ROWS),
 }
 QUICK = ("inductor", "inductor, by blocks", "multigraph, repeat")
 BESIDE = {name: "inductor, 8 sizes" if "sizes" in name else "inductor" for name in FORMS}

@@ -11,7 +11,7 @@ out (`sums_with_zero`), results of `nested_regions`, and a slow kernel (`quantiz
 code that may run again, by what `donation` tells AOTAutograd.
 
 Blocks that come again are compiled once: `steps_of_graph` is a graph of Inductor's as values to compare, `equal_steps`
-takes out what is done twice, `late_steps` are put where their operands are made, `repetition` finds the blocks, and
+takes out what is done twice, `order_of_steps` is what lies at a graph's end, `repetition` finds the blocks, and
 `one_body` puts calls of one body into the graph in place of them.  `traced_once` does so before AOTAutograd, which then
 traces one block, where that is known to be right: `block_operator` stands for its calls there, `body_graphs` are what
 it has made of the one, `inlined` puts what that does in the place of calls, `inlined_joint` before a graph is parted,

@@ -177,7 +177,7 @@ def _repeat_tag(options: Options) -> str:
 def _sources_of_bodies() -> str:
     names = [
         *("block_operator", "body_graphs", "calls_before_packs", "equal_steps", "inlined", "inlined_joint"),
-        *("late_steps", "modes_of_trace", "one_body", "repetition", "steps_of_graph", "traced_once"),
+        *("modes_of_trace", "one_body", "order_of_steps", "repetition", "steps_of_graph", "traced_once"),
     ]
     paths = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in names)
     said: str = _compat.get_hash_for_files(paths).hex()[:16]

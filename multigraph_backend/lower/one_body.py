@@ -40,7 +40,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import donation, equal_steps, late_steps, repetition, traced_once
+from multigraph_backend.lower import donation, equal_steps, order_of_steps, repetition, traced_once
 from multigraph_backend.lower.block_operator import Bodies
 from multigraph_backend.lower.body_graphs import call_body, whatever_strides
 from multigraph_backend.lower.fresh_inputs import CannotLower
@@ -159,7 +159,7 @@ def _compile(
         if label == "inference":
             equal_steps.merge(gm)
         elif label == "forward":
-            late_steps.make_early(gm)
+            order_of_steps.make_early(gm)
         found, names = put_in(gm, label, lossless, cut_at)
         names += called.names
         found = dataclasses.replace(

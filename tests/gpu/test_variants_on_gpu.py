@@ -249,8 +249,7 @@ def test_equal_blocks_are_calls_of_one_body_in_one_recording(grad: bool, repeat:
                 with torch.inference_mode():
                     torch.testing.assert_close(compiled(x), eager(x), rtol=1e-4, atol=1e-4)
         assert_nothing_fell_back()
-        if (asked, grad) != ("auto", True):  # a backward that changes parts of a gradient in place loses something
-            assert (multigraph_backend.stats()["body_calls"] > 1) == bool(asked)
+        assert (multigraph_backend.stats()["body_calls"] > 1) == bool(asked)
         recordings.append(multigraph_backend.stats()["recordings"])
     assert 0 < recordings[1] <= recordings[0]
 
@@ -269,12 +268,15 @@ class Attending(torch.nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.parametrize("repeat", ["always", "auto"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_attention_of_libraries_is_a_part_of_bodies_that_are_traced_once(grad: bool, dynamic: bool) -> None:
+def test_attention_of_libraries_is_a_part_of_bodies_that_are_traced_once(
+    grad: bool, dynamic: bool, repeat: str
+) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Attending() for _ in range(6))).to(CUDA, torch.bfloat16)
-    options = {"repeat": "always", "cudagraphs": "require"}
+    options = {"repeat": repeat, "cudagraphs": "require"}
     compiled = torch.compile(model, backend=multigraph, dynamic=dynamic, options=options)
     for length in (64, 64, 64, 48 if dynamic else 64):
         x = torch.randn(4, length, 128, device=CUDA, dtype=torch.bfloat16)
@@ -289,7 +291,8 @@ def test_attention_of_libraries_is_a_part_of_bodies_that_are_traced_once(grad: b
     said = str([region.generic.repeated for region in multigraph_backend.explain().regions])
     assert "one by one" not in said, said
     assert "attention" not in said, said
-    assert multigraph_backend.stats()["body_calls"] >= (10 if grad else 5), said
+    assert "traced once" in said, said
+    assert multigraph_backend.stats()["body_calls"] >= (8 if grad else 4), said
 
 
 class Dropping(torch.nn.Module):
@@ -304,11 +307,12 @@ class Dropping(torch.nn.Module):
         return torch.nn.functional.dropout(self.same(x), 0.5, self.training)
 
 
+@pytest.mark.parametrize("repeat", ["always", "auto"])
 @pytest.mark.parametrize("cudagraphs", ["require", False], ids=["recorded", "unrecorded"])
-def test_each_call_of_a_body_and_each_replay_draws_its_own_dropout(cudagraphs: Any) -> None:
+def test_each_call_of_a_body_and_each_replay_draws_its_own_dropout(cudagraphs: Any, repeat: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Dropping() for _ in range(6))).to(CUDA)
-    compiled = torch.compile(model, backend=multigraph, options={"repeat": "always", "cudagraphs": cudagraphs})
+    compiled = torch.compile(model, backend=multigraph, options={"repeat": repeat, "cudagraphs": cudagraphs})
     x = torch.ones(1024, 64, device=CUDA, requires_grad=True)
     seen: list[torch.Tensor] = []
     for _ in range(6):

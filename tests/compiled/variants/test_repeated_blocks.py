@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -258,13 +259,14 @@ def test_bodies_between_convolutions_are_given_the_strides_that_they_were_made_f
     assert_called()
 
 
-def test_layers_that_are_traced_once_drop_out_each_its_own() -> None:
+@pytest.mark.parametrize("repeat", ["always", "auto"])
+def test_layers_that_are_traced_once_drop_out_each_its_own(repeat: str) -> None:
     """With numbers from torch's own generator, which eager draws from, too."""
     model = layers(5, rate=0.4)
     other = layers(5, rate=0.4)
     other.load_state_dict(model.state_dict())
     with inductor_config.patch(fallback_random=True):
-        compiled = repeating(other)
+        compiled = repeating(other, repeat)
         for seed in range(2):
             x = torch.randn(6, 8)
             torch.testing.assert_close(step(compiled, other, x, seed), step(model, model, x, seed))
@@ -272,15 +274,77 @@ def test_layers_that_are_traced_once_drop_out_each_its_own() -> None:
     assert_called()
 
 
-def test_the_same_layer_for_the_same_input_drops_out_anew_by_inductors_own_numbers() -> None:
+@pytest.mark.parametrize("repeat", ["always", "auto"])
+def test_the_same_layer_for_the_same_input_drops_out_anew_by_inductors_own_numbers(repeat: str) -> None:
+    """Gradients are wanted: a partitioner that takes equal steps for one sees each draw of seeds."""
     model = layers(1, rate=0.5)
 
     def each(x: torch.Tensor) -> list[torch.Tensor]:
         return [torch.tanh(x @ model(x).transpose(0, 1)) for _ in range(4)]
 
-    results = repeating(each)(torch.randn(8, 8))
+    results = repeating(each, repeat)(torch.randn(8, 8))
+    assert "traced once" in generic().repeated
     for index, one in enumerate(results):
+        assert one.requires_grad
         assert not any(torch.equal(one, other) for other in results[:index])
+
+
+class Attends(nn.Module):
+    """Queries and keys are rotated; the mask of booleans is made numbers by each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.taken, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        taken = self.taken(self.norm(x)).unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
+        query, key, value = (entry * 0.9 + self.turned(entry) * 0.1 for entry in taken)
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return x + self.out(out.transpose(1, 2).flatten(-2))
+
+    @staticmethod
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((-x[..., 4:], x[..., :4]), -1)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attends() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1])
+        for layer in self.layers:
+            x = layer(x, places[:, None] >= places)
+        return x
+
+
+def test_layers_that_are_traced_once_save_what_they_save_without() -> None:
+    """Not one mask for each layer: what is saved is decided of the graph as a whole.  Gradients of slices are parts of
+    bodies, though they are made out of zeros that are made once."""
+    found = []
+    model, x = Attending(), torch.randn(2, 8, 16)
+    for repeat in (False, "auto"):
+        torch._dynamo.reset()
+        compiled = repeating(model, repeat, on_failure="raise")
+        saved: dict[int, int] = {}
+
+        def note(value: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            saved[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+            loss = compiled(x).square().sum()
+        loss.backward()
+        found.append((sorted(saved.values()), loss.detach(), [value.grad for value in model.parameters()]))
+    said = multigraph_backend.explain().regions[-1].generic.repeated or ""
+    assert re.search(
+        r"forward: \d calls of one body .* traced once .*backward: \d calls of one body .* traced once", said
+    )
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1:], found[1][1:])
+    assert_called()
 
 
 class SavingLayer(nn.Module):

@@ -9,7 +9,7 @@ Inductor computes `d0` in one kernel with `r0`, wherever it stands; but to find 
 is alive to the end, and no cut between layers is without a loss.
 
 In:  a graph that Inductor is given.  Out: the same graph, in another order, which is as right: only steps that write to
-nothing and draw nothing are moved, and none where something is written to before.
+nothing and draw nothing are moved, and over no write.
 """
 
 from __future__ import annotations
@@ -20,24 +20,30 @@ from multigraph_backend.lower.equal_steps import do_early
 from multigraph_backend.lower.steps_of_graph import steps_of
 
 
-def make_early(gm: GraphModule) -> int:
-    """How many steps were looked at, behind the last kernel of its own."""
+def make_early(gm: GraphModule) -> None:
     graph = gm.graph
     late = _late(graph)
     do_early(graph, late)
     if late:
         graph.lint()
         gm.recompile()
-    return len(late)
 
 
 def _late(graph: Graph) -> list[Node]:
-    """Steps behind the last kernel of its own, and behind all that stays, that only the end of the graph takes."""
+    """Steps behind the last kernel of its own, and behind all that stays, that only the end of the graph takes; but not
+    what is made of inputs and constants there, which would move to the front."""
     steps, nodes = steps_of(graph)
     begin = max((index + 1 for index, step in enumerate(steps) if step.alone or step.stays), default=len(steps))
-    late: dict[Node, None] = {}
+    behind: set[int | str] = set()  # what takes something from before
+    for index in range(begin, len(nodes)):
+        if any(
+            isinstance(operand, int) and (operand < begin or operand in behind) for operand in steps[index].operands
+        ):
+            behind.add(index)
     end = graph.output_node()
-    for node in reversed(nodes[begin:]):
-        if all(user is end or user in late for user in node.users):
+    late: dict[Node, None] = {}
+    for index in reversed(range(begin, len(nodes))):
+        node = nodes[index]
+        if index in behind and all(user is end or user in late for user in node.users):
             late[node] = None
     return list(late)[::-1]
