@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map_only
 
 from multigraph_backend import _compat
 from multigraph_backend.lower.block_operator import Part
@@ -105,7 +104,7 @@ def give_value(node: Node) -> None:
         taken: Any = node.args[0]
         node.meta["val"] = taken.meta["val"][node.args[1]]
     elif of is None:
-        node.meta["val"] = tree_map_only(torch.Tensor, _like, kind)
+        node.meta["val"] = torch.fx.node.map_aggregate(kind, _like)
     elif isinstance(kind, _compat.FakeTensor) and _is_told(kind):
         memory = of.meta["val"].untyped_storage()
         with _compat.disable_current_modes():
@@ -119,13 +118,14 @@ def give_value(node: Node) -> None:
             node.meta["val"] = target(*args, **kwargs)
 
 
-def _like(value: torch.Tensor) -> torch.Tensor:
-    mode = value.fake_mode  # type: ignore[attr-defined]
+def _like(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    mode: Any = value.fake_mode  # type: ignore[attr-defined]
     if _is_told(value):  # what an operator makes under a mode takes many times as long
         with _compat.disable_current_modes():
             laid = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-            made: torch.Tensor = _compat.FakeTensor(mode, laid, value.device)
-            return made
+            return _compat.FakeTensor(mode, laid, value.device)
     with mode:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 

@@ -158,8 +158,6 @@ def _compile(
     else:
         if label == "inference":
             equal_steps.merge(gm)
-        elif label == "forward":
-            order_of_steps.make_early(gm)
         found, names = put_in(gm, label, lossless, cut_at)
         names += called.names
         found = dataclasses.replace(
@@ -191,7 +189,7 @@ def put_in(
     """Put calls of bodies into a graph; what became of it, and the names of the bodies."""
     _read_sizes_of_inputs(gm.graph)
     _fill_for_each_update(gm.graph)
-    steps, nodes = steps_of(gm.graph, cut_at)
+    nodes, repeated = _repeated(gm.graph, label, lossless, cut_at)
     own = [node for node in nodes if not is_of_call(node)]
     staying = collections.Counter(
         f"{node.target}: {why}" for node in own if (why := why_it_stays(node, cut_at)) is not None
@@ -199,7 +197,7 @@ def put_in(
     putting = _Putting(gm)
     bodies: list[tuple[int, int]] = []
     refused: list[str] = []
-    for body in repetition.find(steps, lossless).bodies:
+    for body in repeated.bodies:
         blocks = [
             _Block(
                 nodes[call.start : call.start + body.length],
@@ -217,6 +215,23 @@ def put_in(
         gm.recompile()
     stay = tuple(f"{said} ({count} times)" for said, count in staying.most_common(3))
     return Repeated(label, len(own), tuple(bodies), tuple(refused), stay), putting.names
+
+
+def _repeated(
+    graph: Graph, label: str, lossless: bool, cut_at: Stays | None
+) -> tuple[list[Node], repetition.Repetition]:
+    """The steps of a graph and what comes again in it: of a forward graph in the order in which less is compiled."""
+    steps, nodes = steps_of(graph, cut_at)
+    found = repetition.find(steps, lossless)
+    if label == "forward" and (late := order_of_steps.make_early(graph)):
+        steps, nodes = steps_of(graph, cut_at)
+        better = repetition.find(steps, lossless)
+        if better.compiled < found.compiled:
+            return nodes, better
+        order_of_steps.make_late(graph, late)
+        steps, nodes = steps_of(graph, cut_at)
+        found = repetition.find(steps, lossless)
+    return nodes, found
 
 
 def _read_sizes_of_inputs(graph: Graph) -> None:

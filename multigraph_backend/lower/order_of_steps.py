@@ -14,19 +14,27 @@ nothing and draw nothing are moved, and over no write.
 
 from __future__ import annotations
 
-from torch.fx import Graph, GraphModule, Node
+from collections.abc import Sequence
+
+from torch.fx import Graph, Node
 
 from multigraph_backend.lower.equal_steps import do_early
 from multigraph_backend.lower.steps_of_graph import steps_of
 
 
-def make_early(gm: GraphModule) -> None:
-    graph = gm.graph
+def make_early(graph: Graph) -> list[Node]:
+    """The steps that were moved."""
     late = _late(graph)
     do_early(graph, late)
-    if late:
-        graph.lint()
-        gm.recompile()
+    return late
+
+
+def make_late(graph: Graph, late: Sequence[Node]) -> None:
+    """Move them back to the end, in their order: where some layers save a value and others compute it again, they are
+    more alike without it."""
+    end = graph.output_node()
+    for node in late:
+        end.prepend(node)
 
 
 def _late(graph: Graph) -> list[Node]:

@@ -6,7 +6,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from multigraph_backend.lower.order_of_steps import make_early
+from multigraph_backend.lower.order_of_steps import make_early, make_late
 
 
 def text(gm: torch.fx.GraphModule) -> str:
@@ -26,7 +26,8 @@ def forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_steps_move_to_what_they_take_or_are_taken_by() -> None:
     args = torch.randn(3, 4), torch.randn(4, 4)
     gm = make_fx(forward, tracing_mode="fake")(*args)
-    make_early(gm)
+    late = make_early(gm.graph)
+    gm.recompile()
     assert_expected_inline(
         text(gm),
         """\
@@ -48,6 +49,9 @@ where = aten.where.self(gt, full, mm_1)
 output = output((where, div, div_1))""",
     )
     torch.testing.assert_close(gm(*args), forward(*args))
+    make_late(gm.graph, late)
+    gm.graph.lint()
+    assert list(gm.graph.nodes)[-1 - len(late) : -1] == late
 
 
 def test_nothing_moves_over_a_write() -> None:
@@ -59,5 +63,5 @@ def test_nothing_moves_over_a_write() -> None:
     args = torch.randn(3, 4), torch.randn(4, 4)
     gm = make_fx(writes, tracing_mode="fake")(*args)
     before = [node.name for node in gm.graph.nodes]
-    make_early(gm)
+    make_early(gm.graph)
     assert [node.name for node in gm.graph.nodes] == before
