@@ -129,6 +129,17 @@ HEADLINES = (
         keys=("static_us", "dynamic_us"),
     ),
     Headline(
+        "A waited decode step of a small language model, sealed",
+        "decode.json",
+        "us",
+        "us",
+        {"model": "chat", "rows": 1},
+        ours={"form": "multigraph, sealed"},
+        stock={"form": "reduce-overhead"},
+        peer={"form": "static loop"},
+        peer_name="a loop of captures by hand",
+    ),
+    Headline(
         "A token of a decoder whose weights torchao has made int8",
         "quantized.json",
         "us",
