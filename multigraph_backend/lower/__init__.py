@@ -14,9 +14,8 @@ Blocks that come again are compiled once: `steps_of_graph` is a graph of Inducto
 takes out what is done twice, `order_of_steps` is what lies at a graph's end, `repetition` finds the blocks, and
 `one_body` puts calls of one body into the graph in place of them.  `traced_once` does so before AOTAutograd, which then
 traces one block, where that is known to be right: `block_operator` stands for its calls there, `body_graphs` are what
-it has made of the one, `inlined` puts what that does in the place of calls, `inlined_joint` before a graph is parted,
-`modes_of_trace` is what a captured graph sets on its way, autocast for one, and `calls_before_packs` has what calls
-save packed around them.
+it has made of the one, `inlined` puts what that does in the place of calls, `modes_of_trace` is what a captured graph
+sets on its way, autocast for one, and `bodies_in_partitions` does either around a partitioner.
 
 The same beside the calls: `workers` are processes, `worker` the program that each of them runs, `parcel` a compile as
 bytes for one of them.

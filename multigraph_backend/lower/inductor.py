@@ -68,7 +68,7 @@ def compile_graph(
     if options.packing and (lacking := _lacks_for_packing()):
         log.debug("saved tensors stay as they are; this torch differs: %s", lacking)  # said at the first graph
     elif options.packing:
-        from multigraph_backend.lower.calls_before_packs import PuttingPartitioner
+        from multigraph_backend.lower.bodies_in_partitions import PuttingPartitioner
         from multigraph_backend.saved_tensors import output_code as packing_code
         from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
 
@@ -77,7 +77,7 @@ def compile_graph(
         around = packing if traced is None else lambda inside: packing(PuttingPartitioner(inside, traced, cut_at))
         inner = packing_code.inner_compile(inner, runs=how != "traced")
     elif traced is not None and traced.inlined:
-        from multigraph_backend.lower.inlined_joint import InliningPartitioner
+        from multigraph_backend.lower.bodies_in_partitions import InliningPartitioner
 
         around = functools.partial(InliningPartitioner, bodies=traced)
     if how != "traced" and (lacking := _lacks_for_retained_graphs()):
@@ -138,7 +138,7 @@ def _traced_once(
     try:
         with _zeros_apart(module):
             may_draw = _keeps_what_was_drawn(options)
-            return traced_once.lift(module, inputs, beside, not only_cached, may_draw, inlined=whole), None
+            return traced_once.lift(module, inputs, beside, not only_cached, may_draw, inline=whole), None
     except block_operator.Refused as refused:
         return None, str(refused)
 

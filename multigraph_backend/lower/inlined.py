@@ -9,8 +9,8 @@ have, across the edges of blocks, and bodies are looked for once more where no k
 Of a training graph that is done before it is parted into forward and backward: then what is saved is decided of the
 graph as a whole, and as without blocks that are traced once.  A mask that each layer makes of the same is saved once.
 
-In:  a joint graph, an operator's node in it, the part of its body, what the call is given.
-Out: the nodes of the results of that part; the partitioner inside is given the joint graph with them.
+In:  a graph, joint or as Inductor is given it, an operator's node in it, the part of its body, what the call is given.
+Out: the same graph with the steps of that part in front of the node, and the nodes of its results.
 
 Invariants:
 - Each copy has values of its own.  Inductor tells by the memory of fake values what may be a view of what, so copies of

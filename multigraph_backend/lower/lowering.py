@@ -176,7 +176,7 @@ def _repeat_tag(options: Options) -> str:
 @functools.cache
 def _sources_of_bodies() -> str:
     names = [
-        *("block_operator", "body_graphs", "calls_before_packs", "equal_steps", "inlined", "inlined_joint"),
+        *("block_operator", "body_graphs", "bodies_in_partitions", "equal_steps", "inlined"),
         *("modes_of_trace", "one_body", "order_of_steps", "repetition", "steps_of_graph", "traced_once"),
     ]
     paths = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in names)

@@ -132,15 +132,15 @@ def lift(
     settings: Callable[[Any], Mapping[str, object]],
     traces: bool = True,
     may_draw: bool = True,
-    inlined: bool = False,
+    inline: bool = False,
 ) -> Bodies | None:
     """Put calls in place of blocks that come again, and trace one of each; None where there are none.
 
     `settings`: what `compile_fx` is given beside a graph, for a function that compiles one graph.  `traces`: False
     where the code is to come from caches alone, and the rewritten graph is what finds it.  `may_draw`: whether a body
-    may draw random numbers, because its calls are never done again in the backward.  `inlined`: whether steps take the
+    may draw random numbers, because its calls are never done again in the backward.  `inline`: whether steps take the
     place of calls in what Inductor is given.
-    Raises `Refused`, and the graph is as it was.
+    Raises `Refused`, and the graph is as it was, but for tables that were made several times (`equal_steps`).
     """
     here = _attempt.get() or Attempt()
     if here.why_not is not None:
@@ -165,7 +165,7 @@ def lift(
         here.more = len(ways) > 1
         try:
             blocks = [_block(body, nodes, named, modes) for body in ways.pop(0).bodies]
-            bodies = Bodies({block.name: {} for block in blocks}, inlined)
+            bodies = Bodies({block.name: {} for block in blocks}, inline)
             bodies.checkpointed = frozenset(block.name for block in blocks if block.checkpointed)
             if traces:
                 _Tracing(module, inputs, symbols, settings, bodies).trace(blocks)

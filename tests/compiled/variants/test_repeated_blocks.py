@@ -13,6 +13,7 @@ from torch._inductor import config as inductor_config
 
 import multigraph_backend
 from multigraph_backend import Keep, Match, Rule, Scaled
+from multigraph_backend import _compat
 from multigraph_backend.lower import one_body
 
 
@@ -172,6 +173,24 @@ def test_a_backward_runs_again_and_saved_tensors_are_packed() -> None:
     torch.testing.assert_close(first, eager, rtol=0.05, atol=0.05)
     assert multigraph_backend.stats()["packed_tensors"] > 0
     assert_called()
+
+
+def test_a_compile_that_fails_is_done_again_only_where_blocks_came_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = 0
+
+    def fails(*args: Any, **settings: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        raise RuntimeError("there is no code")
+
+    monkeypatch.setattr(_compat, "compile_fx_inner", fails)
+    x = torch.randn(4, 8)
+    for program, again in ((lambda x: (x.sin() @ x.T).relu(), False), (layers(4), True)):
+        tried = 0
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(program, backend="multigraph")(x), program(x))
+        assert (tried > 1) == again
+        assert multigraph_backend.stats()["repeat_retries"] == again
 
 
 @pytest.mark.slow
