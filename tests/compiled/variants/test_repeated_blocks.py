@@ -12,8 +12,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import multigraph_backend
-from multigraph_backend import Keep, Match, Rule, Scaled
-from multigraph_backend import _compat
+from multigraph_backend import Keep, Match, Rule, Scaled, _compat
 from multigraph_backend.lower import one_body
 
 
