@@ -211,8 +211,10 @@ class Region:
             return None
         log.info("%s: compiling %s", self.user_code, variant.text)
         try:
-            options = background.options_for(self.options, variant, args, self._state.grad)
-            lowered = lowering.lower(self._graph, variant.facts, args, options, self._state, pinned, variant.text)
+            lowered = self._kept(variant, args)
+            if lowered is None:
+                options = background.options_for(self.options, variant, args, self._state.grad)
+                lowered = lowering.lower(self._graph, variant.facts, args, options, self._state, pinned, variant.text)
             self._refuse_missed_goal(lowered)
             if self._graph.communicates:
                 self._check_collectives(variant, lowered, args)
@@ -501,17 +503,31 @@ class Region:
 
     def _load(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """A form for `args` out of torch's caches, None where they have none; the caller holds the variant's lock."""
-        try:
-            lowered = self._cached(variant, args)
-        except Exception as error:  # it says nothing of the code: a call that needs it compiles it
-            if from_outside(error):
-                raise
-            log.debug("%s: %s is not in torch's caches: %s", self.user_code, variant.text, describe(error))
+        if (lowered := self._if_cached(variant, args)) is None:
             return None
         form = Form(lowered, loaded=True)
         variant.add(form, *self._case(args))
         log.info("%s: loaded %s in %.2f s", self.user_code, variant.text, lowered.seconds)
         return form
+
+    def _kept(self, variant: Variant, args: Sequence[Any]) -> Lowered | None:
+        """Code that an earlier process noted: torch's caches are asked alone, before a compile is begun, which traces
+        one of the blocks that come again before it asks them."""
+        if self._warm_start is None or not self.options.repeat:
+            return None
+        if variant.condition is not None and variant.condition.check is not None:
+            return None
+        return self._if_cached(variant, args) if self._warm_start.kept(variant, args) else None
+
+    def _if_cached(self, variant: Variant, args: Sequence[Any]) -> Lowered | None:
+        """Code for `args` out of torch's caches, None where they have none."""
+        try:
+            return self._cached(variant, args)
+        except Exception as error:  # it says nothing of the code: a call that needs it compiles it
+            if from_outside(error):
+                raise
+            log.debug("%s: %s is not in torch's caches: %s", self.user_code, variant.text, describe(error))
+            return None
 
     def _cached(self, variant: Variant, args: Sequence[Any]) -> Lowered:
         """Code for `args` out of torch's caches; raises what `lower` raises."""

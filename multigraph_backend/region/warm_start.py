@@ -1,7 +1,8 @@
 """What calls use is noted, and loaded at once when another process begins to use it.
 
-A region says here which of its code a call has run for the first time (`WarmStart.ran`).  All else happens beside the
-calls, in one thread of the process, in which nothing is compiled:
+A region says here which of its code a call has run for the first time (`WarmStart.ran`), and asks before it compiles
+whether caches have it (`kept`).  All else happens beside the calls, in one thread of the process, in which nothing is
+compiled:
 
 - it is noted in the manifest of the graph (`cache`), and how often it was called when the process ends;
 - when a region runs its first code, the manifest of its graph is read, and all that it names is loaded from torch's
@@ -65,7 +66,28 @@ class WarmStart:
     def __init__(self, graph: CapturedGraph, options: Options, state: CompileState) -> None:
         self._graph, self._options, self._state = graph, options, state
         self._noted: _Noted | None = None
+        self._name: str | None = None
+        self._earlier: Manifest | None = None
         self._lock = threading.RLock()  # a handler of a signal may call what it interrupts
+
+    def kept(self, variant: Variant, args: Sequence[Any]) -> bool:
+        """Whether an earlier process noted code of `variant`, which torch's caches still have."""
+        try:
+            with self._lock:
+                if self._name is None:
+                    self._earlier = manifests.load(self._named(args))
+            earlier = self._earlier
+        except Exception as error:
+            if from_outside(error):
+                raise
+            log.debug("what was noted of %s is not known", variant.text, exc_info=True)
+            return False
+        used = () if earlier is None else earlier.used
+        return any(map(_is_there, (form for entry in used if entry.condition == variant.text for form in entry.forms)))
+
+    def _named(self, args: Sequence[Any]) -> str:
+        self._name = self._name or _identity(self._graph, self._options, self._state, args)
+        return self._name
 
     def ran(self, region: Loads, variant: Variant, form: Form, args: Sequence[Any]) -> None:
         """New code of `variant` has run a call with `args`, and was right.  What fails here fails no call."""
@@ -80,7 +102,7 @@ class WarmStart:
         with self._lock:
             first = self._noted is None
             if self._noted is None:
-                self._noted = _noted_for(self._graph, _identity(self._graph, self._options, self._state, args))
+                self._noted = _noted_for(self._graph, self._named(args))
         noted = self._noted
         values = {
             str(symbol): int(value)
@@ -270,21 +292,20 @@ class _LoadOne:
 
     def run(self) -> None:
         region = self.loading.region()
-        if region is None or not self._is_there():
-            return
-        region.load_ahead(self.condition, self.loading.likeness, dict(self.form.values))
+        if region is not None and _is_there(self.form):
+            region.load_ahead(self.condition, self.loading.likeness, dict(self.form.values))
 
-    def _is_there(self) -> bool:
-        """Whether torch's caches have something under its keys: what they lack is not asked for."""
-        assert self.form.key is not None
-        try:
-            if not all(_compat.cache_entry("native", key).exists() for key in self.form.libraries):
-                return False
-            return any(
-                not name.startswith(".") for name in os.listdir(_compat.cache_entry("aot_autograd", self.form.key))
-            )
-        except OSError:
+
+def _is_there(form: UsedForm) -> bool:
+    """Whether torch's caches have something under its keys: what they lack is not asked for."""
+    if form.key is None:
+        return False
+    try:
+        if not all(_compat.cache_entry("native", key).exists() for key in form.libraries):
             return False
+        return any(not name.startswith(".") for name in os.listdir(_compat.cache_entry("aot_autograd", form.key)))
+    except OSError:
+        return False
 
 
 class _Worker:

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 import multigraph_backend
 from multigraph_backend.cache import manifest, manifests
-from multigraph_backend.lower import lowering
+from multigraph_backend.lower import lowering, traced_once
 from multigraph_backend.region import warm_start
 
 SIZES = {"specialize": [{"x[0]": 8}, {"x[0]": {"multiple_of": 16}}]}
@@ -82,14 +83,14 @@ def test_while_code_is_loaded_no_collection_of_all_that_is_alive_stops_calls(mon
     call(again, f, 5)
     assert warm_start.wait_until_warm()
     assert multigraph_backend.stats()["loaded_ahead"] == 1
-    assert collects == [True, False]
+    assert collects == [False, False]
     assert gc.isenabled()
     multigraph_backend.seal("refuse")
     try:
         call(again, f, 48)
     finally:
         multigraph_backend.unseal()
-    assert collects == [True, False, False]
+    assert collects == [False, False, False]
     assert multigraph_backend.stats()["loaded_ahead"] == 1
     assert gc.isenabled()
 
@@ -120,6 +121,49 @@ def test_most_used_first_and_right_at_their_first_call(monkeypatch: pytest.Monke
     assert counters["aot_autograd"]["autograd_cache_miss"] == 0
 
 
+def _up() -> nn.Module:
+    return nn.Linear(24, 48).requires_grad_(False)
+
+
+def _down() -> nn.Module:
+    return nn.Linear(48, 24).requires_grad_(False)
+
+
+def test_no_block_that_comes_again_is_traced_for_code_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither ahead nor in the calls; where the caches have lost it, it is traced and compiled as at first."""
+    traced: list[int] = []
+    trace = traced_once._Tracing.trace
+
+    def noted(self: Any, blocks: Any) -> None:
+        traced.append(len(blocks))
+        trace(self, blocks)
+
+    monkeypatch.setattr(traced_once._Tracing, "trace", noted)
+    torch.manual_seed(0)
+    norms, ups, downs = ([make() for _ in range(6)] for make in (lambda: nn.LayerNorm(24), _up, _down))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for norm, up, down in zip(norms, ups, downs, strict=True):
+            x = x + down(torch.nn.functional.gelu(up(norm(x))).cos() + 0.5).tanh() * 1.5
+        return x
+
+    call(compiled(f), f, 5, 48, 8)
+    assert len(traced) == 3
+    begin_anew()
+    traced.clear()
+    monkeypatch.setattr(multigraph_backend.region.region.Region, "load_ahead", lambda *args: False)
+    again = compiled(f)
+    call(again, f, 5, 48, 8)
+    assert not traced
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 0
+    assert multigraph_backend.stats()["loaded_ahead"] == 0
+    begin_anew()
+    other = str(uuid.uuid4())
+    monkeypatch.setattr(lowering, "_sources_of_bodies", lambda: other)
+    call(compiled(f), f, 5, 48, 8)
+    assert len(traced) == 3
+
+
 def test_what_the_caches_lack_is_not_compiled_and_no_generator_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles come to other keys than the manifest's: the load ends before torch traces."""
 
@@ -137,7 +181,7 @@ def test_what_the_caches_lack_is_not_compiled_and_no_generator_is_set_back(monke
         before = len(set_back)
         assert before  # a compile of a call does it, while the call waits
         assert warm_start.wait_until_warm()
-        assert counters["aot_autograd"]["autograd_cache_miss"] == 2  # that call's, and what was to be loaded
+        assert counters["aot_autograd"]["autograd_cache_miss"] == 3  # asked for, compiled; asked for ahead
         assert multigraph_backend.stats()["loaded_ahead"] == 0
         assert states() == {"x[0] == 8": "declared", "x[0] % 16 == 0": "declared", "generic": "ready"}
         assert len(set_back) == before
