@@ -46,6 +46,7 @@ from multigraph_backend.lower.body_graphs import call_body, whatever_strides
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.inlined import give_value
 from multigraph_backend.lower.steps_of_graph import (
+    Told,
     convolves,
     is_number,
     is_of_call,
@@ -221,15 +222,16 @@ def _repeated(
     graph: Graph, label: str, lossless: bool, cut_at: Stays | None
 ) -> tuple[list[Node], repetition.Repetition]:
     """The steps of a graph and what comes again in it: of a forward graph in the order in which less is compiled."""
-    steps, nodes = steps_of(graph, cut_at)
+    told: Told = {}
+    steps, nodes = steps_of(graph, cut_at, told)
     found = repetition.find(steps, lossless)
-    if label == "forward" and (late := order_of_steps.make_early(graph)):
-        steps, nodes = steps_of(graph, cut_at)
+    if label == "forward" and (late := order_of_steps.make_early(graph, told)):
+        steps, nodes = steps_of(graph, cut_at, told)
         better = repetition.find(steps, lossless)
         if better.compiled < found.compiled:
             return nodes, better
         order_of_steps.make_late(graph, late)
-        steps, nodes = steps_of(graph, cut_at)
+        steps, nodes = steps_of(graph, cut_at, told)
         found = repetition.find(steps, lossless)
     return nodes, found
 

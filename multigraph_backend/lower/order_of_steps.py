@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from multigraph_backend.lower.equal_steps import do_early
-from multigraph_backend.lower.steps_of_graph import steps_of
+from multigraph_backend.lower.steps_of_graph import Told, steps_of
 
 
-def make_early(graph: Graph) -> list[Node]:
-    """The steps that were moved."""
-    late = _late(graph)
+def make_early(graph: Graph, told: Told | None = None) -> list[Node]:
+    """The steps that were moved.  `told`: see `steps_of`."""
+    late = _late(graph, told)
     do_early(graph, late)
     return late
 
@@ -37,10 +37,10 @@ def make_late(graph: Graph, late: Sequence[Node]) -> None:
         end.prepend(node)
 
 
-def _late(graph: Graph) -> list[Node]:
+def _late(graph: Graph, told: Told | None) -> list[Node]:
     """Steps behind the last kernel of its own, and behind all that stays, that only the end of the graph takes; but not
     what is made of inputs and constants there, which would move to the front."""
-    steps, nodes = steps_of(graph)
+    steps, nodes = steps_of(graph, told=told)
     begin = max((index + 1 for index, step in enumerate(steps) if step.alone or step.stays), default=len(steps))
     behind: set[int | str] = set()  # what takes something from before
     for index in range(begin, len(nodes)):

@@ -21,6 +21,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,20 +53,41 @@ _SEEDED = ("inductor_random", "inductor_randint")  # draw what their seed says
 _SEED = "inductor_lookup_seed"
 
 
-def steps_of(graph: Graph, cut_at: Callable[[Node], str | None] | None = None) -> tuple[list[Step], list[Node]]:
+@dataclass(frozen=True, eq=False)
+class _Told:
+    """What a step is, wherever it stands and whatever may stand for it."""
+
+    operands: list[Node]
+    description: Hashable
+    path: str
+
+
+#: of a graph whose steps keep what they take: what was told of them, for the next look at them in another order
+Told = dict[Node, _Told]
+
+
+def steps_of(
+    graph: Graph, cut_at: Callable[[Node], str | None] | None = None, told: Told | None = None
+) -> tuple[list[Step], list[Node]]:
     """See the module's text.  `cut_at`: why the graph is to be cut at a step, None where it is not."""
+    told = {} if told is None else told
+    values: dict[Node, Hashable] = {}
     nodes = [node for node in graph.nodes if is_step(node)]
     numbers = {node: index for index, node in enumerate(nodes)}
     steps = []
     for node in nodes:
-        operands = [operand for operand in _operands(node) if not is_number(operand)]
+        if node not in told:
+            operands = [operand for operand in _operands(node) if not is_number(operand)]
+            told[node] = _Told(operands, _description(node, operands, values), _path(node))
+        stays = why_it_stays(node, cut_at) is not None
+        name = _name(node)
         steps.append(
             Step(
-                _description(node, operands),
-                tuple(numbers.get(operand, operand.name) for operand in operands),
-                _alone(node, cut_at),
-                _path(node),
-                why_it_stays(node, cut_at) is not None,
+                told[node].description,
+                tuple(numbers.get(operand, operand.name) for operand in told[node].operands),
+                stays or name in _ALONE or "attention" in name,
+                told[node].path,
+                stays,
                 node.target is operator.getitem,
                 viewed(node) is not None,
             )
@@ -449,13 +471,16 @@ def _operands(node: Node) -> list[Node]:
     return found
 
 
-def _description(node: Node, operands: list[Node]) -> Hashable:
+def _description(node: Node, operands: list[Node], known: dict[Node, Hashable]) -> Hashable:
+    """`known`: what is known of the values of nodes, each of which several take."""
+    for entry in (node, *operands):
+        if entry not in known:
+            known[entry] = _value(entry.meta.get("val"))
     target = node.target if isinstance(node.target, Hashable) else ("target", id(node.target))
     given = _given(node.args), _given(node.kwargs)
     eager = node.meta.get("eager_input_vals")  # Inductor lets some operators take their operands as eager did
     said = str(node.meta.get("custom")) if node.meta.get("custom") else None
-    values = tuple(_value(operand.meta.get("val")) for operand in operands)
-    return node.op, target, given, values, _value(node.meta.get("val")), _value(eager), said
+    return node.op, target, given, tuple(map(known.__getitem__, operands)), known[node], _value(eager), said
 
 
 def _given(value: Any) -> Hashable:
@@ -516,11 +541,6 @@ def _value(value: Any) -> Hashable:
 def _name(node: Node) -> str:
     packet = getattr(node.target, "overloadpacket", None)
     return str(getattr(packet, "__name__", getattr(node.target, "__name__", node.target)))
-
-
-def _alone(node: Node, cut_at: Callable[[Node], str | None] | None) -> bool:
-    name = _name(node)
-    return why_it_stays(node, cut_at) is not None or name in _ALONE or "attention" in name
 
 
 def _path(node: Node) -> str:
