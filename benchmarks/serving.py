@@ -114,18 +114,23 @@ class StaticLoop:
         return inputs, replay
 
 
-def compiled_as(form: str, phase: str, model: torch.nn.Module, device: str, quick: bool) -> Call:
+def declared(quick: bool) -> dict[str, Any]:
+    """The options that declare every size of a batch and of a prompt."""
     import batching
 
-    backend, compiler = ("aot_eager", "aot_eager") if quick else ("inductor", "inductor")
+    sizes = [
+        {"input_ids[0]": list(batching.BATCHES), "input_ids[1]": 1},
+        {"input_ids[0]": 1, "input_ids[1]": list(batching.PROMPTS)},
+    ]
+    return {"specialize": sizes, "compiler": "aot_eager" if quick else "inductor"}
+
+
+def compiled_as(form: str, phase: str, model: torch.nn.Module, device: str, quick: bool) -> Call:
+    backend = "aot_eager" if quick else "inductor"
     if form == "eager":
         return model
     if form in ("multigraph", SEALED):
-        declared = [
-            {"input_ids[0]": list(batching.BATCHES), "input_ids[1]": 1},
-            {"input_ids[0]": 1, "input_ids[1]": list(batching.PROMPTS)},
-        ]
-        options: dict[str, Any] = {"specialize": [] if phase == "generic" else declared, "compiler": compiler}
+        options = declared(quick) | ({"specialize": []} if phase == "generic" else {})
         if phase == "compiling":
             options |= {"compile": "background", "workers": {"gpu": True}}
         if form == SEALED:
@@ -141,8 +146,11 @@ def compiled_as(form: str, phase: str, model: torch.nn.Module, device: str, quic
     return StaticLoop(made, device) if form == "static loop" else made
 
 
-def conversations(form: str, device: str, quick: bool, phase: str = "warm") -> tuple[Any, float]:
-    """With the moment at which torch.compile was called."""
+def conversations(
+    form: str, device: str, quick: bool, phase: str = "warm", made: Callable[..., Call] | None = None
+) -> tuple[Any, float]:
+    """With the moment at which torch.compile was called.  `made`: makes of the model what is called, as `compiled_as`
+    does where it is left out."""
     import batching
     from slot_model import SlotModel, language_models
 
@@ -152,7 +160,8 @@ def conversations(form: str, device: str, quick: bool, phase: str = "warm") -> t
     torch._dynamo.config.specialize_float = True
     model = SlotModel(language_models(device, quick)["draft" if quick else "chat"], batching.BATCHES[-1], 256)
     began = time.perf_counter()
-    return batching.Conversations(form, model, compiled_as(form, phase, model, device, quick), device), began
+    compiled = made or partial(compiled_as, form, phase)
+    return batching.Conversations(form, model, compiled(model, device, quick), device), began
 
 
 def requests(count: int, most_prompt: int) -> list[Any]:

@@ -210,6 +210,14 @@ def test_memory_goes_on_where_it_was_cut_off(
     assert len(ran) == 9
 
 
+@pytest.mark.slow
+def test_starts(tmp_path: Path) -> None:
+    rows = run("starts", tmp_path)
+    assert [row["form"] for row in rows] == ["eager", "inductor dynamic", "multigraph", "multigraph, saved"]
+    assert positive(rows, "cold_first_s", "cold_ready_s", "first_s", "ready_s", "warm_over_cold")
+    assert positive(rows[1:], "over_eager")
+
+
 def test_staging(tmp_path: Path) -> None:
     rows = run("staging", tmp_path)
     assert [(row["inputs"], row["kib"], row["kernel"]) for row in rows] == [(2, 16, "no"), (4, 16, "no")]

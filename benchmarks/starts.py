@@ -1,0 +1,216 @@
+"""How a server's process starts: to its first token, and until every declared size has been called.
+
+The model and the calls are `serving.py`'s. Each form runs in a process with empty caches, and in a second one that
+finds what the first has left: torch's caches, and multigraph's manifest.
+
+eager              nothing is compiled
+inductor dynamic   torch.compile(dynamic=True): one piece of code for each number of dimensions that is 1
+multigraph         the sizes that requests are padded to, declared: a variant for each, and generic
+multigraph, saved  the same, saved by the first process (torch's `aot_compile`: graphs, and which variants were used):
+                   the second traces nothing, and loads all code when it calls what it has loaded
+
+first s    from the start of the process, its imports and the model, to the first token of the first request
+ready s    until every declared size has been called three times, so often that it is recorded on a GPU
+compiled   graphs that AOTAutograd's cache did not have, in that process
+warm/cold  ready of the second process over that of the first; "over eager", "over Inductor": first s of the second
+           process over that of a process that compiles nothing, and of Inductor's second one
+
+    python benchmarks/starts.py --json starts.json         needs transformers (`pip install "multigraph[server]"`)
+
+With --quick nothing generates code (aot_eager): whether it runs, not how fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import serving
+import torch
+from measure import Column, Goal, Results, answer, arguments, goals_text, in_own_process
+from torch._dynamo.utils import counters
+
+COLUMNS = (
+    Column("form", "form"),
+    Column("cold_first_s", "cold first s", 2),
+    Column("cold_ready_s", "ready s", 2),
+    Column("cold_compiled", "compiled"),
+    Column("first_s", "warm first s", 2),
+    Column("ready_s", "ready s", 2),
+    Column("compiled", "compiled"),
+    Column("warm_over_cold", "warm/cold", 3),
+    Column("over_eager", "over eager", 2),
+    Column("over_inductor", "over Inductor", 2),
+    Column("goals", "goals"),
+)
+EAGER, INDUCTOR, OURS, SAVED = FORMS = ("eager", "inductor dynamic", "multigraph", "multigraph, saved")
+GOALS = {
+    "cuda": (Goal("warm/cold", "warm_over_cold", 0.10), Goal("first over eager", "over_eager", 1.1)),
+    "cpu": (Goal("warm/cold", "warm_over_cold", 0.05), Goal("first over eager", "over_eager", 1.1)),
+}
+SECONDS = 900.0  # of one process
+
+Call = Callable[..., torch.Tensor]
+
+
+class Saved:
+    """A slot model compiled ahead of time, a file for each kind of call: Dynamo takes a size of 1 for a constant.
+
+    `folder` has the files, or gets them (`save`).
+    """
+
+    def __init__(self, model: torch.nn.Module, device: str, quick: bool, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._made: dict[str, Any] = {}
+        for name, (rows, tokens) in {"prefill": (1, 8), "step": (3, 1), "step of one": (1, 1)}.items():
+            path = folder / name
+            if path.exists():
+                self._made[name] = torch.compiler.load_compiled_function(io.BytesIO(path.read_bytes()))
+            else:
+                self._made[name] = self._compiled(rows, tokens, device, quick)
+            self._made[name].disable_guard_check()
+
+    def _compiled(self, rows: int, tokens: int, device: str, quick: bool) -> Any:
+        options = {**serving.declared(quick), "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        places = torch.arange(tokens, device=device).expand(rows, tokens).contiguous()
+        example = torch.zeros_like(places), places, torch.arange(rows, device=device)
+        forward: Any = self._model.forward
+        made: Any = torch.compile(forward, fullgraph=True, backend="multigraph", dynamic=True, options=options)
+        with torch.inference_mode():  # as it is called
+            return made.aot_compile((example, {}))
+
+    def __call__(self, input_ids: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        rows, tokens = input_ids.shape
+        run = self._made["prefill" if tokens > 1 else "step" if rows > 1 else "step of one"]
+        made: torch.Tensor = run(self._model, input_ids, *others)
+        return made
+
+    def save(self) -> None:
+        for name, made in self._made.items():
+            made.save_compiled_function(str(self._folder / name))
+
+
+def compiled_as(form: str, folder: Path, model: torch.nn.Module, device: str, quick: bool) -> Call:
+    if form == SAVED:
+        return Saved(model, device, quick, folder)
+    return serving.compiled_as(form, "warm", model, device, quick)
+
+
+def seconds_since_the_process_began() -> float:
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+
+
+def measured(form: str, device: str, quick: bool, folder: Path) -> dict[str, Any]:
+    """In a process of its own."""
+    torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
+    served, _ = serving.conversations(form, device, quick, made=partial(compiled_as, form, folder))
+    import batching
+
+    said: dict[str, Any] = {}
+    with torch.inference_mode():
+        first = serving.requests(1, batching.PROMPTS[-1])[0]
+        first.new_tokens = 1
+        serving.serve(served, [first], None)
+        said["first_s"] = seconds_since_the_process_began()
+        serving.call_all_sizes(served)
+        said["ready_s"] = seconds_since_the_process_began()
+        said["compiled"] = sum(counters["aot_autograd"][f"autograd_cache_{kind}"] for kind in ("miss", "bypass"))
+        if form == SAVED and not list(folder.iterdir()):
+            served.compiled.save()
+        said["answers"] = _answers(served)
+    return said
+
+
+def _answers(served: Any) -> list[list[int]]:
+    asked = serving.requests(12, 16)
+    serving.serve(served, asked, None)
+    return [request.answer.result() for request in asked]
+
+
+@contextmanager
+def caches_in(folder: Path) -> Iterator[None]:
+    """`TORCHINDUCTOR_CACHE_DIR` and Triton's, for processes that are started inside."""
+    names = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(path) for name, path in names.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def both(form: str, device: str, quick: bool, expected: list[list[int]] | None) -> dict[str, Any]:
+    """What the first process has needed, and the second."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "saved").mkdir()
+        words = ["--form", form, "--device", device, "--folder", str(folder / "saved"), *(["--quick"] if quick else [])]
+        found = []
+        with caches_in(folder):
+            for _ in range(2):
+                value, error = in_own_process(__file__, words, SECONDS)
+                if error is not None:
+                    raise RuntimeError(error)
+                found.append(value)
+    cold, warm = found
+    for told in found:
+        off = sum(mine != theirs for mine, theirs in zip(told["answers"], expected or told["answers"], strict=True))
+        if off > 1:  # a tie of two tokens may fall otherwise
+            raise AssertionError(f"{off} of {len(told['answers'])} answers are not eager's")
+    answers = warm.pop("answers")
+    said = {f"cold_{key}": cold[key] for key in ("first_s", "ready_s", "compiled")}
+    return {**said, **warm, "warm_over_cold": warm["ready_s"] / cold["ready_s"], "answers": answers}
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--only", nargs="+", choices=FORMS, help="all; eager always")
+    parser.add_argument("--form", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    if args.form is not None:
+        torch.set_num_threads(args.threads)
+        return answer(args.answer, partial(measured, args.form, args.device, args.quick, args.folder))
+    results = Results("starts", "How a process starts, cold and with what an earlier one has left", COLUMNS, args)
+    expected: list[list[int]] | None = None
+    first: dict[str, float] = {}
+
+    def row(form: str) -> dict[str, Any]:
+        nonlocal expected
+        told = both(form, results.device, args.quick, expected)
+        expected = expected or told["answers"]
+        del told["answers"]
+        first[form] = told["first_s"]
+        for key, other in (("over_eager", EAGER), ("over_inductor", INDUCTOR)):
+            if form != other and other in first:
+                told[key] = told["first_s"] / first[other]
+        if form in (OURS, SAVED) and not args.quick:
+            told["goals"] = goals_text(GOALS[results.device], told)
+        return told
+
+    for form in FORMS if args.only is None else (EAGER, *(name for name in FORMS[1:] if name in args.only)):
+        results.row({"form": form}, partial(row, form), headline=True)
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
