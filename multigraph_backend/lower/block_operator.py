@@ -367,7 +367,13 @@ class _Differentiated(torch.autograd.Function):
                 bodies.wrong = "a gradient of a repeated block is of another kind than its result"
                 gradient = empty(layout, bodies.shape_env)
             tangents.append(gradient)
-        given = [*ctx.saved_tensors, *tangents]
+        try:
+            saved = list(ctx.saved_tensors)
+        except RuntimeError:  # AOTAutograd's own graph saves what is made of it
+            bodies.wrong = "what a repeated block saves for its backward is written to before that"
+            layouts = bodies.now(known.backward.given[: len(known.saved)])
+            saved = [empty(layout, bodies.shape_env) for layout in layouts]
+        given = [*saved, *tangents]
         made = _below_autograd(given, ctx.symbols, known.backward, ctx.body, "backward", ctx.kind, 0)
         return (
             *(None, None, None, None, None),

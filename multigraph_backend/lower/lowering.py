@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LITE = "fallback_by_default"  # what Inductor's mode "lite" is: it runs its own marks of strides as eager does, and wrongly
 _AS_THEY_STAND = "repeated blocks are compiled as they stand"
 
 
@@ -195,6 +196,8 @@ def _not_repeated(graph: CapturedGraph, options: Options) -> str | None:
         return "the graph has collectives"
     if any(isinstance(rule.pack, Offload) for rule in options.saved_tensors):
         return "saved tensors are offloaded"
+    if dict(options.inductor).get(_LITE, getattr(_compat.inductor_config, _LITE, False)):
+        return "operators are eager's, and little is compiled"
     return None
 
 
@@ -284,11 +287,12 @@ class CompileJob:
                 said = "not known, for the code was compiled before, and came from torch's caches"
             return dataclasses.replace(lowered, repeated=f"repeated blocks: {said}" if said else None)
         events.count("repeat_retries")
-        code = str(self.graph.user_code)
-        events.warn_once(f"{code}: {reason}", "%s: blocks that come again are compiled as they stand: %s", code, reason)
         tag = self.cache_tag.replace(_repeat_tag(self.options), "")
         whole = dataclasses.replace(self.options, repeat=False)
-        return dataclasses.replace(self, options=whole, unrepeated=reason, cache_tag=tag)._repeated_or_not(process_wide)
+        lowered = dataclasses.replace(self, options=whole, unrepeated=reason, cache_tag=tag)._repeated_or_not(process_wide)
+        code = str(self.graph.user_code)  # where that fails too, bodies were not the reason
+        events.warn_once(f"{code}: {reason}", "%s: blocks that come again are compiled as they stand: %s", code, reason)
+        return lowered
 
     def _traced_once_or_not(self, process_wide: contextlib.ExitStack) -> Lowered:
         for passed in itertools.count():

@@ -317,6 +317,12 @@ def _put_call(
 
 # ---------------------------------------------------------------- a body's graphs
 
+_OTHER_KINDS = "blocks that come again are given tensors of other kinds at each call"
+
+
+def _calls_of(blocks: Sequence[_Block]) -> Mapping[str, int]:
+    return collections.Counter(block.name for block in blocks for _ in block.calls)  # two may look the same
+
 
 class _Tracing:
     """Goes through Dynamo's graph with fake values, as far as calls need them, and traces a block at its first call."""
@@ -339,6 +345,7 @@ class _Tracing:
         self._symbols = [self._placeholders[node] for node in symbols.values()]
 
     def trace(self, blocks: Sequence[_Block]) -> None:
+        self._refuse_growing(blocks)
         while True:  # until no trace finds sizes to be equal, or numbers: what was traced before is of others then
             known = {} if self._env is None else dict(self._env.replacements)
             self._trace(blocks)
@@ -346,9 +353,19 @@ class _Tracing:
                 break
             for kinds in self._bodies.kinds.values():
                 kinds.clear()
-        calls = collections.Counter(block.name for block in blocks for _ in block.calls)  # two may look the same
-        if any(len(self._bodies.kinds[name]) == count for name, count in calls.items()):
-            raise Refused("blocks that come again are given tensors of other kinds at each call")
+        if any(len(self._bodies.kinds[name]) == count for name, count in _calls_of(blocks).items()):
+            raise Refused(_OTHER_KINDS)
+
+    def _refuse_growing(self, blocks: Sequence[_Block]) -> None:
+        """Where parameters alone say that each call is given others, as of layers that grow, nothing is traced."""
+        kinds: dict[str, set[tuple[Any, ...]]] = {}
+        for block in blocks:
+            for _, given in block.calls:
+                told = {node: self._placeholders[node] for node in given if node in self._placeholders}
+                plain = [value for value in told.values() if isinstance(value, torch.Tensor) and is_plain(value)]
+                kinds.setdefault(block.name, set()).add(tuple(map(layout_of, plain)))
+        if any(len(kinds[name]) == count for name, count in _calls_of(blocks).items()):
+            raise Refused(_OTHER_KINDS)
 
     def _trace(self, blocks: Sequence[_Block]) -> None:
         calls = {mine[-1]: (block, mine, given) for block in blocks for mine, given in block.calls}

@@ -192,6 +192,48 @@ def test_a_compile_that_fails_is_done_again_only_where_blocks_came_again(monkeyp
         assert multigraph_backend.stats()["repeat_retries"] == again
 
 
+def test_an_error_that_has_to_do_with_no_block_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Inputs that overlap and are written to are refused with bodies and without: nothing is said of bodies."""
+    model = layers(4)
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return model(y) + model(x)
+
+    for run in (torch.compile(program, backend="multigraph"), program):
+        memory = torch.arange(40.0)
+        with torch.no_grad():
+            made = run(memory[:24].view(3, 8), memory[8:32].view(3, 8))
+        expected = made if run is program else None
+        found = made if expected is None else found
+    torch.testing.assert_close(found, expected)
+    assert multigraph_backend.stats()["eager_calls"] == 1
+    said = [record.getMessage() for record in caplog.records if "overlap" in record.getMessage()]
+    assert len(said) == 1
+    assert "come again" not in said[0]
+
+
+class Patches(nn.Module):
+    """A convolution hands its layers what has other strides than they are given eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.layers = nn.Conv2d(3, 8, 4, 4), layers(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers(self.patches(x).flatten(2).transpose(1, 2))
+        return made
+
+
+def test_in_mode_lite_layers_are_compiled_as_they_stand() -> None:
+    """There Inductor runs its marks of strides as they stand, and clones: a view of what is laid out otherwise."""
+    model, x = Patches(), torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model, backend="multigraph", options={"mode": "lite", "repeat": "always"})
+    mine, theirs = (torch.autograd.grad(run(x).square().sum(), list(model.parameters())) for run in (compiled, model))
+    torch.testing.assert_close(mine, theirs)
+    assert "operators are eager's" in generic().repeated
+
+
 @pytest.mark.slow
 def test_code_that_hands_out_what_it_was_given_is_compiled_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read of the code is believed: here it is said to be wrong, and the graph is compiled once more."""

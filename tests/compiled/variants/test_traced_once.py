@@ -348,6 +348,55 @@ def test_results_gradients_and_buffers_are_eagers(case: str, training: bool, rep
     assert (stats["repeat_retries"], stats["eager_calls"]) == (0, 0)
 
 
+class Growing(nn.Module):
+    """Layers that do the same to ever more: no call is given what another is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8 + 4 * layer, 4) for layer in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.cat((x, functional.relu(layer(x))), -1)
+        return x
+
+
+def test_layers_that_grow_are_not_traced_to_find_that_out() -> None:
+    model, verdict = Growing(), Verdict()
+    run = compiled_of(model, verdict, repeat="auto")
+    with mock.patch.object(traced_once._Tracing, "_trace", side_effect=AssertionError("traced")):
+        step(run, model, torch.randn(2, 8), training=True)
+    assert verdict.calls == 0
+    assert multigraph_backend.stats()["eager_calls"] == 0
+
+
+class Counting(nn.Module):
+    """Each layer reads a buffer that is written to before the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * ((self.count > 2).float() + self.count).cos()
+            self.count.add_(1)
+        return x
+
+
+@pytest.mark.filterwarnings("error:Error detected in")
+def test_what_blocks_save_may_be_written_to_and_autograd_is_not_heard_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = Counting()
+    other, verdict = copy.deepcopy(model), Verdict()
+    run = compiled_of(other, verdict, repeat="auto")
+    for _ in range(2):
+        x = torch.randn(2, 8, 8)
+        mine, theirs = (step(one, owner, x, True) for one, owner in ((run, other), (model, model)))
+        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(other.count, model.count)
+
+
 def test_the_last_layer_is_a_call_though_its_sum_goes_nowhere() -> None:
     """Blocks are cut behind the norm, where no kernel is cut in two, and the norm at the end is the last one's."""
     model, verdict = NormAtTheEnd(), Verdict()
