@@ -138,10 +138,19 @@ def _tried(graph: _Graph, lossless: bool) -> Iterator[_Blocks]:
     if any(step.stays for step in graph.steps):
         stay = [index for index, step in enumerate(graph.steps) if step.stays]
         yield _between(graph, [place for index in stay for place in (index, index + 1)])
+        if lossless:
+            yield _between(graph, list(_lossless_between(graph, stay)))
     for period in _periods(graph):
         yield _blocks(graph, period, named=False, lossless=lossless)
         if named:
             yield _blocks(graph, period, named=True)
+
+
+def _lossless_between(graph: _Graph, stay: Sequence[int]) -> Iterator[int]:
+    """The first and the last place between steps that stay at which a cut loses nothing."""
+    for one, other in itertools.pairwise([-1, *stay, len(graph.steps)]):
+        places = [place for place in range(one + 1, other + 1) if not graph.lost[place]]
+        yield from dict.fromkeys((*places[:1], *places[-1:]))
 
 
 def verify(steps: Sequence[Step], found: Repetition) -> None:

@@ -46,6 +46,8 @@ _NAMESPACES = ("aten", "prims")
 _CONVOLUTIONS = frozenset(("convolution", "convolution_backward"))
 _LAYOUT = "its layout is chosen for the graph as a whole"
 _IN_PLACE = "it may be done in place"
+_WRITES = "it writes to what it takes"
+_FUSED = (None, _IN_PLACE, _WRITES)  # what is written is computed in the kernel that writes it
 _DRAWS = "it draws random numbers"
 _CALL = "it is a call of a body"
 _STRIDES = "inductor_force_stride_order"  # of what a call is given
@@ -79,15 +81,14 @@ def steps_of(
         if node not in told:
             operands = [operand for operand in _operands(node) if not is_number(operand)]
             told[node] = _Told(operands, _description(node, operands, values), _path(node))
-        stays = why_it_stays(node, cut_at) is not None
-        name = _name(node)
+        why, name = why_it_stays(node, cut_at), _name(node)
         steps.append(
             Step(
                 told[node].description,
                 tuple(numbers.get(operand, operand.name) for operand in told[node].operands),
-                stays or name in _ALONE or "attention" in name,
+                why not in _FUSED or name in _ALONE or "attention" in name,
                 told[node].path,
-                stays,
+                why is not None,
                 node.target is operator.getitem,
                 viewed(node) is not None,
             )
@@ -405,7 +406,7 @@ def _why_it_stays_anyway(node: Node) -> str | None:
     if target.namespace not in _NAMESPACES:
         return "it is no operator of torch's own"
     if target._schema.is_mutable:
-        return "it writes to what it takes"
+        return _WRITES
     if name in _UPDATES:
         return None if updates_a_constant(node) and len(node.all_input_nodes[0].users) == 1 else _IN_PLACE
     if name in _CONVOLUTIONS:

@@ -268,6 +268,34 @@ def test_where_entries_meet_in_a_kernel_calls_that_lose_nothing_are_cut_elsewher
     assert not any(lost[start] + lost[start + 24] for start, _ in found.calls)
 
 
+def test_calls_that_lose_nothing_lie_between_what_each_layer_writes_and_takes_from_there() -> None:
+    """A cache is written in one kernel with what is computed for it, and gathered in one with what attention takes."""
+    program = Program()
+    x = program.add("embedding", "ids", alone=True)
+    for layer in range(4):
+        normed = program.add("norm", x, f"{layer}.norm")
+        q, k, v = (program.add(f"product {name}", normed, f"{layer}.{name}", alone=True) for name in "qkv")
+        q, k = program.add("rotate", q, "cos"), program.add("rotate", k, "cos")
+        caches = []
+        for name, new in (("keys", k), ("values", v)):
+            written = program.add("write", f"{layer}.{name}", new, stays=True)
+            caches.append(program.add("gather", written, "slots"))
+        caches = [program.add("copy", cache) for cache in caches]
+        y = program.add("attention", q, *caches, alone=True)
+        x = program.add("add", x, program.add("product o", y, f"{layer}.o", alone=True))
+        y = program.add("activation", program.add("product up", x, f"{layer}.up", alone=True))
+        x = program.add("add", x, program.add("product down", y, f"{layer}.down", alone=True))
+    program.add("norm", x, "norm")
+    found = find(program.steps, lossless=True)
+    verify(program.steps, found)
+    (body,) = found.bodies
+    inside = [[program.steps[call.start + place].description for place in range(body.length)] for call in body.calls]
+    assert inside == [
+        ["attention", "product o", "add", "product up", "activation", "product down", "add", "norm"]
+        + ["product q", "product k", "product v", "rotate"]
+    ] * 3
+
+
 def test_tables_are_not_cut_from_their_first_use() -> None:
     """Sines of positions are used behind a product, where a compiler computes them: in the next entry of a list."""
     program = Program(named=True)

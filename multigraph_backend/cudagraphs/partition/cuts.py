@@ -66,7 +66,7 @@ _RECORDABLE = frozenset((
     "triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation", "flex_attention", "flex_attention_backward",
     "associative_scan", "invoke_subgraph", "graphsafe_run_with_rng_state", "inline_asm_elementwise", "control_deps",
 ))  # fmt: skip
-_INDEX_PUT = frozenset(("aten::index_put", "aten::index_put_", "aten::_unsafe_index_put"))
+_INDEX = frozenset(("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index_put"))
 _COPIES = frozenset(("aten::_to_copy", "aten::copy", "aten::copy_", "prims::device_put"))
 
 
@@ -250,13 +250,14 @@ def _by_operator(node: Node, op: Any, rules: CutRules) -> str | None:
             return CONTROL
         return None if name in _RECORDABLE or name in _WRAPPING else HIGHER_ORDER
     tags = set(op.tags)
-    if tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}:
+    indexes = _base_name(op) in _INDEX  # its result is of a size that depends on data where a mask chooses
+    if tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} and not indexes:
         return DATA
     if getattr(torch.Tag, "cudagraph_unsafe", None) in tags:
         return UNSAFE
     if _base_name(op) in _WAITING:
         return WAITS
-    if _base_name(op) in _INDEX_PUT and _has_mask(node):
+    if indexes and _has_mask(node):
         return DATA
     if op.namespace not in _OWN and not _named(op, rules.safe) and not compiled(op, rules.device_type):
         return PYTHON

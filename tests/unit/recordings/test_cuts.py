@@ -144,6 +144,8 @@ def test_a_mask_that_chooses_elements_is_cut_out() -> None:
     by_index = traced(lambda x, i: x.index_put_((i,), torch.ones(())), torch.ones(4), torch.tensor([1, 2]))
     assert reasons(masked) == {"aten.index_put_": cuts.DATA}
     assert reasons(by_index) == {}
+    gathered = traced(lambda x, i: x[i], torch.ones(4), torch.tensor([1, 2]))  # its size is that of the indices
+    assert reasons(gathered) == {}
 
 
 def test_sparse_results_are_cut_out() -> None:
