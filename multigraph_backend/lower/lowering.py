@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LITE = "fallback_by_default"  # what Inductor's mode "lite" is: it runs its own marks of strides as eager does, and wrongly
+_LITE = "fallback_by_default"  # Inductor's mode "lite", in which it runs its own marks of strides, and wrongly
 _AS_THEY_STAND = "repeated blocks are compiled as they stand"
 
 
@@ -289,7 +289,8 @@ class CompileJob:
         events.count("repeat_retries")
         tag = self.cache_tag.replace(_repeat_tag(self.options), "")
         whole = dataclasses.replace(self.options, repeat=False)
-        lowered = dataclasses.replace(self, options=whole, unrepeated=reason, cache_tag=tag)._repeated_or_not(process_wide)
+        again = dataclasses.replace(self, options=whole, unrepeated=reason, cache_tag=tag)
+        lowered = again._repeated_or_not(process_wide)
         code = str(self.graph.user_code)  # where that fails too, bodies were not the reason
         events.warn_once(f"{code}: {reason}", "%s: blocks that come again are compiled as they stand: %s", code, reason)
         return lowered
