@@ -115,8 +115,8 @@ def whatever_operands(monkeypatch: pytest.MonkeyPatch) -> str:
 def whatever_operators(monkeypatch: pytest.MonkeyPatch) -> str:
     exact = steps_of_graph._description
 
-    def loose(node: Any, operands: Any) -> Hashable:
-        said: Any = exact(node, operands)
+    def loose(node: Any, operands: Any, known: Any) -> Hashable:
+        said: Any = exact(node, operands, known)
         name = "sine or cosine" if node.target in (torch.ops.aten.sin.default, torch.ops.aten.cos.default) else said[1]
         return (said[0], name, *said[2:])
 

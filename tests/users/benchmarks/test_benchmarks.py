@@ -72,6 +72,7 @@ def test_depth(tmp_path: Path) -> None:
     assert all(row["spared"] > 0 for row in rows if row["form"] == "multigraph, repeat")
 
 
+@pytest.mark.slow
 def test_products(tmp_path: Path) -> None:
     rows = run("products", tmp_path)
     forms = {"fp8": ("unpacked", "buffer", "scaled"), "int8": ("unpacked", "buffer")}
