@@ -500,13 +500,19 @@ def attempt(measured: Callable[[], Value]) -> tuple[Value | None, str | None]:
         return None, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"
 
 
-def in_own_process(script: str, words: Sequence[str], seconds: float) -> tuple[Any, str | None]:
-    """What `attempt` returned in a process that runs `script` with `words` and `--answer PATH` (`answer` writes it)."""
+def in_own_process(
+    script: str, words: Sequence[str], seconds: float, environ: Mapping[str, str] | None = None
+) -> tuple[Any, str | None]:
+    """What `attempt` returned in a process that runs `script` with `words` and `--answer PATH` (`answer` writes it).
+    `environ`: variables that it has beside those of this process."""
+    around = {**os.environ, **(environ or {})}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
         command = [sys.executable, script, *words, "--answer", str(path)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=seconds, env=around
+            )
         except subprocess.TimeoutExpired:
             return None, f"not done after {seconds:.0f} seconds"
         if path.exists():

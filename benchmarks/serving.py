@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
 import resource
 import statistics
@@ -326,18 +325,10 @@ def in_process(
     rate: float | None = None,
     rounds: int | None = None,
 ) -> dict[str, Any]:
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     words = ["--form", form, "--phase", phase, "--device", device, *(["--quick"] if quick else [])]
-    try:
-        for name, number in (("--rate", rate), ("--rounds", rounds)):
-            words += [] if number is None else [name, str(number)]
-        value, error = in_own_process(__file__, words, SECONDS)
-    finally:
-        if before is None:
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        else:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+    for name, number in (("--rate", rate), ("--rounds", rounds)):
+        words += [] if number is None else [name, str(number)]
+    value, error = in_own_process(__file__, words, SECONDS, {"TORCHINDUCTOR_CACHE_DIR": str(cache)})
     if error is not None:
         raise RuntimeError(error)
     said: dict[str, Any] = value

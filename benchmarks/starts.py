@@ -28,8 +28,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,35 +136,19 @@ def _answers(served: Any) -> list[list[int]]:
     return [request.answer.result() for request in asked]
 
 
-@contextmanager
-def caches_in(folder: Path) -> Iterator[None]:
-    """`TORCHINDUCTOR_CACHE_DIR` and Triton's, for processes that are started inside."""
-    names = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: str(path) for name, path in names.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def both(form: str, device: str, quick: bool, expected: list[list[int]] | None) -> dict[str, Any]:
     """What the first process has needed, and the second."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "saved").mkdir()
         words = ["--form", form, "--device", device, "--folder", str(folder / "saved"), *(["--quick"] if quick else [])]
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
         found = []
-        with caches_in(folder):
-            for _ in range(2):
-                value, error = in_own_process(__file__, words, SECONDS)
-                if error is not None:
-                    raise RuntimeError(error)
-                found.append(value)
+        for _ in range(2):
+            value, error = in_own_process(__file__, words, SECONDS, caches)
+            if error is not None:
+                raise RuntimeError(error)
+            found.append(value)
     cold, warm = found
     for told in found:
         off = sum(mine != theirs for mine, theirs in zip(told["answers"], expected or told["answers"], strict=True))
