@@ -6,8 +6,9 @@
 
 torch keeps the bytecode and the guards of its trace, and asks the callable that the backend returned for the rest as
 bytes.  These hold the captured graph, the options, the state of the first compile, and which variants were used; no
-compiled code.  That comes from torch's caches: the first call of a loaded region takes generic and the variants that
-were used from there, or compiles them where the caches do not have them.
+compiled code.  That comes from torch's caches: a call of a loaded region takes what it needs from there, and what else
+was used is taken from there beside the calls that follow.  Where the caches do not have all of it, the first call
+compiles what they lack.
 
 In: a region in `aot_compile`, or the bytes of one.  Out: bytes, or a callable over the graph's arguments.
 
@@ -22,21 +23,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.cache.manifest import UsedForm
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.graph import CapturedGraph, MarkedSize
 from multigraph_backend.capture.structure import copy_structure, held_tensors
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
+from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.options import Options
 from multigraph_backend.process import sources
 from multigraph_backend.process.interruptions import from_outside
+from multigraph_backend.region import warm_start
 from multigraph_backend.region.region import Region
 from multigraph_backend.region.variant import Variant
 
@@ -105,7 +109,7 @@ def _save(region: Region | str) -> bytes:
         "sources": [getattr(node, "_dynamo_source", None) for node in graph.module.graph.find_nodes(op="placeholder")],
         "options": region.options,
         "state": region.state.portable(),
-        "used": [variant.text for variant in (*region.variants, region.generic) if variant.forms],
+        "used": {variant.text: _forms(variant) for variant in (*region.variants, region.generic) if variant.forms},
     }
     try:
         payload: bytes = _compat.GraphPickler.dumps(content, _compat.GraphPicklerOptions(ops_filter=None))
@@ -116,6 +120,11 @@ def _save(region: Region | str) -> bytes:
         raise CannotSave(f"{region.user_code} cannot be saved: {what}: {describe(error)}") from error
     header = {**_versions(), "sha256": hashlib.sha256(payload).hexdigest()}
     return _MAGIC + json.dumps(header).encode() + b"\n" + payload
+
+
+def _forms(variant: Variant) -> tuple[UsedForm, ...]:
+    """Where torch's caches have its code."""
+    return tuple(UsedForm((), form.lowered.cached) for form in variant.forms)
 
 
 def _versions() -> dict[str, str]:
@@ -200,21 +209,45 @@ def _load(data: bytes) -> Region:
         if from_outside(error):
             raise
         raise CannotLoad(f"the saved region cannot be loaded here: {describe(error)}") from error
-    return _LoadedRegion(graph, content["options"], state, frozenset(content["used"]))
+    return _LoadedRegion(graph, content["options"], state, content["used"])
 
 
 class _LoadedRegion(Region):
-    """A region whose first call makes ready what was used where it was saved."""
+    """A region that takes what was used where it was saved from torch's caches: what a call needs in that call, the
+    rest beside the calls that follow.  Where they do not have all of it, its first call makes all of it ready.
 
-    def __init__(self, graph: CapturedGraph, options: Options, state: CompileState, used: frozenset[str]) -> None:
+    `used`: by the text of a condition, the code that was there.
+    """
+
+    def __init__(
+        self, graph: CapturedGraph, options: Options, state: CompileState, used: Mapping[str, tuple[UsedForm, ...]]
+    ) -> None:
         super().__init__(graph, options, state)
-        self._used = None if options.compile == "eager" else used
-        self._all_pending = options.compile == "eager" or bool(used)
+        self._used = used
+        self._all_pending = self._all_pending or bool(used)
 
-    def _made_up(self, args: Sequence[Any]) -> Iterator[tuple[Variant, Sequence[Any]]]:
-        for variant, made in super()._made_up(args):
-            if self._used is None or variant.text in self._used:
-                yield variant, made
+    def _compile_all(self, args: Sequence[Any]) -> None:
+        there = self.options.compile != "eager" and self.options.warm_start
+        there = there and warm_start.in_caches(self._graph, self.options)
+        there = there and all(warm_start.is_there(form) for forms in self._used.values() for form in forms)
+        likeness = Likeness.of(self._graph, args) if there else None
+        if likeness is None:
+            super()._compile_all(args)
+            return
+        self._all_pending = False
+        for variant, values in self._examples(args):
+            named = {str(symbol): value for symbol, value in values.items()}
+            warm_start.load_beside_calls(self, variant.text, likeness, named)
+
+    def _examples(self, args: Sequence[Any]) -> Iterator[tuple[Variant, dict[sympy.Symbol, Any]]]:
+        for variant, values in super()._examples(args):
+            if self.options.compile == "eager" or variant.text in self._used:
+                yield variant, values
+
+    def _is_kept(self, variant: Variant, args: Sequence[Any]) -> bool:
+        used = self._used.get(variant.text, ())
+        there = warm_start.in_caches(self._graph, self.options) and any(map(warm_start.is_there, used))
+        return there or super()._is_kept(variant, args)
 
 
 # ---------------------------------------------------------------- the first compile

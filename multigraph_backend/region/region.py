@@ -513,11 +513,13 @@ class Region:
     def _kept(self, variant: Variant, args: Sequence[Any]) -> Lowered | None:
         """Code that an earlier process noted: torch's caches are asked alone, before a compile is begun, which traces
         one of the blocks that come again before it asks them."""
-        if self._warm_start is None or not self.options.repeat:
+        if not self.options.repeat or (variant.condition is not None and variant.condition.check is not None):
             return None
-        if variant.condition is not None and variant.condition.check is not None:
-            return None
-        return self._if_cached(variant, args) if self._warm_start.kept(variant, args) else None
+        return self._if_cached(variant, args) if self._is_kept(variant, args) else None
+
+    def _is_kept(self, variant: Variant, args: Sequence[Any]) -> bool:
+        """Whether torch's caches are likely to have code of `variant`."""
+        return self._warm_start is not None and self._warm_start.kept(variant, args)
 
     def _if_cached(self, variant: Variant, args: Sequence[Any]) -> Lowered | None:
         """Code for `args` out of torch's caches, None where they have none."""
@@ -595,13 +597,7 @@ class Region:
 
     def _made_up(self, args: Sequence[Any]) -> Iterator[tuple[Variant, Sequence[Any]]]:
         """Each variant that can be compiled now, generic last, with arguments that fit it."""
-        for variant in (*self.variants, self.generic):
-            condition = variant.condition
-            if condition is not None and (condition.never is not None or condition.check is not None):
-                continue
-            values = self._graph.values(args)
-            for symbol, facts in variant.facts.items():
-                values[symbol] = rules.example(facts.intersect(declared.bounds(self._graph, symbol)), values[symbol])
+        for variant, values in self._examples(args):
             try:
                 made = stand_ins(self._graph, args, values)
             except CannotLower as error:
@@ -609,6 +605,18 @@ class Region:
                 self.notes.append(f"{variant.text} stays lazy: {error}")
                 continue
             yield variant, made
+
+    def _examples(self, args: Sequence[Any]) -> Iterator[tuple[Variant, dict[sympy.Symbol, Any]]]:
+        """Each variant that can be compiled before a call asks for it, generic last, with values that fit it: those of
+        `args`, where its condition has a place for them."""
+        for variant in (*self.variants, self.generic):
+            condition = variant.condition
+            if condition is not None and (condition.never is not None or condition.check is not None):
+                continue
+            values = self._graph.values(args)
+            for symbol, facts in variant.facts.items():
+                values[symbol] = rules.example(facts.intersect(declared.bounds(self._graph, symbol)), values[symbol])
+            yield variant, values
 
 
 def compiled_at_once(

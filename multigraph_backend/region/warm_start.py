@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import functools
 import hashlib
 import logging
 import os
@@ -83,7 +84,7 @@ class WarmStart:
             log.debug("what was noted of %s is not known", variant.text, exc_info=True)
             return False
         used = () if earlier is None else earlier.used
-        return any(map(_is_there, (form for entry in used if entry.condition == variant.text for form in entry.forms)))
+        return any(map(is_there, (form for entry in used if entry.condition == variant.text for form in entry.forms)))
 
     def _named(self, args: Sequence[Any]) -> str:
         self._name = self._name or _identity(self._graph, self._options, self._state, args)
@@ -291,12 +292,21 @@ class _LoadOne:
     form: UsedForm
 
     def run(self) -> None:
-        region = self.loading.region()
-        if region is not None and _is_there(self.form):
-            region.load_ahead(self.condition, self.loading.likeness, dict(self.form.values))
+        if is_there(self.form):
+            _load(self.loading.region, self.condition, self.loading.likeness, dict(self.form.values))
 
 
-def _is_there(form: UsedForm) -> bool:
+def load_beside_calls(region: Loads, condition: str, likeness: Likeness, values: Mapping[str, int]) -> None:
+    """Take a form of the variant of that text, for such values, from torch's caches when nothing is compiled."""
+    _worker.later(functools.partial(_load, weakref.ref(region), condition, likeness, values))
+
+
+def _load(region: weakref.ref[Loads], condition: str, likeness: Likeness, values: Mapping[str, int]) -> None:
+    if (held := region()) is not None:
+        held.load_ahead(condition, likeness, values)
+
+
+def is_there(form: UsedForm) -> bool:
     """Whether torch's caches have something under its keys: what they lack is not asked for."""
     if form.key is None:
         return False
@@ -419,6 +429,8 @@ __all__ = [
     "Carried",
     "WarmStart",
     "in_caches",
+    "is_there",
+    "load_beside_calls",
     "load_cache",
     "of",
     "save_cache",
