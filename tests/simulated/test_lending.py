@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from multigraph_backend.allocator.sleeping import Asleep
+from multigraph_backend.cudagraphs.devices.device import DeviceFailed
 from multigraph_backend.cudagraphs.devices.simulated.loans import Loan
 from multigraph_backend.cudagraphs.recordings import lending
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
@@ -80,6 +81,21 @@ def test_a_loan_that_the_device_still_uses_is_waited_for(bench: Bench) -> None:
     call_right(piece, wide, x)  # type: ignore[arg-type]
     assert bench.replays() == replays + 1
     assert not bench.device.loans
+
+
+def test_what_was_moved_meanwhile_is_built_again(bench: Bench) -> None:
+    piece = bench.piece(wide, 1, 1)
+    for _ in range(3):
+        call_right(piece, wide, values(64))
+    held = call_right(piece, wide, values(64))
+    loan = lent(bench)
+    bench.device.fail_at("finish")
+    with pytest.raises(DeviceFailed):  # what is held was moved by then, and its recording is not built again
+        bench.tree.forget()
+    loan.over()
+    del held
+    for _ in range(3):
+        call_right(piece, wide, values(64))
 
 
 def test_outputs_that_are_alive_are_not_lent(bench: Bench) -> None:

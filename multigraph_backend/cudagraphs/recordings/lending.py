@@ -50,7 +50,8 @@ class Lending:
         self.on = False
         self._calls = 0  # in a row that loans were in the way of
         self._left: int | None = None  # the generation of the pool that was left to its loans
-        self._put_off: list[weakref.ref[Node]] = []  # those that were ready
+        #: those that were ready, and the storages that their code is for
+        self._put_off: list[tuple[weakref.ref[Node], list[int]]] = []
 
     def begin(self) -> bool:
         """Let the pool lend what is dead in it, where it can; whether it does so now and did not before."""
@@ -71,7 +72,7 @@ class Lending:
         if not self.on:
             return False
         everything = {id(node): node for node in (*nodes.root.below(), *nodes.path)}.values()
-        self._put_off = [weakref.ref(node) for node in everything if node.ready]
+        self._put_off = [(weakref.ref(node), _storages(node)) for node in everything if node.ready]
         for node in everything:
             node.ready = False
         self._calls = 0
@@ -106,15 +107,22 @@ class Lending:
         if not self.on:
             return
         self._left = self._device.generation
-        for reference in self._put_off:
+        for reference, _ in self._put_off:
             if (node := reference()) is not None:
                 node.holds, node.slept = never, None
         self._end()
 
     def _end(self) -> None:
         self._device.lend(False)
-        for reference in self._put_off:
-            if (node := reference()) is not None and not node.destroyed:
+        for reference, storages in self._put_off:
+            node = reference()
+            # what was held of others was moved meanwhile: they are built again when they are next asked for
+            if node is not None and not node.destroyed and _storages(node) == storages:
                 node.ready = True
         self._put_off = []
         self.on = False  # last: Ctrl-C may arrive here too
+
+
+def _storages(node: Node) -> list[int]:
+    """Handles of those over the memory of its slots."""
+    return [slot.handle for slot in node.slots]
