@@ -171,15 +171,14 @@ def steps(rows: int, vocabulary: int, device: str) -> list[tuple[torch.Tensor, t
     return made
 
 
-def measured(name: str, device: str, quick: bool) -> list[dict[str, Any]]:
+def measured(name: str, rows: tuple[int, ...], device: str, quick: bool) -> list[dict[str, Any]]:
     from slot_model import SlotModel
 
     torch._dynamo.config.specialize_float = True
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.record_runtime_overhead = False
-    rows = ROWS[:2] if quick else ROWS
     torch.manual_seed(0)
-    model = SlotModel(language_model(name, device, quick), rows[-1], LENGTH)
+    model = SlotModel(language_model(name, device, quick), ROWS[-1], LENGTH)
     vocabulary = model.model.config.vocab_size
     found: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -262,19 +261,21 @@ def _without_guards(timed: Pass) -> float:
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS["cuda"], help="both, on a GPU; else the small one")
+    parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, help="all; with --quick not the most")
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    rows = tuple(sorted(args.rows or (ROWS[:2] if args.quick else ROWS)))
     if args.model is not None:
         torch.set_num_threads(args.threads)
-        return answer(args.answer, partial(measured, args.model, args.device, args.quick))
+        return answer(args.answer, partial(measured, args.model, rows, args.device, args.quick))
     results = Results("decode", "A step of decoding: microseconds", COLUMNS, args)
     for name in args.models or MODELS[results.device]:
-        words = ["--model", name, "--device", results.device, "--threads", str(args.threads)]
-        rows, error = in_own_process(__file__, [*words, *(["--quick"] if args.quick else [])], SECONDS)
+        words = ["--model", name, "--device", results.device, "--threads", str(args.threads), "--rows", *map(str, rows)]
+        found, error = in_own_process(__file__, [*words, *(["--quick"] if args.quick else [])], SECONDS)
         if error is not None:
             results.add({"model": name}, {}, error)
-        for row in rows or []:
+        for row in found or []:
             results.add({}, row, headline=row["form"].startswith("multigraph"))
     return results.finish()
 

@@ -14,6 +14,10 @@ ready s    until every declared size has been called three times, so often that 
 compiled   graphs that AOTAutograd's cache did not have, in that process
 warm/cold  ready of the second process over that of the first; "over eager", "over Inductor": first s of the second
            process over that of a process that compiles nothing, and of Inductor's second one
+own        what ready of both is above eager's second process, as a ratio: without what every process needs
+
+Where torch was installed without the bytecode of its modules, the processes share a folder for that, as they would
+have it elsewhere.
 
     python benchmarks/starts.py --json starts.json         needs transformers (`pip install "multigraph[server]"`)
 
@@ -23,12 +27,13 @@ With --quick nothing generates code (aot_eager): whether it runs, not how fast.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +52,7 @@ COLUMNS = (
     Column("ready_s", "ready s", 2),
     Column("compiled", "compiled"),
     Column("warm_over_cold", "warm/cold", 3),
+    Column("own_over_cold", "own", 3),
     Column("over_eager", "over eager", 2),
     Column("over_inductor", "over Inductor", 2),
     Column("goals", "goals"),
@@ -136,8 +142,15 @@ def _answers(served: Any) -> list[list[int]]:
     return [request.answer.result() for request in asked]
 
 
-def both(form: str, device: str, quick: bool, expected: list[list[int]] | None) -> dict[str, Any]:
-    """What the first process has needed, and the second."""
+def without_bytecode() -> bool:
+    """Whether each process compiles torch's modules."""
+    return not Path(importlib.util.cache_from_source(str(torch.__file__))).exists()
+
+
+def both(
+    form: str, device: str, quick: bool, expected: list[list[int]] | None, bytecode: Mapping[str, str]
+) -> dict[str, Any]:
+    """What the first process has needed, and the second.  `bytecode`: variables that say where that lies."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "saved").mkdir()
@@ -145,7 +158,7 @@ def both(form: str, device: str, quick: bool, expected: list[list[int]] | None) 
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
         found = []
         for _ in range(2):
-            value, error = in_own_process(__file__, words, SECONDS, caches)
+            value, error = in_own_process(__file__, words, SECONDS, {**caches, **bytecode})
             if error is not None:
                 raise RuntimeError(error)
             found.append(value)
@@ -176,13 +189,20 @@ def main() -> int:
     results = Results("starts", "How a process starts, cold and with what an earlier one has left", COLUMNS, args)
     expected: list[list[int]] | None = None
     first: dict[str, float] = {}
+    base = 0.0
+    folder = tempfile.TemporaryDirectory()
+    bytecode = {"PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""} if without_bytecode() else {}
 
     def row(form: str) -> dict[str, Any]:
-        nonlocal expected
-        told = both(form, results.device, args.quick, expected)
+        nonlocal expected, base
+        told = both(form, results.device, args.quick, expected, bytecode)
         expected = expected or told["answers"]
         del told["answers"]
         first[form] = told["first_s"]
+        if form == EAGER:
+            base = told["ready_s"]
+        elif base:
+            told["own_over_cold"] = (told["ready_s"] - base) / (told["cold_ready_s"] - base)
         for key, other in (("over_eager", EAGER), ("over_inductor", INDUCTOR)):
             if form != other and other in first:
                 told[key] = told["first_s"] / first[other]
@@ -192,6 +212,7 @@ def main() -> int:
 
     for form in FORMS if args.only is None else (EAGER, *(name for name in FORMS[1:] if name in args.only)):
         results.row({"form": form}, partial(row, form), headline=True)
+    folder.cleanup()
     return results.finish()
 
 
