@@ -1,12 +1,13 @@
 """One graph's manifest: which of its variants were used, how often, in which order, and where torch keeps their code.
 
-    {"format": 1, "torch": "2.13.0", "multigraph": "0.1.1 (6c1d...)", "digest": "...", "manifest": {
+    {"format": 2, "torch": "2.13.0", "multigraph": "0.1.1 (6c1d...)", "digest": "...", "manifest": {
         "graph": "9f...", "model": "Decoder.forward (model.py:12)", "names": ["Decoder", "forward"], "tuned": [],
         "used": [{"condition": "x[0] == 8", "calls": 940, "forms": [
-            {"values": {"s0": 8}, "keys": [["aot_autograd", "a5p5..."]]}]}]}}
+            {"values": {"s0": 8}, "keys": [["aot_autograd", "a5p5..."]], "repeated": ""}]}]}}
 
 `condition` is the text of a declared condition, or "generic"; a form is compiled code and the values of the graph's
-symbols that it was compiled for, with the keys that torch's caches have it under.
+symbols that it was compiled for, with the keys that torch's caches have it under, and what the report says of blocks
+that come again in it, which the code itself does not tell.
 
 Everything here is pure.  What is read is checked in full: a manifest is a hint, and whatever it says, code comes from
 torch's caches under keys that the compile itself computes.
@@ -23,13 +24,13 @@ from typing import Any
 
 from multigraph_backend.cache.trusted import Refused
 
-FORMAT = 1
+FORMAT = 2
 MOST_BYTES = 4 << 20  # of one manifest, as a file
 MOST_USED = 256  # conditions of one graph that are noted
 MOST_FORMS = 64  # of one condition
 MOST_KEYS = 1024  # of one form: on a CPU each kernel is a library
 MOST_TUNED = 256
-_MOST_TEXT = 2000
+MOST_TEXT = 2000  # characters of one text
 
 GRAPH_CACHES = ("aot_autograd", "inductor")  # kinds of torch's artifacts that hold code
 _KEY = re.compile(r"[A-Za-z0-9_=-]{1,128}")
@@ -40,10 +41,12 @@ Key = tuple[str, str]  # kind of artifact, key
 
 @dataclass(frozen=True)
 class UsedForm:
-    """Compiled code: the values of symbols that it was compiled for, and its keys in torch's caches."""
+    """Compiled code: the values of symbols that it was compiled for, its keys in torch's caches, and what became of
+    blocks that come again."""
 
     values: tuple[tuple[str, int], ...]
     keys: tuple[Key, ...] = ()
+    repeated: str = ""
 
     @property
     def libraries(self) -> list[str]:
@@ -142,7 +145,9 @@ def to_bytes(manifest: Manifest, versions: tuple[str, str]) -> bytes:
             {
                 "condition": entry.condition,
                 "calls": entry.calls,
-                "forms": [{"values": dict(form.values), "keys": form.keys} for form in entry.forms],
+                "forms": [
+                    {"values": dict(form.values), "keys": form.keys, "repeated": form.repeated} for form in entry.forms
+                ],
             }
             for entry in manifest.used
         ],
@@ -187,6 +192,7 @@ def _used(entry: Any) -> Used:
             UsedForm(
                 tuple((_text(name), _number(value)) for name, value in form["values"].items()),
                 tuple((kind, _checked_key(kind, key)) for kind, key in _pairs(form["keys"])),
+                _text(form["repeated"]),
             )
             for form in _listed(entry["forms"], MOST_FORMS)
         ),
@@ -212,7 +218,7 @@ def _listed(value: Any, most: int) -> Sequence[Any]:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MOST_TEXT:
+    if not isinstance(value, str) or len(value) > MOST_TEXT:
         raise Refused("a short text was expected")
     return value
 

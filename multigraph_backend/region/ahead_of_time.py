@@ -124,7 +124,7 @@ def _save(region: Region | str) -> bytes:
 
 def _forms(variant: Variant) -> tuple[UsedForm, ...]:
     """Where torch's caches have its code."""
-    return tuple(UsedForm((), form.lowered.cached) for form in variant.forms)
+    return tuple(UsedForm((), form.lowered.cached, form.lowered.repeated or "") for form in variant.forms)
 
 
 def _versions() -> dict[str, str]:
@@ -248,6 +248,9 @@ class _LoadedRegion(Region):
         used = self._used.get(variant.text, ())
         there = warm_start.in_caches(self._graph, self.options) and any(map(warm_start.is_there, used))
         return there or super()._is_kept(variant, args)
+
+    def _noted_of_blocks(self, variant: Variant) -> str | None:
+        return warm_start.repeated_in(self._used.get(variant.text, ())) or super()._noted_of_blocks(variant)
 
 
 # ---------------------------------------------------------------- the first compile

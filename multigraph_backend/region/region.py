@@ -538,7 +538,11 @@ class Region:
         options = background.options_for(self.options, variant, args, state.grad)
         lowered = lowering.lower(self._graph, facts, args, options, state, pinned, variant.text, only_cached=True)
         self._refuse_missed_goal(lowered)
-        return lowered
+        return dataclasses.replace(lowered, repeated=self._noted_of_blocks(variant) or lowered.repeated)
+
+    def _noted_of_blocks(self, variant: Variant) -> str | None:
+        """What was noted of blocks that come again where code of `variant` was compiled: code does not tell it."""
+        return None if self._warm_start is None else self._warm_start.repeated(variant)
 
     def _refuse_missed_goal(self, lowered: Lowered) -> None:
         """Raises `GoalMissed` where the user asked to hear of it, before anything has run."""

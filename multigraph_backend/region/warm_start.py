@@ -86,6 +86,11 @@ class WarmStart:
         used = () if earlier is None else earlier.used
         return any(map(is_there, (form for entry in used if entry.condition == variant.text for form in entry.forms)))
 
+    def repeated(self, variant: Variant) -> str | None:
+        """What an earlier process noted of blocks that come again in code of `variant`."""
+        used = () if self._earlier is None else self._earlier.used
+        return repeated_in([form for entry in used if entry.condition == variant.text for form in entry.forms])
+
     def _named(self, args: Sequence[Any]) -> str:
         self._name = self._name or _identity(self._graph, self._options, self._state, args)
         return self._name
@@ -111,7 +116,8 @@ class WarmStart:
             if isinstance(value, int) and not isinstance(value, bool)
         }
         keys = tuple((kind, key) for kind, key in form.lowered.cached if manifest.safe_key(kind, key))
-        noted.add(variant.text, variant.counter, UsedForm(tuple(values.items()), keys))
+        said = (form.lowered.repeated or "")[: manifest.MOST_TEXT]
+        noted.add(variant.text, variant.counter, UsedForm(tuple(values.items()), keys, said))
         if not first:
             _worker.now(noted.write)
             return
@@ -306,6 +312,11 @@ def _load(region: weakref.ref[Loads], condition: str, likeness: Likeness, values
         held.load_ahead(condition, likeness, values)
 
 
+def repeated_in(forms: Sequence[UsedForm]) -> str | None:
+    """What the newest of `forms` that says anything of blocks that come again says of them."""
+    return next((form.repeated for form in reversed(forms) if form.repeated), None)
+
+
 def is_there(form: UsedForm) -> bool:
     """Whether torch's caches have something under its keys: what they lack is not asked for."""
     if form.key is None:
@@ -433,6 +444,7 @@ __all__ = [
     "load_beside_calls",
     "load_cache",
     "of",
+    "repeated_in",
     "save_cache",
     "wait_until_warm",
     "write_all",

@@ -129,6 +129,12 @@ def _down() -> nn.Module:
     return nn.Linear(48, 24).requires_grad_(False)
 
 
+def of_blocks() -> dict[str, str | None]:
+    """What the report says of blocks that come again, by condition."""
+    (region,) = multigraph_backend.explain().regions
+    return {entry.condition: entry.repeated for entry in (*region.variants, region.generic) if entry.state == "ready"}
+
+
 def test_no_block_that_comes_again_is_traced_for_code_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ahead nor in the calls; where the caches have lost it, it is traced and compiled as at first."""
     traced: list[int] = []
@@ -149,6 +155,8 @@ def test_no_block_that_comes_again_is_traced_for_code_that_is_kept(monkeypatch: 
 
     call(compiled(f), f, 5, 8)
     assert len(traced) == 2
+    bodies = of_blocks()
+    assert all(said is not None and said.startswith("repeated blocks: ") for said in bodies.values()), bodies
     begin_anew()
     traced.clear()
     monkeypatch.setattr(multigraph_backend.region.region.Region, "load_ahead", lambda *args: False)
@@ -157,6 +165,7 @@ def test_no_block_that_comes_again_is_traced_for_code_that_is_kept(monkeypatch: 
     assert not traced
     assert counters["aot_autograd"]["autograd_cache_miss"] == 0
     assert multigraph_backend.stats()["loaded_ahead"] == 0
+    assert of_blocks() == bodies  # what the code itself does not tell
     begin_anew()
     other = str(uuid.uuid4())
     monkeypatch.setattr(lowering, "_sources_of_bodies", lambda: other)
