@@ -26,6 +26,7 @@ from multigraph_backend.native import building
 log = logging.getLogger(__name__)
 
 PIECE = "native_calls"  # of those that MULTIGRAPH_DISABLE names
+PATCHES = "patched_inputs"  # likewise: what is done natively or not at all
 DISABLED = f"MULTIGRAPH_DISABLE={PIECE}"
 NOT_ASKED = "not asked for"
 
@@ -47,6 +48,13 @@ class Calls(Protocol):
         """The driver's handle of the node that was captured last on the current stream; 0 where there is none, or where
         its parameters could not be set later."""
 
+    def reads_nodes(self) -> bool:
+        """Whether the driver tells all of a captured graph's nodes, and sets parameters of its kernels later."""
+
+    def nodes(self, graph: int) -> list[tuple[int, int, tuple[int, ...], tuple[bytes, ...]]]:
+        """The nodes of a captured graph, by the driver's handle of that; see `devices/patches.py`.  Raises ValueError
+        where the driver does not tell, or not all of a kernel's parameters."""
+
     def Alone(
         self,
         written: Sequence[int],
@@ -66,6 +74,7 @@ class Calls(Protocol):
         by_torch: bool,
         hooks: tuple[object, ...],
         keeps: object,
+        patches: tuple[tuple[object, ...], tuple[object, ...], tuple[tuple[int, int], ...], bool] | None = None,
     ) -> Callable[[list[Any]], object]: ...
 
 
@@ -77,9 +86,9 @@ _why = NOT_ASKED
 _listeners: list[Callable[[Calls], object]] = []
 
 
-def wanted() -> bool:
-    """Whether the environment lets calls be native."""
-    return PIECE not in [name.strip() for name in os.environ.get("MULTIGRAPH_DISABLE", "").split(",")]
+def wanted(piece: str = PIECE) -> bool:
+    """Whether the environment lets calls be native, or inputs be patched."""
+    return piece not in [name.strip() for name in os.environ.get("MULTIGRAPH_DISABLE", "").split(",")]
 
 
 def begin(check: Callable[[ModuleType], Calls]) -> None:

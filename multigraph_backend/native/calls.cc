@@ -20,8 +20,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -582,12 +584,41 @@ struct NodeParameters {
   void **parameters, **extra;
   void *kernel, *context;
 };
+// A copy and a fill, as the driver lays them out.
+struct CopyParameters {
+  size_t source_x, source_y, source_z, source_level;
+  int source_kind;
+  const void* source_host;
+  uint64_t source;
+  void *source_array, *reserved;
+  size_t source_pitch, source_height;
+  size_t target_x, target_y, target_z, target_level;
+  int target_kind;
+  void* target_host;
+  uint64_t target;
+  void *target_array, *reserved_too;
+  size_t target_pitch, target_height;
+  size_t width, height, depth;
+};
+struct FillParameters {
+  uint64_t target;
+  size_t pitch;
+  unsigned value, bytes;
+  size_t width, height;
+};
 using SetParameters = int (*)(void* graph, void* node, const NodeParameters*);
+using GraphNodes = int (*)(void* graph, void** nodes, size_t* count);
+using KindOfNode = int (*)(void* node, int* kind);
+using KernelOfNode = int (*)(void* node, NodeParameters*);
+using CopyOfNode = int (*)(void* node, CopyParameters*);
+using FillOfNode = int (*)(void* node, FillParameters*);
+using ParameterInfo = int (*)(void* function, size_t index, size_t* at, size_t* size);
 using CaptureInfo = int (*)(void* stream, int* status, uint64_t* id, void** graph, void*** nodes, const void** edges,
                             size_t* count);
 using SetContext = int (*)(void* context);
 using RetainContext = int (*)(void** context, int device);
-constexpr int INVALID_CONTEXT = 201;
+constexpr int INVALID_VALUE = 1, INVALID_CONTEXT = 201;
+constexpr int KERNEL_NODE = 0, COPY_NODE = 1, FILL_NODE = 2;
 
 struct Driver {
   GraphLaunch graph = nullptr;
@@ -597,12 +628,52 @@ struct Driver {
   CaptureInfo info = nullptr;
   RetainContext retain = nullptr;
   SetContext make_current = nullptr;
+  // and without these no kernel is told where inputs lie
+  GraphNodes nodes = nullptr;
+  KindOfNode kind = nullptr;
+  KernelOfNode kernel_of = nullptr;
+  CopyOfNode copy_of = nullptr;
+  FillOfNode fill_of = nullptr;
+  ParameterInfo of_function = nullptr, of_kernel = nullptr;
 };
 Driver driver;
 const DLPackExchangeAPI* exchange = nullptr;
 
+// An input that kernels read where it lies, and the kernels that are told: `devices/patches.py` says what is proven first.
+struct ToldInput {
+  Py_ssize_t index;
+  std::vector<int64_t> sizes, strides;
+  caffe2::TypeMeta dtype;
+  uint64_t span, aligned;
+  uint64_t address = 0;  // what the words of `ToldNode` say, 0 at first
+  uint64_t now = 0;      // in this call
+  std::vector<std::pair<size_t, size_t>> words;  // numbers of a node, and of a word of its
+};
+
+struct ToldWord {
+  size_t at;  // of the node's numbers
+  uint64_t offset;
+};
+
+struct ToldNode {
+  void* node;
+  NodeParameters how;
+  std::vector<uint64_t> numbers;  // its parameters, one after the other
+  std::vector<void*> parameters;
+  std::vector<ToldWord> words;
+  bool told = false;  // whether the driver has been told what `numbers` say
+};
+
+struct Range {
+  uint64_t begin, end;
+};
+
 struct LaunchState {
   void* graph = nullptr;
+  std::vector<ToldInput> told_inputs;
+  std::vector<ToldNode> told;
+  std::vector<Range> written;  // what the graph changes of other memory than its own: sorted, apart from each other
+  bool told_by_others = false;  // each call tells everything, for the driver may have been told other things meanwhile
   PyObject* otherwise = nullptr;  // copies and launches as torch does, and tells of errors
   PyObject* keeps = nullptr;
   int device = 0;
@@ -626,9 +697,49 @@ struct Launch {
 
 constexpr size_t MOST_SOURCES = 64;
 
+// Whether kernels may read an input where it lies: as it lay in the capture, and outside of what the graph changes.
+bool may_be_read(const ToldInput& one, const std::vector<Range>& written, PyObject* input, uint64_t* begin) {
+  if (!is_tensor(input)) return false;
+  const at::Tensor& found = THPVariable_Unpack(input);
+  if (found.layout() != at::kStrided || found.is_conj() || found.is_neg() || found.dtype() != one.dtype ||
+      found.sizes() != c10::IntArrayRef(one.sizes) || found.strides() != c10::IntArrayRef(one.strides)) {
+    return false;
+  }
+  const auto before = static_cast<uint64_t>(found.storage_offset()) * found.element_size();
+  if (found.storage().nbytes() < before + one.span) return false;  // it was resized
+  *begin = address(input);
+  if (*begin == 0 || (*begin & (one.aligned - 1)) != 0) return false;
+  const auto after = std::upper_bound(written.begin(), written.end(), *begin,
+                                      [](uint64_t at, const Range& range) { return at < range.end; });
+  return after == written.end() || after->begin >= *begin + one.span;
+}
+
+// Writes where inputs lie now among the parameters of the kernels that read them.
+void write_down(LaunchState& state) {
+  for (ToldInput& one : state.told_inputs) {
+    if (one.now == one.address) continue;
+    for (const auto& [number, word] : one.words) {
+      ToldNode& node = state.told[number];
+      node.told = false;
+      node.numbers[node.words[word].at] = one.now + node.words[word].offset;
+    }
+    one.address = one.now;
+  }
+}
+
+void tell_all_again(LaunchState& state) {
+  for (ToldNode& node : state.told) node.told = false;
+}
+
 // What the driver answers; `by_torch`: torch is to launch the graph afterwards.
-int launched(const LaunchState& state, void* stream, void** parameters, bool by_torch) {
+int launched(LaunchState& state, void* stream, void** parameters, bool by_torch) {
   int failed = 0;
+  for (ToldNode& node : state.told) {
+    if (node.told) continue;
+    failed = driver.set(state.graph, node.node, &node.how);
+    if (failed != 0) return failed;
+    node.told = true;
+  }
   if (state.node != nullptr) {
     const NodeParameters wanted = {state.function, state.programs, 1,       1,       state.threads, 1, 1,
                                    state.shared,   parameters,     nullptr, nullptr, nullptr};
@@ -649,7 +760,7 @@ bool have_context(const LaunchState& state) {
 
 PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   HANDLE_TH_ERRORS
-  const LaunchState& state = *reinterpret_cast<Launch*>(self)->state;
+  LaunchState& state = *reinterpret_cast<Launch*>(self)->state;
   if (PyVectorcall_NARGS(nargsf) != 1 || names != nullptr || !PyList_CheckExact(args[0])) {
     PyErr_SetString(PyExc_TypeError, "a recording is launched with the list of inputs");
     return nullptr;
@@ -675,6 +786,11 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
     for (size_t one = 0; one < state.size; one++) parameters[count++] = &sources[one];
     while (count < state.size + 4) parameters[count++] = &nothing;  // what Triton passes beside what is written
   }
+  for (ToldInput& one : state.told_inputs) {
+    PyObject* input = one.index < PyList_GET_SIZE(inputs) ? PyList_GET_ITEM(inputs, one.index) : Py_None;
+    right = right && may_be_read(one, state.written, input, &one.now);
+    if (!right) break;
+  }
   void* stream = nullptr;
   if (right && state.device >= 0) {
     right = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice().index() == state.device &&
@@ -688,12 +804,17 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   }
   int failed = 0;
   if (right) {
+    if (state.told_by_others) tell_all_again(state);
+    write_down(state);
     Py_BEGIN_ALLOW_THREADS;  // a launch waits where the device has enough to do
     failed = launched(state, stream, parameters, by_torch);
     if (failed == INVALID_CONTEXT && have_context(state)) failed = launched(state, stream, parameters, by_torch);
     Py_END_ALLOW_THREADS;
   }
-  if (!right || failed != 0) return PyObject_CallOneArg(state.otherwise, inputs);
+  if (!right || failed != 0) {
+    tell_all_again(state);  // after that the driver has been told what `otherwise` says
+    return PyObject_CallOneArg(state.otherwise, inputs);
+  }
   if (by_torch) return PyObject_CallNoArgs(state.replay);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -712,17 +833,113 @@ void launch_dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
+// An address, or a size, out of a Python number.
+bool whole(PyObject* value, uint64_t* found) {
+  *found = PyLong_AsUnsignedLongLong(value);
+  return *found != static_cast<uint64_t>(-1) || !PyErr_Occurred();
+}
+
+// A kernel out of (handle, numbers of its launch, parameters as bytes, words of them), where each word is (parameter,
+// byte, number of an input, offset).
+bool told_node(PyObject* from, LaunchState* state) {
+  unsigned long long handle, function, kernel, context;
+  PyObject *values, *words;
+  ToldNode made;
+  if (!PyArg_ParseTuple(from, "K(KKKIIIIIII)O!O!", &handle, &function, &kernel, &context, &made.how.x, &made.how.y,
+                        &made.how.z, &made.how.threads_x, &made.how.threads_y, &made.how.threads_z, &made.how.shared,
+                        &PyTuple_Type, &values, &PyTuple_Type, &words)) {
+    return false;
+  }
+  made.node = reinterpret_cast<void*>(handle);
+  made.how.function = reinterpret_cast<void*>(function);
+  made.how.kernel = reinterpret_cast<void*>(kernel);
+  made.how.context = reinterpret_cast<void*>(context);
+  made.how.extra = nullptr;
+  std::vector<size_t> begins, sizes;
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(values); at++) {
+    char* bytes;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(PyTuple_GET_ITEM(values, at), &bytes, &size) < 0) return false;
+    begins.push_back(made.numbers.size());
+    sizes.push_back(static_cast<size_t>(size));
+    made.numbers.resize(made.numbers.size() + (static_cast<size_t>(size) + 7) / 8, 0);
+    if (size > 0) std::memcpy(made.numbers.data() + begins.back(), bytes, static_cast<size_t>(size));
+  }
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(words); at++) {
+    Py_ssize_t parameter, byte, input;
+    unsigned long long offset;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(words, at), "nnnK", &parameter, &byte, &input, &offset)) return false;
+    if (parameter < 0 || parameter >= static_cast<Py_ssize_t>(begins.size()) || byte < 0 || byte % 8 != 0 ||
+        static_cast<size_t>(byte) + 8 > sizes[parameter] || input < 0 ||
+        input >= static_cast<Py_ssize_t>(state->told_inputs.size())) {
+      PyErr_SetString(PyExc_ValueError, "a word of a kernel's parameters is inside of one, for an input that is read");
+      return false;
+    }
+    state->told_inputs[input].words.emplace_back(state->told.size(), made.words.size());
+    made.words.push_back({begins[parameter] + static_cast<size_t>(byte) / 8, offset});
+  }
+  state->told.push_back(std::move(made));
+  ToldNode& node = state->told.back();  // from here on its numbers stay where they are
+  for (const size_t begin : begins) node.parameters.push_back(node.numbers.data() + begin);
+  node.how.parameters = node.parameters.data();
+  return true;
+}
+
+// What is told to kernels: (inputs, nodes, ranges that are written, whether others tell them too), where an input is
+// (position, a tensor that lies like it, bytes that it spans, alignment)
+bool told(PyObject* from, LaunchState* state) {
+  PyObject *inputs, *nodes, *written;
+  int by_others;
+  if (!PyArg_ParseTuple(from, "O!O!O!p", &PyTuple_Type, &inputs, &PyTuple_Type, &nodes, &PyTuple_Type, &written,
+                        &by_others)) {
+    return false;
+  }
+  if (driver.set == nullptr) {
+    PyErr_SetString(PyExc_ValueError, "the driver does not set parameters of a graph's kernel");
+    return false;
+  }
+  state->told_by_others = by_others != 0;
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(inputs); at++) {
+    Py_ssize_t index;
+    PyObject* like;
+    unsigned long long span, aligned;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(inputs, at), "nOKK", &index, &like, &span, &aligned)) return false;
+    if (index < 0 || !is_tensor(like) || span == 0 || aligned == 0 || (aligned & (aligned - 1)) != 0) {
+      PyErr_SetString(PyExc_ValueError, "an input that is read where it lies is a tensor of some bytes, at a position");
+      return false;
+    }
+    const at::Tensor& model = THPVariable_Unpack(like);
+    state->told_inputs.push_back({index, model.sizes().vec(), model.strides().vec(), model.dtype(), span, aligned});
+  }
+  state->told.reserve(PyTuple_GET_SIZE(nodes));
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(nodes); at++) {
+    if (!told_node(PyTuple_GET_ITEM(nodes, at), state)) return false;
+  }
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(written); at++) {
+    unsigned long long begin, end;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(written, at), "KK", &begin, &end)) return false;
+    if (begin >= end || (!state->written.empty() && begin <= state->written.back().end)) {
+      PyErr_SetString(PyExc_ValueError, "ranges that are written are sorted, and apart from each other");
+      return false;
+    }
+    state->written.push_back({begin, end});
+  }
+  return true;
+}
+
 // graph: the driver's handle of what is launched; device: its number, -1 on the CPU; otherwise: a function of the inputs;
 // copies: None, or (function, programs, threads, shared bytes, address of the table, alignment, size, positions, node of
 // the graph or 0); replay: torch's function that launches; by_torch: whether it always does, and not only where one of
-// `hooks`, a tuple, is true; keeps: what has to live as long
+// `hooks`, a tuple, is true; keeps: what has to live as long; patches: what kernels are told, see `told`, or None
 PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names) {
-  static const char* words[] = {"graph", "device", "otherwise", "copies", "replay", "by_torch", "hooks", "keeps", nullptr};
+  HANDLE_TH_ERRORS
+  static const char* words[] = {"graph", "device", "otherwise", "copies", "replay", "by_torch", "hooks", "keeps",
+                                "patches", nullptr};
   unsigned long long graph;
   int device, by_torch;
-  PyObject *otherwise, *copies, *replay, *hooks, *keeps;
-  if (!PyArg_ParseTupleAndKeywords(args, names, "KiOOOpO!O", const_cast<char**>(words), &graph, &device, &otherwise,
-                                   &copies, &replay, &by_torch, &PyTuple_Type, &hooks, &keeps)) {
+  PyObject *otherwise, *copies, *replay, *hooks, *keeps, *patches = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "KiOOOpO!O|O", const_cast<char**>(words), &graph, &device, &otherwise,
+                                   &copies, &replay, &by_torch, &PyTuple_Type, &hooks, &keeps, &patches)) {
     return nullptr;
   }
   if (driver.graph == nullptr || exchange == nullptr) {
@@ -740,6 +957,10 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names) {
   state->replay = Py_NewRef(replay);
   state->hooks = Py_NewRef(hooks);
   state->by_torch = by_torch != 0;
+  if (patches != Py_None && !told(patches, state)) {
+    Py_DECREF(self);
+    return nullptr;
+  }
   if (copies == Py_None) return reinterpret_cast<PyObject*>(self);
   unsigned long long function, table, aligned, node;
   Py_ssize_t size;
@@ -767,6 +988,7 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names) {
   state->aligned = aligned;
   state->size = static_cast<size_t>(size);
   return reinterpret_cast<PyObject*>(self);
+  END_HANDLE_TH_ERRORS
 }
 
 PyTypeObject LaunchType = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -800,7 +1022,14 @@ PyObject* drive(PyObject*, PyObject* args) {
             reinterpret_cast<SetParameters>(dlsym(opened, "cuGraphExecKernelNodeSetParams_v2")),
             reinterpret_cast<CaptureInfo>(dlsym(opened, "cuStreamGetCaptureInfo_v3")),
             reinterpret_cast<RetainContext>(dlsym(opened, "cuDevicePrimaryCtxRetain")),
-            reinterpret_cast<SetContext>(dlsym(opened, "cuCtxSetCurrent"))};
+            reinterpret_cast<SetContext>(dlsym(opened, "cuCtxSetCurrent")),
+            reinterpret_cast<GraphNodes>(dlsym(opened, "cuGraphGetNodes")),
+            reinterpret_cast<KindOfNode>(dlsym(opened, "cuGraphNodeGetType")),
+            reinterpret_cast<KernelOfNode>(dlsym(opened, "cuGraphKernelNodeGetParams_v2")),
+            reinterpret_cast<CopyOfNode>(dlsym(opened, "cuGraphMemcpyNodeGetParams")),
+            reinterpret_cast<FillOfNode>(dlsym(opened, "cuGraphMemsetNodeGetParams")),
+            reinterpret_cast<ParameterInfo>(dlsym(opened, "cuFuncGetParamInfo")),
+            reinterpret_cast<ParameterInfo>(dlsym(opened, "cuKernelGetParamInfo"))};
   exchange = table;
   Py_RETURN_NONE;
 }
@@ -825,6 +1054,129 @@ PyObject* last_node(PyObject*, PyObject* args) {
       driver.info(stream, &status, &id, &graph, &nodes, &edges, &count) == 0;
   if (!told) PyErr_Clear();
   return PyLong_FromVoidPtr(told && status == 1 && count == 1 ? nodes[0] : nullptr);
+}
+
+// reads_nodes(): whether the driver tells all of a captured graph's nodes, and sets parameters of its kernels later
+PyObject* reads_nodes(PyObject*, PyObject*) {
+  return PyBool_FromLong(driver.set != nullptr && driver.nodes != nullptr && driver.kind != nullptr &&
+                         driver.kernel_of != nullptr && driver.copy_of != nullptr && driver.fill_of != nullptr &&
+                         driver.of_function != nullptr && driver.of_kernel != nullptr);
+}
+
+PyObject* unreadable(const char* what, int status) {
+  PyErr_Format(PyExc_ValueError, "the driver answers %d to what is asked of %s", status, what);
+  return nullptr;
+}
+
+constexpr size_t MOST_PARAMETERS = 4096, MOST_BYTES = 1 << 16;  // CUDA's own limits are far below
+
+PyObject* bytes_of(const void* from, size_t size) {
+  return PyBytes_FromStringAndSize(static_cast<const char*>(from), static_cast<Py_ssize_t>(size));
+}
+
+// A new reference to the parameters of a kernel, as bytes each.
+PyObject* parameters_of(const NodeParameters& how) {
+  const ParameterInfo info = how.function != nullptr ? driver.of_function : driver.of_kernel;
+  void* function = how.function != nullptr ? how.function : how.kernel;
+  if (function == nullptr || how.extra != nullptr) {
+    PyErr_SetString(PyExc_ValueError, "a kernel was launched in a way in which its parameters are not known");
+    return nullptr;
+  }
+  PyObject* found = PyList_New(0);
+  if (found == nullptr) return nullptr;
+  for (size_t index = 0;; index++) {
+    size_t at = 0, size = 0;
+    const int status = info(function, index, &at, &size);
+    if (status == INVALID_VALUE) break;  // there are no more
+    if (status != 0 || size > MOST_BYTES || index >= MOST_PARAMETERS || how.parameters == nullptr ||
+        how.parameters[index] == nullptr) {
+      Py_DECREF(found);
+      return unreadable("a kernel's parameters", status);
+    }
+    PyObject* bytes = bytes_of(how.parameters[index], size);
+    const bool right = bytes != nullptr && PyList_Append(found, bytes) == 0;
+    Py_XDECREF(bytes);
+    if (!right) {
+      Py_DECREF(found);
+      return nullptr;
+    }
+  }
+  PyObject* made = PyList_AsTuple(found);
+  Py_DECREF(found);
+  return made;
+}
+
+unsigned long long as_number(const void* pointer) {
+  return reinterpret_cast<uint64_t>(pointer);
+}
+
+PyObject* described(void* node) {
+  int kind = -1;
+  if (const int status = driver.kind(node, &kind); status != 0) return unreadable("a node's kind", status);
+  const unsigned long long handle = as_number(node);
+  if (kind == KERNEL_NODE) {
+    NodeParameters how = {};
+    if (const int status = driver.kernel_of(node, &how); status != 0) return unreadable("a kernel", status);
+    PyObject* parameters = parameters_of(how);
+    if (parameters == nullptr) return nullptr;
+    return Py_BuildValue("Ki(KKKIIIIIII)N", handle, kind, as_number(how.function), as_number(how.kernel),
+                         as_number(how.context), how.x, how.y, how.z, how.threads_x, how.threads_y, how.threads_z,
+                         how.shared, parameters);
+  }
+  if (kind == COPY_NODE) {
+    CopyParameters how = {};
+    if (const int status = driver.copy_of(node, &how); status != 0) return unreadable("a copy", status);
+    const auto n = [](auto value) { return static_cast<unsigned long long>(value); };
+    return Py_BuildValue(
+        "Ki(iiKKKKKKKKKKKKKKKKKKKKK)(NN)", handle, kind, how.source_kind, how.target_kind, n(how.source_x),
+        n(how.source_y), n(how.source_z), n(how.source_level), as_number(how.source_host), as_number(how.source_array),
+        n(how.source_pitch), n(how.source_height), n(how.target_x), n(how.target_y), n(how.target_z),
+        n(how.target_level), as_number(how.target_host), as_number(how.target_array), n(how.target_pitch),
+        n(how.target_height), n(how.width), n(how.height), n(how.depth), as_number(how.reserved),
+        as_number(how.reserved_too), bytes_of(&how.source, sizeof(how.source)), bytes_of(&how.target, sizeof(how.target)));
+  }
+  if (kind == FILL_NODE) {
+    FillParameters how = {};
+    if (const int status = driver.fill_of(node, &how); status != 0) return unreadable("a fill", status);
+    return Py_BuildValue("Ki(KIIKK)(N)", handle, kind, static_cast<unsigned long long>(how.pitch), how.value, how.bytes,
+                         static_cast<unsigned long long>(how.width), static_cast<unsigned long long>(how.height),
+                         bytes_of(&how.target, sizeof(how.target)));
+  }
+  return Py_BuildValue("Ki()()", handle, kind);
+}
+
+// nodes(graph): all of a captured graph's, as (handle, kind, numbers, values), see `devices/patches.py`. ValueError where
+// the driver does not tell.
+PyObject* nodes_of(PyObject*, PyObject* value) {
+  HANDLE_TH_ERRORS
+  uint64_t graph = 0;
+  if (!whole(value, &graph)) return nullptr;
+  if (driver.nodes == nullptr || driver.kind == nullptr || driver.kernel_of == nullptr || driver.copy_of == nullptr ||
+      driver.fill_of == nullptr || driver.of_function == nullptr || driver.of_kernel == nullptr) {
+    PyErr_SetString(PyExc_ValueError, "the driver does not tell of a graph's nodes");
+    return nullptr;
+  }
+  size_t count = 0;
+  if (const int status = driver.nodes(reinterpret_cast<void*>(graph), nullptr, &count); status != 0) {
+    return unreadable("a graph", status);
+  }
+  std::vector<void*> nodes(count + 1, nullptr);
+  size_t there = count;
+  if (count > 0) {
+    if (const int status = driver.nodes(reinterpret_cast<void*>(graph), nodes.data(), &there); status != 0) {
+      return unreadable("a graph", status);
+    }
+  }
+  if (there != count) return unreadable("a graph, whose nodes change", 0);
+  PyObject* found = PyList_New(0);
+  for (size_t at = 0; found != nullptr && at < count; at++) {
+    PyObject* one = described(nodes[at]);
+    const bool right = one != nullptr && PyList_Append(found, one) == 0;
+    Py_XDECREF(one);
+    if (!right) Py_CLEAR(found);
+  }
+  return found;
+  END_HANDLE_TH_ERRORS
 }
 
 Py_ssize_t offset_of(PyObject* type, const char* name) {
@@ -890,7 +1242,8 @@ PyMethodDef functions[] = {
     {"shorten", shorten, METH_O, nullptr},   {"drive", drive, METH_VARARGS, nullptr},
     {"measure", measure, METH_VARARGS, nullptr}, {"counts", counts, METH_O, nullptr},
     {"alive", is_alive, METH_O, nullptr},    {"last_node", last_node, METH_VARARGS, nullptr},
-    {"sets_parameters", sets_parameters, METH_NOARGS, nullptr},    {nullptr, nullptr, 0, nullptr}};
+    {"sets_parameters", sets_parameters, METH_NOARGS, nullptr}, {"reads_nodes", reads_nodes, METH_NOARGS, nullptr},
+    {"nodes", nodes_of, METH_O, nullptr},    {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_calls", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
