@@ -30,6 +30,7 @@ Event = Literal[
     "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
     "recordings_that_gave_way", "pool_loans",
+    "patched_recordings", "refused_patches", "stray_inputs",
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
     "refused_collectives", "waited_for_ranks", "late_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries", "body_calls", "repeat_retries",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from multigraph_backend import native
 from multigraph_backend.allocator.statistics import readable
 from multigraph_backend.cudagraphs import memory_map
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut
-from multigraph_backend.cudagraphs.recordings import memory
+from multigraph_backend.cudagraphs.recordings import memory, patching
 from multigraph_backend.cudagraphs.recordings.memory import PoolMemory, RecordingMemory
 from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
@@ -29,6 +29,8 @@ class PieceReport:
 
     `again`: how often each input lay elsewhere when it was recorded again.  `moved`: outputs that were held when their
     memory was needed.  `stacks`: per reason of `unrecorded`, where the user's code first uses the input that it names.
+    `patched_inputs`: those that the newest recording reads where they lie, `told_kernels`: how many kernels are told at
+    each call where that is.  `unpatched`: why inputs that are copied are not.
     """
 
     label: str
@@ -41,6 +43,9 @@ class PieceReport:
     again: dict[str, int]
     moved: int
     stacks: dict[str, str]
+    patched_inputs: tuple[str, ...] = ()
+    told_kernels: int = 0
+    unpatched: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,11 +104,15 @@ class DeviceReport:
             text = f"  {piece.label}: {piece.recordings} recorded, {piece.replays} replays"
             if piece.copied_inputs:
                 text += f", copies {', '.join(piece.copied_inputs)}"
+            if piece.patched_inputs:
+                kernels = "1 kernel is" if piece.told_kernels == 1 else f"{piece.told_kernels} kernels are"
+                text += f", reads {', '.join(piece.patched_inputs)} where it lies ({kernels} told)"
             if piece.copied_outputs:
                 text += f", hands out {piece.copied_outputs} copies"
             if piece.moved:
                 text += f", {piece.moved} outputs moved"
             lines.append(text)
+            lines += [f"    {name} is copied: {why}" for name, why in piece.unpatched.items()]
             lines += [f"    recorded again {count} times, for {why}" for why, count in piece.again.items()]
             for why in sorted(piece.unrecorded, key=lambda why: why != piece.refused):
                 count = piece.unrecorded[why]
@@ -247,7 +256,8 @@ def _piece(piece: PieceState, nodes: list[Node]) -> PieceReport:
     reasons: Counter[str] = Counter(piece.reasons)
     for keyed in piece.by_key.values():
         reasons.update({why: count for why, count in keyed.reasons.items() if why != FIRST_CALL})
-    newest = mine[-1].recording if mine else None
+    newest, of_newest = (mine[-1].recording, mine[-1].keyed) if mine else (None, None)
+    why_copied = {} if newest is None or of_newest is None else patching.why_copied(of_newest, newest.plan)
     return PieceReport(
         label=piece.spec.label,
         recordings=len(mine),
@@ -261,4 +271,7 @@ def _piece(piece: PieceState, nodes: list[Node]) -> PieceReport:
         },
         moved=piece.moved,
         stacks={why: stack for why, stack in piece.stacks.items() if why in reasons},
+        patched_inputs=() if newest is None else tuple(piece.spec.names[index] for index in newest.plan.patched),
+        told_kernels=0 if newest is None or newest.patches is None else len(newest.patches.told),
+        unpatched={piece.spec.names[index]: why for index, why in why_copied.items()},
     )

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -280,9 +281,22 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             repeatable=spec.pure and not changes,
             fresh=self.wanted.fresh,
             unread=frozenset(spec.unread if number is None else ()),  # one of several is given what it reads
+            given=_given(spec, of_graph),
         )
         piece = Piece(tree, function, known, limits_of(tree, self.wanted.limits))
         return piece, piece if opened is None else opened.caller(piece)
+
+
+def _given(spec: GraphSpec, of_graph: Sequence[int | None]) -> frozenset[int]:
+    """Positions of a backward's inputs that come from the user, by AOTAutograd's names: gradients of outputs, and what
+    its forward was given.  Only what the forward has made is ever donated to the backward."""
+    if not spec.is_backward:
+        return frozenset()
+    names = {at: spec.inputs[index].name for at, index in enumerate(of_graph) if index is not None}
+    return frozenset(at for at, name in names.items() if _OF_USER.fullmatch(name))
+
+
+_OF_USER = re.compile(r"(primals|tangents)_\d+")
 
 
 def limits_of(tree: Tree, asked: Sequence[tuple[str, float | None]]) -> Callable[[], Limits]:

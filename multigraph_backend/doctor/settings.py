@@ -191,6 +191,7 @@ _LOST_WITHOUT = {
     "cudagraphs": "nothing is recorded",
     "native_calls": "what is recorded is called by way of Python",
     "padding": "no call is padded",
+    "patched_inputs": "inputs that come at another address at each call are copied into recordings",
     "saved_tensors": "nothing is packed",
     "variants": "every call runs the generic graph",
 }

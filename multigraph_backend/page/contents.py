@@ -25,7 +25,10 @@ _VARIANT = (
     "collective_bytes"
 )
 _DEVICE = "device recordings pool_bytes moved again failed evicted unprofitable shared copies pieces tree nodes"
-_PIECE = "label recordings replays copied_inputs copied_outputs unrecorded refused again moved stacks"
+_PIECE = (
+    "label recordings replays copied_inputs copied_outputs unrecorded refused again moved stacks patched_inputs "
+    "told_kernels unpatched"
+)
 _NODE = " ".join(entry.name for entry in fields(RecordingReport))
 
 Data = Mapping[str, Any]

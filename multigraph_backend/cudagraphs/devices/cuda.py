@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from multigraph_backend import _compat
+from multigraph_backend import _compat, native
 from multigraph_backend.allocator import installing, statistics
 from multigraph_backend.cudagraphs.devices import bracket, poison, staging
 from multigraph_backend.cudagraphs.devices.device import (
@@ -43,6 +43,7 @@ from multigraph_backend.cudagraphs.devices.memory_pool import (
     generator_set_free,
     give_up,
 )
+from multigraph_backend.cudagraphs.devices.patches import Described, Limits, Patched, Patches, Unreadable, overlaps
 from multigraph_backend.native import Calls
 from multigraph_backend.process import garbage
 from multigraph_backend.process.captures import beside_captures
@@ -65,6 +66,7 @@ class CudaDevice:
         self._graph_bytes = 0
         self._calls: Calls | None = None
         self._launches = self._patches = False  # natively; natively, and with parameters of captured kernels set
+        self.patching: Limits | None = None
         self._pool: MemoryPool
         self.same_addresses = _compat.same_addresses
         self.own_addresses = True
@@ -132,6 +134,7 @@ class CudaDevice:
         try:
             calls.drive(_DRIVER, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
             self._launches, self._patches = True, calls.sets_parameters()
+            self.patching = _PATCHING if native.wanted(native.PATCHES) and calls.reads_nodes() else None
         except (OSError, TypeError, ValueError) as error:
             log.info("recordings are launched by way of Python: %s", error)
 
@@ -142,14 +145,20 @@ class CudaDevice:
         return None if made is None else _Within(self, made, self._calls)
 
     def launcher(
-        self, graph: Graph, random: bool, copied: Sequence[int], sources: Sequence[Source], stager: Stager | None
+        self,
+        graph: Graph,
+        random: bool,
+        copied: Sequence[int],
+        sources: Sequence[Source],
+        stager: Stager | None,
+        patches: Patches | None = None,
+        strayed: Callable[[Sequence[int]], object] | None = None,
     ) -> Callable[[list[Any]], object] | None:
-        kernel: staging.Kernel | None = None if stager is None else stager.kernel
-        if (
-            self._calls is None
-            or not self._launches
-            or (stager is not None and (kernel is None or not kernel.function))
-        ):
+        kernel: staging.Kernel | None = None if stager is None or not stager.kernel else stager.kernel
+        if kernel is not None and not kernel.function:
+            kernel = None
+        before = stager if kernel is None else None  # what copies, where that is no kernel that is launched here
+        if self._calls is None or not self._launches or (before is not None and patches is None):
             return None
         recorded, positions = cast(torch.cuda.CUDAGraph, graph), tuple(copied)
         copies = None if kernel is None else (
@@ -166,11 +175,53 @@ class CudaDevice:
             hooks=_compat.replay_hooks(recorded),
             keeps=(recorded, stager),
         )
-        if kernel is None or not kernel.node:
-            which = tuple(zip(copied, sources, strict=True))
+        which = tuple(zip(copied, sources, strict=True))
+        if patches is None and (kernel is None or not kernel.node):
             return made(otherwise=functools.partial(_by_torch, recorded, which, stager))
-        counts = tuple(zip(copied, kernel.counts, strict=True))
-        return made(otherwise=functools.partial(_aligned, self.index, counts, made(otherwise=_refused)))
+        counts = () if kernel is None else tuple(zip(copied, kernel.counts, strict=True))
+        if patches is None:
+            return made(otherwise=functools.partial(_aligned, self.index, counts, made(otherwise=_refused)))
+        again = made(otherwise=_refused, patches=self._told(patches, by_others=True))
+        aligned = functools.partial(_aligned, self.index, counts, again, patches=patches, strayed=strayed)
+        launch = made(otherwise=aligned, patches=self._told(patches, by_others=False))
+        return launch if before is None else functools.partial(_copied_first, which, before.copy, launch)
+
+    def _told(self, patches: Patches, by_others: bool) -> tuple[Any, ...]:
+        """`patches` as native calls take them; `by_others`: there is another one that tells the same kernels."""
+        inputs = tuple(
+            (one.index, self._like(Layout(one.size, one.stride, 0, one.dtype)), one.span, patches.aligned)
+            for one in patches.inputs
+        )
+        nodes = tuple(
+            (entry.node.handle, entry.node.same, entry.node.values, tuple(map(tuple, entry.words)))
+            for entry in patches.told
+        )
+        return inputs, nodes, patches.written, by_others
+
+    def elsewhere(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
+        assert self.patching is not None
+        layouts = [Layout.of(tensor) for tensor in tensors]
+        aligned, most = self.patching.aligned, len(tensors)
+        room = max(layout.span for layout in layouts) + aligned * (most + 1) ** 2
+        memory = torch.empty(room, dtype=torch.uint8, device=self._device)
+        at = -(-memory.data_ptr() // aligned) * aligned
+        found: list[torch.Tensor] = []
+        distances: set[int] = set()
+        for tensor, layout in zip(tensors, layouts, strict=True):
+            while at - tensor.data_ptr() in distances | {0}:
+                at += aligned
+            distances.add(at - tensor.data_ptr())
+            lying = Layout(layout.size, layout.stride, 0, layout.dtype)
+            found.append(self.make(lying, self.storage_at(at, layout.span)))
+            at += aligned
+        return found, memory
+
+    def nodes(self, graph: Graph) -> list[Described]:
+        assert self._calls is not None
+        try:
+            return list(map(Described._make, self._calls.nodes(cast(torch.cuda.CUDAGraph, graph).raw_cuda_graph())))
+        except (RuntimeError, ValueError) as error:
+            raise Unreadable(_first_line(error)) from error
 
     def stager(self, buffers: Sequence[torch.Tensor], as_bytes: bool = True) -> Stager:
         if not as_bytes:
@@ -338,9 +389,10 @@ class CudaDevice:
         random: bool = False,
         generators: Sequence[torch.Generator] = (),
         within: bool = False,
+        read: bool = False,
     ) -> Captured:
         try:
-            return self._capture(function, outputs, random, generators, within)
+            return self._capture(function, outputs, random, generators, within, read)
         except CaptureFailed as error:
             cause = error.__cause__
             if cause is None or not from_outside(cause):
@@ -362,8 +414,9 @@ class CudaDevice:
         random: bool,
         generators: Sequence[torch.Generator],
         within: bool,
+        read: bool,
     ) -> Captured:
-        graph = torch.cuda.CUDAGraph(keep_graph=within)  # nodes have names as long as what was captured is kept
+        graph = torch.cuda.CUDAGraph(keep_graph=within or read)  # nodes have names while what was captured is kept
         for generator in generators:
             graph.register_generator_state(generator)
         self._have_blas_handle()
@@ -383,7 +436,7 @@ class CudaDevice:
                 nonlocal after, taken
                 totals, left = self._totals(), self._free_memory()
                 graph.capture_end()  # makes the driver's graph
-                if within:
+                if within and not read:
                     graph.instantiate()
                 now, after = self._free_memory(), self._totals()
                 if left is not None and now is not None and after.reserved_taken == totals.reserved_taken:
@@ -529,6 +582,10 @@ class _Within:
             self._device._patches = False  # the next capture, and all others, are made without
             raise
 
+    @property
+    def node(self) -> int:
+        return self._made.node
+
     def finished(self, buffers: Sequence[torch.Tensor]) -> Stager:
         return self._made.finished(buffers, self._device.stager(buffers))
 
@@ -541,17 +598,54 @@ def _by_torch(
     graph.replay()
 
 
+def _copied_first(
+    copied: Sequence[tuple[int, Source]],
+    copy: Callable[..., object],
+    launch: Callable[[list[Any]], object],
+    inputs: list[Any],
+) -> None:
+    copy(*[inputs[at] if source is None else source(inputs[at]) for at, source in copied])
+    launch(inputs)
+
+
 def _aligned(
-    index: int, copied: Sequence[tuple[int, int]], launch: Callable[[list[Any]], object], inputs: Sequence[Any]
+    index: int,
+    copied: Sequence[tuple[int, int]],
+    launch: Callable[[list[Any]], object],
+    inputs: Sequence[Any],
+    patches: Patches | None = None,
+    strayed: Callable[[Sequence[int]], object] | None = None,
 ) -> None:
     """Launch once more, with the device current, and with copies of inputs that do not lie as the kernel reads them:
-    each is one run of so many elements, in whatever order these stand, whose bytes may not be its values."""
+    each is one run of so many elements, in whatever order these stand, whose bytes may not be its values.  Likewise of
+    those that are patched: what is copied here goes back to the allocator right behind the launch, as the program's own
+    do, and serves what is launched after it on this stream."""
     held = list(inputs)
     with torch.cuda.device(index), torch.no_grad():
         for at, count in copied:
             if held[at].data_ptr() % staging.ALIGNED or held[at].is_conj() or held[at].is_neg():
                 held[at] = held[at].as_strided((count,), (1,)).resolve_conj().resolve_neg().clone()
+        if patches is not None:
+            astray = [one for one in patches.inputs if not _may_be_read(patches, one, held[one.index])]
+            for one in astray:
+                value = held[one.index]
+                lying = torch.empty_strided(one.size, one.stride, dtype=one.dtype, device=value.device)
+                held[one.index] = lying.copy_(value)
+            if strayed is not None and astray:
+                strayed([one.index for one in astray])
         launch(held)
+
+
+def _may_be_read(patches: Patches, one: Patched, value: torch.Tensor) -> bool:
+    """As `may_be_read` of the native calls, which is asked once more behind it."""
+    at = value.data_ptr()
+    return (
+        not value.is_conj()
+        and not value.is_neg()
+        and at % patches.aligned == 0
+        and (tuple(value.size()), tuple(value.stride())) == (one.size, one.stride)
+        and not overlaps(at, at + one.span, patches.written)
+    )
 
 
 def _refused(inputs: Sequence[Any]) -> None:
@@ -560,6 +654,9 @@ def _refused(inputs: Sequence[Any]) -> None:
 
 
 _DRIVER = "libcuda.so.1"
+#: what a kernel may take for granted of an address is what torch's allocator gives each tensor; a MiB is copied by a
+#: GPU in about the time in which the host tells one kernel where it lies
+_PATCHING = Limits(least=1 << 20, aligned=256)
 _TRIES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)  # seconds between tries to make a pool
 _PAUSES = (0.001, 0.003, 0.01, 0.02)  # seconds, in which other threads let go of a recording's memory
 _ROUNDING = 511  # bytes by which a block may be larger than what was asked for

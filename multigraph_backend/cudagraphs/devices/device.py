@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from multigraph_backend.cudagraphs.devices.patches import Described, Limits, Patches
 from multigraph_backend.native import Calls
 
 
@@ -130,7 +131,10 @@ class Stager:
 
 
 class Within(Protocol):
-    """What copies inputs within a recording; see `Device.within`."""
+    """What copies inputs within a recording; see `Device.within`.  `node`: the driver's handle of it, once launched."""
+
+    @property
+    def node(self) -> int: ...
 
     def launch(self, buffers: Sequence[torch.Tensor]) -> None:
         """In the capture: be the next thing that it does.  Raises RuntimeError where that cannot be."""
@@ -175,10 +179,32 @@ class Device(Protocol):
         are copied before it."""
 
     def launcher(
-        self, graph: Graph, random: bool, copied: Sequence[int], sources: Sequence[Source], stager: Stager | None
+        self,
+        graph: Graph,
+        random: bool,
+        copied: Sequence[int],
+        sources: Sequence[Source],
+        stager: Stager | None,
+        patches: Patches | None = None,
+        strayed: Callable[[Sequence[int]], object] | None = None,
     ) -> Callable[[list[Any]], object] | None:
         """hot: a function of inputs that copies those at the positions `copied`, each as `sources` says, with `stager`
-        and launches `graph` in one native call; None where there is none.  `random`: its code draws random numbers."""
+        and launches `graph` in one native call; None where there is none.  `random`: its code draws random numbers.
+        `patches`: what kernels are told of other inputs; there is a function then.  An input that does not lie as they
+        say is copied to where it does, after `strayed` was called with the positions of all such."""
+
+    # ---------------------------------------------------------------- inputs that are read where they lie
+
+    #: which inputs may be patched (see `patches`); None where kernels of a recording cannot be told where they lie
+    patching: Limits | None
+
+    def elsewhere(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
+        """Tensors that lie as these do, at other addresses on `patching.aligned` bytes, each at another distance from
+        its own, and what keeps their memory.  Nothing is ever read or written there: they may overlap."""
+
+    def nodes(self, graph: Graph) -> list[Described]:
+        """What the driver knows of a graph that was captured to be read, or with a part that is changed.  Raises
+        `patches.Unreadable`."""
 
     def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
         """Copy `sources` with `stage`, a stager; a function that tells how many microseconds of the device's own time
@@ -306,11 +332,13 @@ class Device(Protocol):
         random: bool = False,
         generators: Sequence[torch.Generator] = (),
         within: bool = False,
+        read: bool = False,
     ) -> Captured:
         """Record what `function` launches; nothing of it runs.  What it allocates comes from the pool, and what it
         frees goes back there; of the result's tensors, `outputs` names those that keep their memory.  `random`: it
         draws random numbers, so the device's generator cannot serve other threads meanwhile.  `generators`: others that
         it draws from.  `within`: a part of it is changed at each launch.
+        `read`: its nodes are looked at, and it is never launched.
 
         Raises `CaptureFailed` with the cause when anything in it fails, or when memory of the pool is still held by
         something other than `outputs`.  The pool, or a new one, is then fit for `restore` and another capture.

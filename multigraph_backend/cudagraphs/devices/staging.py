@@ -128,7 +128,7 @@ class Within:
     def __init__(self, index: int, kernel: _compat.TritonLaunch, size: int, rows: int) -> None:
         self._kernel, self._size = kernel, size
         self._table = torch.empty(rows * ROW, dtype=torch.int64, device=torch.device("cuda", index))
-        self._node = 0
+        self.node = 0
 
     def launch(self, buffers: Sequence[torch.Tensor], stream: int, last_node: Callable[[], int]) -> None:
         """Capture the kernel, which would copy `buffers` to themselves, on the current stream, `stream`.  Raises
@@ -138,8 +138,8 @@ class Within:
         programs = self._table.numel() // ROW
         handles, constants = self._kernel.handles, (ROW, ALIGNED, BLOCK)
         self._kernel.run(programs, 1, 1, stream, *handles, self._table.data_ptr(), sources, *constants)
-        self._node = last_node()
-        if not self._node:
+        self.node = last_node()
+        if not self.node:
             raise RuntimeError("the driver does not tell which node of the graph copies the inputs")
 
     def finished(self, buffers: Sequence[torch.Tensor], stager: Stager) -> Stager:
@@ -148,7 +148,7 @@ class Within:
         self._table.copy_(table)
         sleeping.survives(self._table, table)
         kernel: Kernel = stager.kernel
-        return Stager(stager.copy, replace(kernel, table=self._table, node=self._node))
+        return Stager(stager.copy, replace(kernel, table=self._table, node=self.node))
 
 
 def within(index: int, sources: Sequence[torch.Tensor]) -> Within | None:

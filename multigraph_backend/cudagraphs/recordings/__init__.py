@@ -1,9 +1,10 @@
 """Recordings at run time: which one answers a call, when one is made, and what runs.
 
 A call comes in at `piece`, takes its turn among threads (`turns`), and goes through the `tree` to a recording, which
-`planning` has placed, `recording` has made and `replay` runs; first calls go to a `warm_up`, and so do steps whose
-parameters are `settling`. From below: `slot` is memory that is handed out, `piece_spec` and `piece_state` what is known
-of a piece, `nodes` the recordings as data; beside the tree, `gathered` are parameters that are freed and gathered anew,
+`planning` has placed, `recording` has made and `replay` runs; large inputs that move are read where they lie, where
+`patching` proves that right; first calls go to a `warm_up`, and so do steps whose parameters are `settling`.  From
+below: `slot` is memory that is handed out, `piece_spec` and `piece_state` what is known of a piece, `nodes` the
+recordings as data; beside the tree, `gathered` are parameters that are freed and gathered anew,
 `callers` are the threads, `room` is the memory and the number of recordings, `sharing` lets those of smaller sizes give
 way to larger ones, `asleep` are those whose memory sleeps, `lending` lets memory of theirs serve others between
 replays, and `collectives` are those that hold some.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from sys import getrefcount
 from typing import Any
 
-from multigraph_backend import events
+from multigraph_backend import events, sealing
 from multigraph_backend.cudagraphs.devices.device import Device, PoolState
 from multigraph_backend.cudagraphs.recordings.piece_state import KeyedPiece
 from multigraph_backend.cudagraphs.recordings.recording import Recording
@@ -23,6 +23,9 @@ from multigraph_backend.cudagraphs.recordings.slot import HandedOut, Slot
 from multigraph_backend.native import Calls
 
 log = logging.getLogger(__name__)
+
+#: times that a patched input may lie otherwise than it has to: each takes the host much longer than a copy
+MOST_STRAYS = 8
 
 Run = Callable[["Node", list[Any]], tuple[Any, ...]]
 Holds = Callable[[list[Any]], bool]
@@ -267,6 +270,21 @@ class Nodes:
         log.info("%s: %s", node.keyed.piece.spec.label, why)
         if self.linked(node):
             self.unlink(node)
+
+    def count_strays(self, node: Node, indices: Iterable[int]) -> None:
+        """Note that patched inputs of `node`, which is being launched, were copied to where they may be read.  Where
+        one does not come as it has to again and again, it is recorded anew, with a copy."""
+        assert node.keyed is not None
+        for index in indices:
+            node.keyed.strays[index] += 1
+            self.counts["strays"] += 1
+            events.count("stray_inputs")
+            if node.keyed.strays[index] < MOST_STRAYS or sealing.sealed():
+                continue
+            node.keyed.unpatched[index] = "it often comes where kernels cannot be told to read it"
+            if self.linked(node):
+                node.keyed.piece.uses.begin_anew()
+                self.unlink(node)
 
     def count_resized(self, node: Node) -> None:
         """Note that a user has resized an output of `node`."""

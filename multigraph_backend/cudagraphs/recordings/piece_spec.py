@@ -30,7 +30,8 @@ class PieceSpec:
     it issues.  copies: whether what a user may hold is never memory of the pool, but a copy.  repeatable: whether its
     code, where it ended with an error, may be run again: it changes nothing but what it returns.  fresh: whether
     inputs that are not static are made for each call, as by padding: that one comes at the same address twice says
-    nothing.  unread: positions that the code does not read, which may hold anything.
+    nothing.  unread: positions that the code does not read, which may hold anything.  given: of `reused`, positions of
+    what the user has given, whose memory it leaves as it is.
     """
 
     names: tuple[str, ...]
@@ -51,6 +52,7 @@ class PieceSpec:
     repeatable: bool = False
     fresh: bool = False
     unread: frozenset[int] = frozenset()
+    given: frozenset[int] = frozenset()
 
     def trace(self, index: int) -> str | None:
         """Where the user's code first uses input `index`, if that is known."""

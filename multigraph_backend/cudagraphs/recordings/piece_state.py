@@ -37,6 +37,8 @@ class KeyedPiece:
     `nbytes`: bytes of its inputs; `gave_way`: recordings of it that gave way to larger ones and were not made again
     since; `settled`: whether a fragmented pool waits, or has waited, for it (see `sharing`).
     `recorded_at`: how often it was recorded at each depth of a step; `_lay_at`: where its static inputs lay then.
+    `unpatched`: why inputs are copied that might have been patched, by position; `strays`: how often a patched one did
+    not lie as it had to.
     """
 
     def __init__(self, piece: PieceState, key: tuple[Any, ...]) -> None:
@@ -54,6 +56,8 @@ class KeyedPiece:
         self.reasons: Counter[str] = Counter()
         self.recorded_at: Counter[int] = Counter()
         self._lay_at: dict[tuple[int, int], set[int]] = {}
+        self.unpatched: dict[int, str] = {}
+        self.strays: Counter[int] = Counter()
 
     def moves(self, index: int, depth: int, address: int) -> bool:
         """Whether static input `index`, now at `address`, has lain elsewhere in recordings as deep in a step."""

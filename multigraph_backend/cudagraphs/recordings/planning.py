@@ -22,6 +22,8 @@ An example, `step(weight, x, hidden)` with `weight` static and `hidden` an outpu
 
 `owned` has `hidden` in it where only the list of inputs holds it: its memory serves again inside the recording.
 
+What is copied by this plan, and large, is read where it lies instead where `patching` finds that right.
+
 The limit is of recordings after the same one, and of those as deep in a step: where several pieces of a step have
 parameters that move (FSDP2 gathers them anew), each address of one would else need recordings of all that follow.
 """

@@ -6,6 +6,7 @@ handed through or seen through another layout, a constant, a number.
 
 Inputs that are copied get buffers inside the capture, so their memory serves again as soon as the piece is done with
 them.  A saved tensor or an intermediate that nobody but the piece holds dies in it, and its memory serves again too.
+Inputs that are patched are read where they lie, and kernels are told at each launch where that is (`patching`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from multigraph_backend.cudagraphs.devices.device import (
     Stager,
     overrides_functions,
 )
+from multigraph_backend.cudagraphs.devices.patches import Patches
 from multigraph_backend.cudagraphs.recordings.cost import Trial
 from multigraph_backend.cudagraphs.recordings.piece_spec import Boxed, PieceSpec
 from multigraph_backend.cudagraphs.recordings.slot import Slot
@@ -60,8 +62,8 @@ class InputPlan:
     `fixed`: positions that are read, and perhaps changed, at `addresses`.  `managed`: those of them that are outputs
     alive in the pool, with their slots.  `copied`: positions whose values are copied into buffers at each call.
     `owned`: managed positions that may die inside the piece.  `generators`: random number generators.  `gathered`: of
-    copied ones, handles of storages by which parameters are told apart.  All others are numbers, part of the piece's
-    key, or None.
+    copied or patched ones, handles of storages by which parameters are told apart.  `patched`: positions that are read
+    wherever they lie.  All others are numbers, part of the piece's key, or None.
     """
 
     fixed: tuple[int, ...]
@@ -71,6 +73,7 @@ class InputPlan:
     owned: tuple[int, ...]
     generators: Mapping[int, torch.Generator] = field(default_factory=dict)
     gathered: Mapping[int, int] = field(default_factory=dict)
+    patched: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class Recording:
     buffers: per copied input, a tensor over its place in the pool; stager: what copies into them; trial: of one that
     has to pay for itself. code_us: microseconds that its code took the host while it was captured. overridden: whether
     a call asks things of an input whose class answers itself. random: whether a launch draws random numbers, which
-    torch counts. within: whether it copies its inputs itself. peak, grown: see `Captured`.
+    torch counts. within: whether it copies its inputs itself; copying: the driver's handle of what does. patches: what
+    is told of inputs that are patched. peak, grown: see `Captured`.
     """
 
     graph: Graph
@@ -129,6 +133,8 @@ class Recording:
     overridden: bool = False
     random: bool = False
     within: bool = False
+    copying: int = 0
+    patches: Patches | None = None
     peak: int = 0
     grown: int = 0
     code_us: float = 0.0
@@ -142,9 +148,11 @@ def record(
     plan: InputPlan,
     prepare: Callable[[Sequence[tuple[int, int]]], list[torch.UntypedStorage]],
     unlocked: Callable[[], contextlib.AbstractContextManager[None]],
+    elsewhere: Mapping[int, torch.Tensor] | None = None,
 ) -> Recording:
     """Capture `function`, the code of a piece, for `inputs`.  `prepare` sets the pool to the state to record in, and
-    makes owners of blocks; `unlocked` is entered while the code runs, which may wait for other threads.
+    makes owners of blocks; `unlocked` is entered while the code runs, which may wait for other threads.  `elsewhere`:
+    tensors in place of the patched inputs; the recording is then there to be looked at, and cannot be launched.
 
     Nothing of it runs on the device.  Raises `NotRecorded`; the pool is then fit for another `prepare`.
     """
@@ -172,6 +180,9 @@ def record(
             passed[index] = StorageWeakRef(storage)
             given[index], args[index] = weakref.ref(buffer), buffer
             del buffer, storage
+        for index, twin in (elsewhere or {}).items():
+            passed[index], args[index] = StorageWeakRef(twin.untyped_storage()), twin
+            given[index] = weakref.ref(twin)
         if within is not None:
             within.launch([part.source(args[index]) if part.source else args[index] for index, part in parts.items()])
         for index, (address, layout) in owned.items():
@@ -213,7 +224,8 @@ def record(
             if handle in by_handle:
                 index = by_handle[handle]
                 same = output is given[index]()
-                described.append(_of_input(index, inputs[index], output, same, 0 if index in parts else None))
+                begins = 0 if index in parts or (elsewhere and index in elsewhere) else None
+                described.append(_of_input(index, inputs[index], output, same, begins))
                 if index in owned:
                     live_out.append(output)  # its block stays
                 if index in plan.managed and shown and not spec.copies:
@@ -236,13 +248,17 @@ def record(
 
     try:
         generators = list(plan.generators.values())
-        captured = device.capture(capture, fresh, random, generators, within is not None)
+        changed = within is not None or bool(plan.patched)
+        captured = device.capture(capture, fresh, random, generators, changed, read=elsewhere is not None)
     except CaptureFailed as error:
         storages.clear()
         described.clear()
         if isinstance(error.__cause__, NotRecorded):
             raise error.__cause__ from None
         raise NotRecorded(f"recording failed: {error}") from error
+    copying = 0 if within is None else within.node
+    if elsewhere is not None:
+        return Recording(captured.graph, plan, [], [], described, [], [], captured.state, copying=copying)
     buffers = [_over(device, lying[index], part) for index, part in parts.items()]
     asked = {*parts, *(output.index for output in described if isinstance(output, OfInput))}
     if within is not None:
@@ -271,6 +287,7 @@ def record(
         grown=captured.grown,
         random=random,
         within=within is not None,
+        copying=copying,
         code_us=seconds * 1e6,
     )
 

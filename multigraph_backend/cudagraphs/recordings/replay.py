@@ -41,7 +41,7 @@ is this (the second input is copied, the third is read in place and dies inside;
 
 Where calls are native (`native`), `holds` is an object that asks the same in the same order, and a recording is staged
 and launched in one call, `launch(inputs)`: what is recorded then begins with the copies, and is told at each launch
-where its sources lie.
+where its sources lie.  So are kernels that read inputs where they lie (`patching`); these take no part in `stage`.
 
 Lines without a purpose for a recording are left out.  Outputs that are copies, and what is an input or a constant,
 have lines of their own (`_copies_of_slots`, `_copies_of_inputs`, `_output`).
@@ -53,6 +53,7 @@ import functools
 import operator
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from types import CodeType
@@ -120,6 +121,12 @@ def _try(run: Run, node: Node, inputs: list[object]) -> tuple[object, ...]:
         if loss is not None:
             node.tree.give_up(node, loss)
     return outputs
+
+
+def _strayed(reference: weakref.ref[Node], indices: Sequence[int]) -> None:
+    node = reference()
+    if node is not None:
+        node.tree.count_strays(node, indices)
 
 
 def build_holds(node: Node) -> Holds:
@@ -283,8 +290,12 @@ def build_run(device: Device, recording: Recording, node: Node) -> Run:
         names["stage"] = recording.stager.copy
         launch = [f"    stage({', '.join(sources)})", *launch]
     copied = recording.plan.copied
-    at_once = device.launcher(recording.graph, recording.random, copied, recording.sources, recording.stager)
-    assert at_once is not None or not recording.within, "a recording that copies its inputs was not told where they lie"
+    patches = recording.patches
+    strayed = None if patches is None else functools.partial(_strayed, weakref.ref(node))
+    how = recording.sources, recording.stager, patches, strayed
+    at_once = device.launcher(recording.graph, recording.random, copied, *how)
+    told = recording.within or patches is not None
+    assert at_once is not None or not told, "a recording that is told where its inputs lie was not told"
     if at_once is not None:
         names["launch"], launch = at_once, ["    launch(inputs)"]
     lines += launch
@@ -392,7 +403,10 @@ def _copies_of_inputs(device: Device, recording: Recording, node: Node, names: d
             continue
         if output.index in recording.plan.managed:
             names[f"copied{number}"] = functools.partial(copied, device, output.layout)
-        elif output.index in recording.plan.copied:  # it comes from anywhere, perhaps from the pool
+        elif output.index in (
+            *recording.plan.copied,
+            *recording.plan.patched,
+        ):  # it comes from anywhere, perhaps from the pool
             names[f"copied{number}"] = functools.partial(_copied_from_pool, node.tree, output.layout)
         else:
             continue

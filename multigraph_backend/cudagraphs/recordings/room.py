@@ -314,6 +314,10 @@ class Room:
         """Bytes that the allocator has taken of the device so far, to compare them later."""
         return self._device.reserved_bytes() + self._given_back
 
+    def beside(self, nbytes: int) -> None:
+        """So much that was reserved since is not the pool's."""
+        self._given_back -= nbytes
+
     def grew(self, had: int) -> int:
         """Bytes that the pool in use has grown by since `reserved` said `had`."""
         generation, grew = self._device.generation, max(self.reserved() - had, 0)

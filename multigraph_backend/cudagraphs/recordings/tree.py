@@ -49,7 +49,7 @@ from multigraph_backend import _compat, events, sealing
 from multigraph_backend.allocator.sleeping import Asleep, Sleeper
 from multigraph_backend.cudagraphs.devices.device import Device, DeviceFailed, PoolState
 from multigraph_backend.cudagraphs.limits import Limits
-from multigraph_backend.cudagraphs.recordings import out_of_memory, planning, recording, replay
+from multigraph_backend.cudagraphs.recordings import out_of_memory, patching, planning, recording, replay
 from multigraph_backend.cudagraphs.recordings.asleep import Sleepers, never
 from multigraph_backend.cudagraphs.recordings.callers import Callers
 from multigraph_backend.cudagraphs.recordings.collectives import Collectives
@@ -636,7 +636,8 @@ class Tree(Nodes):
         gathered = {index for index in in_place if self.gathered.has(inputs[index])}
         had = self.room.reserved()
         try:
-            made = self._captured(keyed.piece, inputs, plan, state, alive, anew)
+            made = self._captured(keyed, inputs, plan, state, alive, anew)
+            plan = made.plan
         except NotRecorded as why:
             self.counts["failed"] += 1
             events.count("failed_recordings")
@@ -697,7 +698,7 @@ class Tree(Nodes):
 
     def _captured(
         self,
-        piece: PieceState,
+        keyed: KeyedPiece,
         inputs: list[object],
         plan: recording.InputPlan,
         state: PoolState,
@@ -710,10 +711,13 @@ class Tree(Nodes):
 
         `anew`: it is the first in its pool, which is to be no larger than one that a warm-up has made.  So it is
         captured without its copied inputs first: their buffers find room beside what else it needs, but segments of
-        their own have no room for that.
+        their own have no room for that.  To find out which inputs can be patched it is captured beforehand, too.
         """
+        piece = keyed.piece
 
-        def capture(plan: recording.InputPlan = plan) -> recording.Recording:
+        def capture(
+            plan: recording.InputPlan = plan, elsewhere: Mapping[int, torch.Tensor] | None = None
+        ) -> recording.Recording:
             self._catch_up()
             return recording.record(
                 self.device,
@@ -723,13 +727,23 @@ class Tree(Nodes):
                 plan,
                 lambda owned: self.device.restore(state, alive, owned),
                 self.unlocked,
+                *([] if elsewhere is None else [elsewhere]),
             )
 
-        def captured(plan: recording.InputPlan = plan) -> recording.Recording:
-            return capture(plan) if piece.spec.groups else self.room.captured(functools.partial(capture, plan))
+        def captured(
+            plan: recording.InputPlan = plan, elsewhere: Mapping[int, torch.Tensor] | None = None
+        ) -> recording.Recording:
+            if piece.spec.groups:
+                return capture(plan, elsewhere)
+            return self.room.captured(functools.partial(capture, plan, elsewhere))
 
-        if anew and plan.copied:
+        patched = patching.candidates(self.device, keyed, inputs, plan)
+        if anew and not set(plan.copied) <= set(patched):
             captured(dataclasses.replace(plan, copied=())).graph.reset()
+        if patched:
+            found = patching.attempt(self.device, self.room, keyed, inputs, plan, patched, captured)
+            if found is not None:
+                return found
         copied = sum(value.nbytes for index in plan.copied if isinstance(value := inputs[index], torch.Tensor))
         if not piece.spec.must_pay or piece.spec.groups or not copied or copied < piece.limits.copied_bytes:
             return captured()

@@ -12,7 +12,8 @@ to the pool, or hands memory of its own to an operation, is refused.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,16 @@ def _leaves(value: Any) -> list[Any]:
     return leaves
 
 
+@dataclass(frozen=True)
+class Told:
+    """In place of a reference: `layout` lies `offset` bytes behind the first element of input `which`, of those that
+    are patched (see `devices.patches`)."""
+
+    which: int
+    offset: int
+    layout: Layout
+
+
 @dataclass
 class Kernel:
     """One operation; `outputs` holds, for each leaf of its result, where it goes (None: nowhere, or it is there)."""
@@ -57,14 +68,44 @@ class Kernel:
     arguments: Any  # args, kwargs
     outputs: list[Reference | None]
 
-    def run(self) -> None:
-        args, kwargs = each(lambda leaf: leaf.tensor() if isinstance(leaf, Reference) else leaf, self.arguments)
+    def run(self, told: Callable[[Told], torch.Tensor]) -> None:
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, Told):
+                return told(leaf)
+            return leaf.tensor() if isinstance(leaf, Reference) else leaf
+
+        args, kwargs = each(filled, self.arguments)
         result = self.func(*args, **kwargs)
         if self.func.namespace == "_c10d_functional":
             result = each(torch.ops._c10d_functional.wait_tensor, result)
         for place, leaf in zip(self.outputs, _leaves(result), strict=True):
             if place is not None:
                 place.tensor().copy_(leaf)
+
+    def described(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+        """What has to be the same in another capture, and the addresses that it is given."""
+        places = [leaf for leaf in _leaves((self.arguments, self.outputs)) if isinstance(leaf, Reference)]
+        numbers = [repr(leaf) for leaf in _leaves(self.arguments) if not isinstance(leaf, Reference)]
+        layouts = [(place.layout.size, place.layout.stride, str(place.layout.dtype)) for place in places]
+        same = (hash(str(self.func)), hash(tuple(numbers)), hash(tuple(layouts)))
+        return same, tuple(place.address.to_bytes(8, "little") for place in places)
+
+    def outside(self) -> set[Outside]:
+        """Memory outside of the pool that it uses."""
+        places = [leaf for leaf in _leaves((self.arguments, self.outputs)) if isinstance(leaf, Reference)]
+        return {place.memory for place in places if isinstance(place.memory, Outside)}
+
+    def tell(self, words: Mapping[int, tuple[int, int]]) -> None:
+        """Let arguments be given at each launch: by number, which input, and an offset."""
+        numbers = itertools.count()
+
+        def patched(leaf: Any) -> Any:
+            number = next(numbers) if isinstance(leaf, Reference | Told) else -1
+            if number not in words or isinstance(leaf, Told):
+                return leaf
+            return Told(*words[number], leaf.layout)
+
+        self.arguments = each(patched, self.arguments)
 
 
 def _is_view(func: Any) -> bool:

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,9 +46,10 @@ from multigraph_backend.cudagraphs.devices.device import (
     Within,
     is_plain,
 )
+from multigraph_backend.cudagraphs.devices.patches import KERNEL, Described, Limits, Patched, Patches, overlaps
 from multigraph_backend.cudagraphs.devices.poison import others
 from multigraph_backend.cudagraphs.devices.simulated.arena import ArenaState, Segments
-from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED, Recorder
+from multigraph_backend.cudagraphs.devices.simulated.capture import NOT_CAPTURED, Recorder, Told
 from multigraph_backend.cudagraphs.devices.simulated.loans import Loan
 from multigraph_backend.cudagraphs.devices.simulated.memory import POISON, Mapped, Memory, Pool, bytes_of, tensor_over
 from multigraph_backend.cudagraphs.devices.simulated.running import Runner
@@ -81,6 +82,10 @@ class _State:
     arena: ArenaState
 
 
+def _nothing_told(leaf: Told) -> torch.Tensor:
+    raise AssertionError("a recording whose kernels are told where inputs lie was launched without")
+
+
 class SimulatedRecording:
     """A `Graph`: kernels over the bytes of a pool."""
 
@@ -93,12 +98,24 @@ class SimulatedRecording:
         device._instantiate(self, len(recorder.kernels) * KERNEL_BYTES)
         self.destroyed = False
 
+    def nodes(self) -> list[Described]:
+        """Its kernels, as a driver tells of them."""
+        return [Described(number, KERNEL, *kernel.described()) for number, kernel in enumerate(self._kernels)]
+
+    def tell(self, patches: Patches) -> None:
+        """Let kernels be told at each launch where inputs lie; these are not held any more."""
+        for entry in patches.told:
+            words = {word.parameter: (word.which, word.offset) for word in entry.words}
+            self._kernels[entry.node.handle].tell(words)
+        self._outside = {memory for kernel in self._kernels for memory in kernel.outside()}
+
     def reset(self) -> None:
         self._device.log.append(("reset", self.number))
         self._kernels = []
         self.destroyed = True
 
-    def replay(self) -> None:
+    def replay(self, told: Callable[[Told], torch.Tensor] = _nothing_told) -> None:
+        """`told`: the tensors of what its kernels are told."""
         device = self._device
         if self.destroyed:
             raise AssertionError(f"recording {self.number} was destroyed")
@@ -116,7 +133,7 @@ class SimulatedRecording:
         device._memory.gather()
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for kernel in self._kernels:
-                kernel.run()
+                kernel.run(told)
         device._memory.scatter()
 
 
@@ -148,6 +165,8 @@ class SimulatedDevice:
         self.failures_spoil_the_pool = False
         #: bytes of the driver that the graphs take which are there, and that it has taken for them
         self._graphs_live = self._graphs_held = 0
+        #: set it to have inputs patched
+        self.patching: Limits | None = None
         #: microseconds that `time_copies` tells of
         self.copies_us: float | None = 0.0
         #: set it to make `capturing` say that the user records on his own
@@ -261,9 +280,52 @@ class SimulatedDevice:
         return None
 
     def launcher(
-        self, graph: Graph, random: bool, copied: Sequence[int], sources: Sequence[Source], stager: Stager | None
+        self,
+        graph: Graph,
+        random: bool,
+        copied: Sequence[int],
+        sources: Sequence[Source],
+        stager: Stager | None,
+        patches: Patches | None = None,
+        strayed: Callable[[Sequence[int]], object] | None = None,
     ) -> Callable[[list[Any]], object] | None:
-        return None
+        if patches is None:
+            return None
+        assert isinstance(graph, SimulatedRecording)
+        graph.tell(patches)
+
+        def launch(inputs: list[Any]) -> None:
+            if stager is not None:
+                which = zip(copied, sources, strict=True)
+                stager.copy(*[inputs[at] if source is None else source(inputs[at]) for at, source in which])
+            given = {one.index: inputs[one.index] for one in patches.inputs}
+            astray = [one.index for one in patches.inputs if not self._may_be_read(patches, one, given[one.index])]
+            for index in astray:
+                given[index] = given[index].clone(memory_format=torch.preserve_format)
+            if astray and strayed is not None:
+                strayed(astray)
+            tensors = [given[one.index] for one in patches.inputs]
+
+            def told(leaf: Told) -> torch.Tensor:
+                layout, there = leaf.layout, self._memory.reference(tensors[leaf.which])
+                before = there.layout.offset * there.layout.dtype.itemsize + leaf.offset
+                return replace(there, layout=replace(layout, offset=before // layout.dtype.itemsize)).tensor()
+
+            graph.replay(told)
+
+        return launch
+
+    def _may_be_read(self, patches: Patches, one: Patched, value: torch.Tensor) -> bool:
+        at = self.address(value)
+        lies = (tuple(value.size()), tuple(value.stride())) == (one.size, one.stride)
+        return lies and at % patches.aligned == 0 and not overlaps(at, at + one.span, patches.written)
+
+    def elsewhere(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
+        return [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in tensors], None
+
+    def nodes(self, graph: Graph) -> list[Described]:
+        assert isinstance(graph, SimulatedRecording)
+        return graph.nodes()
 
     def stager(self, buffers: Sequence[torch.Tensor], as_bytes: bool = True) -> Stager:
         kept = list(buffers)
@@ -496,6 +558,7 @@ class SimulatedDevice:
         random: bool = False,
         generators: Sequence[torch.Generator] = (),
         within: bool = False,
+        read: bool = False,
     ) -> Captured:
         pool, arena = self._pool, self._pool.arena
         pool.timeline.check(self.stream(), "capture")

@@ -190,6 +190,12 @@ class Reference:
     memory: Pool | Outside
     layout: Layout
 
+    @property
+    def address(self) -> int:
+        """Of its first element."""
+        begin = self.memory.base if isinstance(self.memory, Pool) else self.memory.at
+        return begin + self.layout.offset * self.layout.dtype.itemsize
+
     def tensor(self) -> torch.Tensor:
         memory = self.memory
         return tensor_over(self.layout, memory.storage if isinstance(memory, Pool) else memory.storage())
