@@ -225,6 +225,12 @@ def test_staging(tmp_path: Path) -> None:
     assert positive(rows, "ours_host", "stock_host", "host_ratio")
 
 
+def test_moving_inputs(tmp_path: Path) -> None:
+    rows = run("moving_inputs", tmp_path)
+    assert [(row["form"], row["told"]) for row in rows] == [("patched", 0), ("copied", 0), ("inductor", 0)]
+    assert positive(rows, "host", "host_over_copied")
+
+
 def test_padding(tmp_path: Path) -> None:
     rows = run("padding", tmp_path)
     forms = ["sizes given", "multigraph, pad", "padded by hand", "inductor dynamic", "as they come"]
