@@ -351,13 +351,23 @@ def _patching(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_patching")
-def test_random_programs_are_right() -> None:
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 60), marks=pytest.mark.slow)], ids=["few", "more"])
+def test_random_programs_are_right(seeds: range) -> None:
     before, counts = events.stats(), Counter[str]()
-    for seed in range(30):
+    for seed in seeds:
         counts += run(seed)
     after = events.stats()
-    assert after["patched_recordings"] - before["patched_recordings"] > 40
-    assert counts["replays"] > 150
+    assert after["patched_recordings"] - before["patched_recordings"] > len(seeds)
+    assert counts["replays"] > 4 * len(seeds)
+
+
+def test_no_two_inputs_are_moved_by_the_same_distance() -> None:
+    device = bench().device
+    tensors = [values(16) for _ in range(200)]
+    for _ in range(20):
+        twins, _ = device.elsewhere(tensors)
+        moved = [device.address(twin) - device.address(x) for twin, x in zip(twins, tensors, strict=True)]
+        assert len({0, *moved}) == len(tensors) + 1
 
 
 @pytest.mark.usefixtures("_patching")

@@ -321,7 +321,19 @@ class SimulatedDevice:
         return lies and at % patches.aligned == 0 and not overlaps(at, at + one.span, patches.written)
 
     def elsewhere(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
-        return [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in tensors], None
+        found: list[torch.Tensor] = []
+        passed: list[torch.Tensor] = []  # stay alive: what is made next lies elsewhere
+        distances = {0}
+        for tensor in tensors:
+            while True:
+                twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+                distance = self.address(twin) - self.address(tensor)
+                if distance not in distances:
+                    break
+                passed.append(twin)
+            distances.add(distance)
+            found.append(twin)
+        return found, None
 
     def nodes(self, graph: Graph) -> list[Described]:
         assert isinstance(graph, SimulatedRecording)
