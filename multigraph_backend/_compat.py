@@ -517,6 +517,9 @@ INDUCTOR_CHANGES_EARLY = tuple(int(part) for part in torch.__version__.split("."
 # Inductor's `expm1` on the CPU is `exp(x) - 1`; seen in 2.11 and 2.13, gone in 2.15
 EXPM1_CANCELS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 
+# processes crash where code of a saved function is loaded beside its calls; seen in 2.11, not in 2.13, why is not known
+LOADS_NOTHING_BESIDE_SAVED = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+
 # an index below 0 of `gather` and `embedding` counts from the end in Inductor; seen in 2.11, gone in 2.13
 GATHERS_FROM_THE_END = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 

@@ -66,6 +66,7 @@ class WarmStart:
 
     def __init__(self, graph: CapturedGraph, options: Options, state: CompileState) -> None:
         self._graph, self._options, self._state = graph, options, state
+        self.beside = True  # whether anything is loaded beside calls
         self._noted: _Noted | None = None
         self._name: str | None = None
         self._earlier: Manifest | None = None
@@ -123,7 +124,7 @@ class WarmStart:
             return
         likeness = Likeness.of(self._graph, args)  # before the call gives its arguments back
         _worker.now(noted.write)
-        if likeness is not None:
+        if likeness is not None and self.beside:
             _worker.later(_Loading(weakref.ref(region), noted.graph, likeness).begin)
 
 
