@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
 import importlib
 import inspect
@@ -517,8 +518,24 @@ INDUCTOR_CHANGES_EARLY = tuple(int(part) for part in torch.__version__.split("."
 # Inductor's `expm1` on the CPU is `exp(x) - 1`; seen in 2.11 and 2.13, gone in 2.15
 EXPM1_CANCELS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 
-# processes crash where code of a saved function is loaded beside its calls; seen in 2.11, not in 2.13, why is not known
-LOADS_NOTHING_BESIDE_SAVED = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+# what a thread has stashed in torch is let go of when it ends, though it was never held; seen in 2.11, gone in 2.13
+STASH_HOLDS_NOTHING = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+_STASHED = "torch._inductor.cudagraph_trees"
+_held_for_stash: set[int] = set()
+
+
+def hold_stashed() -> None:
+    """Before the calling thread ends: hold what Inductor has stashed in it, if it was the first to import that.
+
+    Else that memory is freed while others use it, and the process dies or has objects in each other's place.
+    """
+    trees = sys.modules.get(_STASHED) if STASH_HOLDS_NOTHING else None
+    for name in ("tree_manager_containers", "tree_manager_locks"):
+        stashed = getattr(getattr(trees, "local", None), name, None)
+        if stashed is not None and id(stashed) not in _held_for_stash:
+            _held_for_stash.add(id(stashed))  # it is alive from here on
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(stashed))
+
 
 # an index below 0 of `gather` and `embedding` counts from the end in Inductor; seen in 2.11, gone in 2.13
 GATHERS_FROM_THE_END = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)

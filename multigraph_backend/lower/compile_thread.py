@@ -121,11 +121,14 @@ class _Job(Generic[Result]):
 
     def run(self) -> None:
         """In the compiling thread."""
-        if self._way is giving_way.of_this_thread():  # its caller's own
-            self._run()
-            return
-        with giving_way.also(self._way):
-            self._run()
+        try:
+            if self._way is giving_way.of_this_thread():  # its caller's own
+                self._run()
+                return
+            with giving_way.also(self._way):
+                self._run()
+        finally:
+            _compat.hold_stashed()
 
     def _run(self) -> None:
         try:

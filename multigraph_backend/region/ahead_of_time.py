@@ -214,8 +214,7 @@ def _load(data: bytes) -> Region:
 
 class _LoadedRegion(Region):
     """A region that takes what was used where it was saved from torch's caches: what a call needs in that call, the
-    rest beside the calls that follow.  Where they do not have all of it, and before torch 2.13, its first call makes
-    all of it ready.
+    rest beside the calls that follow.  Where they do not have all of it, its first call makes all of it ready.
 
     `used`: by the text of a condition, the code that was there.
     """
@@ -226,12 +225,10 @@ class _LoadedRegion(Region):
         super().__init__(graph, options, state)
         self._used = used
         self._all_pending = self._all_pending or bool(used)
-        self._beside = options.warm_start and options.compile != "eager" and not _compat.LOADS_NOTHING_BESIDE_SAVED
-        if self._warm_start is not None:
-            self._warm_start.beside = self._beside
 
     def _compile_all(self, args: Sequence[Any]) -> None:
-        there = self._beside and warm_start.in_caches(self._graph, self.options)
+        there = self.options.compile != "eager" and self.options.warm_start
+        there = there and warm_start.in_caches(self._graph, self.options)
         there = there and all(warm_start.is_there(form) for forms in self._used.values() for form in forms)
         likeness = Likeness.of(self._graph, args) if there else None
         if likeness is None:

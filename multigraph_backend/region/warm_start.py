@@ -66,7 +66,6 @@ class WarmStart:
 
     def __init__(self, graph: CapturedGraph, options: Options, state: CompileState) -> None:
         self._graph, self._options, self._state = graph, options, state
-        self.beside = True  # whether anything is loaded beside calls
         self._noted: _Noted | None = None
         self._name: str | None = None
         self._earlier: Manifest | None = None
@@ -124,7 +123,7 @@ class WarmStart:
             return
         likeness = Likeness.of(self._graph, args)  # before the call gives its arguments back
         _worker.now(noted.write)
-        if likeness is not None and self.beside:
+        if likeness is not None:
             _worker.later(_Loading(weakref.ref(region), noted.graph, likeness).begin)
 
 
@@ -366,6 +365,12 @@ class _Worker:
                     self._thread = None
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            _compat.hold_stashed()
+
+    def _work(self) -> None:
         while True:
             with self._lock:
                 task = self._now.popleft() if self._now else None

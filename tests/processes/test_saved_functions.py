@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from multigraph_backend import _compat
 from tests.support import forked, saved_function
 
 
@@ -25,10 +24,9 @@ def test_a_second_process_loads_what_the_first_has_saved_and_compiles_nothing(tm
     second = run("load", tmp_path / "model", tmp_path / "cache")
     assert second["states"] == first["states"]  # what was used, and nothing else
     assert (second["caches"]["autograd_cache_hit"], second["caches"].get("autograd_cache_miss", 0)) == (2, 0)
-    # generic by the call that needed it, the variant beside the calls where that can be, else by the first call too
-    variant = "variants_compiled" if _compat.LOADS_NOTHING_BESIDE_SAVED else "loaded_ahead"
+    # generic by the call that needed it, the variant beside the calls
     assert second["stats"] == {
-        "regions": 1, "generic_compiled": 1, variant: 1, "generic_calls": 2, "variant_calls": 1
+        "regions": 1, "generic_compiled": 1, "loaded_ahead": 1, "generic_calls": 2, "variant_calls": 1
     }  # fmt: skip
     assert max(first["difference"], second["difference"]) < 1e-5
     # without the caches it is compiled again, and right

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +112,33 @@ def test_a_stride_that_torch_writes_with_a_maximum_is_the_size_where_nothing_is_
         stride = torch.empty(2, rows // 2, 3).stride(0)
     assert "Max" in str(stride)
     assert _compat.plain_size(stride) == _compat.plain_size(rows // 2 * 3)
+
+
+STASHED = """
+import json, os, sys, threading, time
+import torch
+from multigraph_backend import _compat
+
+kept = []
+
+def first():
+    from torch._inductor.cudagraph_trees import local
+    kept.extend([local.tree_manager_containers, local.tree_manager_locks] * 2)
+    _compat.hold_stashed()
+    _compat.hold_stashed()
+
+thread = threading.Thread(target=first)
+thread.start()
+number = thread.native_id
+thread.join()
+while os.path.exists(f"/proc/self/task/{number}"):  # torch lets go when the system's thread has ended
+    time.sleep(0.01)
+print(json.dumps([sys.getrefcount(entry) for entry in kept]), flush=True)
+os._exit(0)  # what was let go of once too often would be met at the end
+"""
+
+
+def test_what_a_thread_has_stashed_is_held_when_it_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", STASHED], capture_output=True, text=True, check=True, timeout=300)
+    own = 2 + 2  # by the list, and here by the loop and the call
+    assert json.loads(done.stdout.splitlines()[-1]) == [own] * 4

@@ -403,10 +403,7 @@ def _copies_of_inputs(device: Device, recording: Recording, node: Node, names: d
             continue
         if output.index in recording.plan.managed:
             names[f"copied{number}"] = functools.partial(copied, device, output.layout)
-        elif output.index in (
-            *recording.plan.copied,
-            *recording.plan.patched,
-        ):  # it comes from anywhere, perhaps from the pool
+        elif output.index in {*recording.plan.copied, *recording.plan.patched}:  # from anywhere, perhaps from the pool
             names[f"copied{number}"] = functools.partial(_copied_from_pool, node.tree, output.layout)
         else:
             continue
