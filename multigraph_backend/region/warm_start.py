@@ -29,6 +29,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 QUIET = 0.03  # seconds without a compile before something is loaded
 _LOOK = 0.005
+_BEFORE_A_NOTE = 0.02  # seconds: a program that compiles into a folder of its own may remove it right behind its call
 _LONGEST_WAIT = 60.0  # for such a moment; then it goes on
 _TO_END = 5.0  # seconds that the end of the process waits for what is being loaded or compiled
 
@@ -119,10 +121,10 @@ class WarmStart:
         said = (form.lowered.repeated or "")[: manifest.MOST_TEXT]
         noted.add(variant.text, variant.counter, UsedForm(tuple(values.items()), keys, said))
         if not first:
-            _worker.now(noted.write)
+            _worker.now(noted.write_soon)
             return
         likeness = Likeness.of(self._graph, args)  # before the call gives its arguments back
-        _worker.now(noted.write)
+        _worker.now(noted.write_soon)
         if likeness is not None:
             _worker.later(_Loading(weakref.ref(region), noted.graph, likeness).begin)
 
@@ -165,10 +167,12 @@ def _identity(graph: CapturedGraph, options: Options, state: CompileState, args:
 class _Noted:
     """What regions of one graph used in this process, and how much of it was written.
 
+    `folder`: of the manifest, beside the caches that have the code.  Where torch has others by now, nothing is written.
     `lock` guards all of it and is held for moments; files are written under `_writing`.
     """
 
     graph: str
+    folder: Path
     model: str
     names: tuple[str, ...]
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -184,8 +188,14 @@ class _Noted:
                 counters.append(counter)
             self.forms.setdefault(condition, []).append(form)
 
+    def write_soon(self) -> None:
+        time.sleep(_BEFORE_A_NOTE)
+        self.write()
+
     def write(self, tuned: Sequence[str] = ()) -> None:
         """Into the manifest: what is new.  Where that cannot be done, it is kept for the next time."""
+        if manifests.folder() != self.folder:
+            return
         with _writing:
             with self.lock:
                 calls = {condition: sum(c.value for c in counters) for condition, counters in self.counters.items()}
@@ -208,16 +218,18 @@ class _Noted:
 
 
 _writing = threading.RLock()
-_all_noted: dict[str, _Noted] = {}
+_all_noted: dict[tuple[str, Path], _Noted] = {}
 _all_lock = threading.RLock()
 
 
 def _noted_for(graph: CapturedGraph, identity: str) -> _Noted:
+    folder = manifests.folder()
     with _all_lock:
-        made = _all_noted.get(identity)
+        made = _all_noted.get((identity, folder))
         if made is None:
             code = graph.user_code
-            made = _all_noted[identity] = _Noted(identity, str(code)[:1000], tuple(dict.fromkeys(code.names))[:64])
+            names = tuple(dict.fromkeys(code.names))[:64]
+            made = _all_noted[identity, folder] = _Noted(identity, folder, str(code)[:1000], names)
         return made
 
 
@@ -233,7 +245,7 @@ def write_all() -> list[str]:
             _compat.compile_lock.release()
     for noted in everything:
         noted.write(tuned)
-    return [noted.graph for noted in everything]
+    return list(dict.fromkeys(noted.graph for noted in everything))
 
 
 # ---------------------------------------------------------------- carried to other machines

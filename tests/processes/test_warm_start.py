@@ -67,6 +67,28 @@ def test_one_that_uses_one_variant_has_the_others_ready(cold: Path) -> None:
     assert nothing_compiled(said)
 
 
+IN_A_FOLDER_OF_ITS_OWN = """
+import os, sys, torch
+from torch._inductor.utils import fresh_cache
+with fresh_cache(dir=sys.argv[1]):
+    torch.compile(lambda x: x.sin() + 1, backend="multigraph")(torch.randn(4))
+from multigraph_backend import wait_until_warm
+assert wait_until_warm()
+print(os.listdir(sys.argv[1]))
+"""
+
+
+def test_a_program_removes_its_own_folder_of_caches_right_behind_its_call(tmp_path: Path) -> None:
+    """Nothing is written into it meanwhile, which torch would warn of, nor afterwards, or to where torch's are now."""
+    own, usual = tmp_path / "own", tmp_path / "usual"
+    own.mkdir()
+    done = python(usual, "-c", IN_A_FOLDER_OF_ITS_OWN, str(own))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "Failed to remove" not in done.stderr
+    assert list(usual.glob("*/*.json")) == []
+
+
 def test_training(tmp_path: Path) -> None:
     """Forward and backward of a variant come together."""
     assert program(tmp_path, sizes=[5, 8, 48], train=True)["aot_autograd"]["autograd_cache_miss"] == 3
