@@ -524,6 +524,12 @@ _STASHED = "torch._inductor.cudagraph_trees"
 _held_for_stash: set[int] = set()
 
 
+def signature_ahead_of_time(function: object) -> inspect.Signature | None:
+    """Of what `aot_compile` has made; its own says nothing.  None of anything else."""
+    found = getattr(getattr(function, "_artifacts", None), "signature", None)
+    return found if isinstance(found, inspect.Signature) else None
+
+
 def hold_stashed() -> None:
     """Before the calling thread ends: hold what Inductor has stashed in it, if it was the first to import that.
 

@@ -77,18 +77,12 @@ class Multigraph:
         for feature, line in _compat.switched_off(by_inductor):
             events.warn_once("recordings" if feature.startswith("cudagraphs") else f"off: {feature}", "%s", line)
         disabled = disabled_pieces(os.environ)
-        if disabled & {"cudagraphs", "all"}:
-            accepted = dataclasses.replace(accepted, cudagraphs=False)
-        if disabled & {"saved_tensors", "all"}:
-            accepted = accepted.without_packs()
-        if disabled & {"padding", "all"}:
-            accepted = dataclasses.replace(accepted, pad=())
+        accepted = accepted.without(disabled)
         try:
             sealing.refused(f"{traced} is traced")  # Dynamo has done so; what is refused is its compile, when it comes
             if "all" in disabled:
                 return _compile_at_once(gm, example_inputs, accepted, traced, "MULTIGRAPH_DISABLE=all")
             if "variants" in disabled:
-                accepted = dataclasses.replace(accepted, specialize=())
                 _take_over_marks(example_inputs)
             lacking = list(_compat.missing("variants", by_inductor))
             lacking += filter(None, [_compat.missing_in_trace(gm, example_inputs)])

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -165,6 +165,19 @@ class Options:
     def packing(self) -> bool:
         """Whether anything may be done with saved tensors."""
         return bool(self.saved_tensors) or self.saved_tensors_budget is not None or self.memory_goal is not None
+
+    def without(self, disabled: Collection[str]) -> Options:
+        """With the `disabled_pieces` off that are options; "all" turns off each of these."""
+        kept = self
+        if not {"cudagraphs", "all"}.isdisjoint(disabled):
+            kept = dataclasses.replace(kept, cudagraphs=False)
+        if not {"saved_tensors", "all"}.isdisjoint(disabled):
+            kept = kept.without_packs()
+        if not {"padding", "all"}.isdisjoint(disabled):
+            kept = dataclasses.replace(kept, pad=())
+        if not {"variants", "all"}.isdisjoint(disabled):
+            kept = dataclasses.replace(kept, specialize=())
+        return kept
 
     def without_packs(self) -> Options:
         return dataclasses.replace(self, saved_tensors=(), saved_tensors_budget=None, memory_goal=None, reckoned=None)

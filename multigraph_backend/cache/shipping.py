@@ -36,6 +36,7 @@ from multigraph_backend import _compat, events
 from multigraph_backend.cache import manifest, manifests, trusted
 from multigraph_backend.cache.manifest import Manifest
 from multigraph_backend.cache.trusted import Refused
+from multigraph_backend.spelling import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +118,16 @@ def save(path: str | Path, chosen: Iterable[Manifest]) -> Carried:
 
 
 def of_model(found: Iterable[Manifest], model: str | None) -> list[Manifest]:
-    """Those of one model: the name of a module's class or of a function, or a glob."""
-    return [entry for entry in found if model is None or model in entry.names or fnmatch.filter(entry.names, model)]
+    """Those of one model: the name of a module's class or of a function, or a glob.  Raises `CacheRefused` where there
+    are others, and none of it."""
+    everything = list(found)
+    if model is None:
+        return everything
+    chosen = [entry for entry in everything if model in entry.names or fnmatch.filter(entry.names, model)]
+    if everything and not chosen:
+        known = sorted({name for entry in everything for name in entry.names})
+        raise CacheRefused(f"no manifest is of {model!r}{did_you_mean(model, known)}; there are: {', '.join(known)}")
+    return chosen
 
 
 def _of_this_process() -> list[Artifact]:
@@ -190,9 +199,8 @@ def load(path: str | Path) -> Carried:
         if torch.compiler.load_cache_artifacts(artifacts) is None:
             raise CacheRefused(f"{path} is not taken: torch cannot read it")
     taken = sum(_put(key, library) for key, library in libraries.items())
-    for entry in read:
-        manifests.note(entry)
-    return Carried(count, len(read), len(content), taken, len(libraries) - taken)
+    noted = sum(manifests.note(entry) for entry in read)
+    return Carried(count, noted, len(content), taken, len(libraries) - taken)
 
 
 def _put(key: str, library: bytes | None) -> bool:

@@ -38,6 +38,11 @@ OVERLAPPING = (
     "(seen in torch 2.11 and 2.13: wrong numbers, errors)"
 )
 
+GIVEN_TWICE = (
+    "a tensor that is changed in place is given twice, where the trace was given two: AOTAutograd fails of that "
+    "(seen in torch 2.11, 2.13, 2.15)"
+)
+
 VIEW_OF_CHANGED = (
     "a view of an input that is changed in place is returned, and the input is itself a window into other memory: "
     "AOTAutograd's code for that gives wrong numbers where sizes are symbolic (seen in torch 2.11, 2.13, 2.15)"
@@ -95,8 +100,11 @@ def build(
             own.update(index for index in group if index < len(args))
             if graph.written.isdisjoint(group):
                 continue
-            if any_overlap([everything[member] for member in group]):
+            members = [everything[member] for member in group]
+            if any_overlap(members):
                 raise CannotLower(OVERLAPPING)
+            if len(set(map(id, members))) < len(members):
+                raise CannotLower(GIVEN_TWICE)
             changed.update(group)
         if writes_beside_wrappers(graph) and not wrappers_apart(graph, args)(args):
             raise CannotLower("a parameter that is a tensor subclass is made of memory that is changed in place")

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ from multigraph_backend.capture.structure import copy_structure, held_tensors
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.stand_ins import Likeness
-from multigraph_backend.options import Options
+from multigraph_backend.options import Options, disabled_pieces
 from multigraph_backend.process import sources
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import warm_start
@@ -209,7 +210,10 @@ def _load(data: bytes) -> Region:
         if from_outside(error):
             raise
         raise CannotLoad(f"the saved region cannot be loaded here: {describe(error)}") from error
-    return _LoadedRegion(graph, content["options"], state, content["used"])
+    disabled = disabled_pieces(os.environ)
+    if not disabled.isdisjoint({"variants", "all"}):
+        graph = dataclasses.replace(graph, marked_sizes=())
+    return _LoadedRegion(graph, content["options"].without(disabled), state, content["used"])
 
 
 class _LoadedRegion(Region):

@@ -57,6 +57,12 @@ _ASK_AGAIN = 60.0  # seconds until torch's caches are asked again for what they 
 _NOT_READY: Ready = (lambda args: False, lambda: None, None)
 
 
+_TRACED_ANEW = (
+    "it takes Python floats, and torch's caches forget what code relies on of them: each process traces it anew, "
+    "nothing is loaded ahead, and seal() counts that as a compile"
+)
+
+
 class VariantFailed(RuntimeError):
     """A compile failed and the user asked to hear of it (`on_failure="raise"`)."""
 
@@ -223,6 +229,8 @@ class Region:
                 raise Interrupted(error) from None
             self._failed(variant, error, args)
             return None
+        if self._warm_start is not None and self._graph.floats and _TRACED_ANEW not in self.notes:
+            self.notes += [] if lowering.kept_by_caches(self._graph, args) else [_TRACED_ANEW]
         form = Form(lowered)
         variant.exact = exact
         variant.add(form, *self._case(args))
@@ -572,8 +580,11 @@ class Region:
     def _compile_all(self, args: Sequence[Any]) -> None:
         """Compile every declared variant and generic now, for sizes that fit each, made up from `args`.
 
-        Where failures are to be raised, all are compiled before the first one is.
+        Where failures are to be raised, all are compiled before the first one is.  Once sealed, a call gets, or is
+        refused, what it needs itself.
         """
+        if sealing.sealed():
+            return
         self._all_pending = False
         errors: list[Exception] = []
         try:

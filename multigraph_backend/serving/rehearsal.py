@@ -31,7 +31,7 @@ from typing import Any
 import sympy
 import torch
 
-from multigraph_backend import events, native
+from multigraph_backend import _compat, events, native
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.declared import Condition
 from multigraph_backend.capture.graph import CapturedGraph
@@ -443,13 +443,25 @@ def _signature_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
         forward: Callable[..., Any] = module.forward
         return forward
     unwrapped: Callable[..., Any] = inspect.unwrap(compiled)
-    return unwrapped
+    signature = _compat.signature_ahead_of_time(unwrapped)
+    return unwrapped if signature is None else _Signed(signature)
+
+
+class _Signed:
+    """Stands for a function that was compiled ahead of time, which takes whatever it is given, by its signature."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.__signature__ = signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("it only tells the names of arguments")
 
 
 @contextlib.contextmanager
 def _put_back(compiled: Callable[..., Any], examples: Sequence[ExampleCall]) -> Iterator[None]:
     """What calls inside do to buffers and to random number generators is undone."""
-    modules = list(dict.fromkeys(inner for module in _modules_of(compiled) for inner in module.modules()))
+    given = [value for example in examples for value in (*example.args, *example.kwargs.values()) if _is_module(value)]
+    modules = list(dict.fromkeys(inner for module in (*_modules_of(compiled), *given) for inner in module.modules()))
     places: list[tuple[torch.nn.Module, str, Any]] = [
         (module, name, buffer) for module in modules for name, buffer in module._buffers.items()
     ]

@@ -145,7 +145,7 @@ def test_a_file_that_is_refused_changes_nothing(cold: Path, tmp_path: Path) -> N
     assert list(there.rglob("*.json")) == []
     done = python(cold, "-m", "multigraph_backend", "cache", "save", str(path), "--model", "Another")
     assert done.returncode == 1
-    assert "nothing is there to save" in done.stderr
+    assert "no manifest is of 'Another'" in done.stderr
 
 
 @pytest.mark.slow

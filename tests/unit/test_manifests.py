@@ -457,6 +457,23 @@ def test_nothing_to_save_is_said(tmp_path: Path, folder: Path, monkeypatch: pyte
     assert not (tmp_path / "caches").exists()
 
 
+def test_a_model_that_no_manifest_names_is_said_with_those_that_are_there() -> None:
+    entry = example()
+    assert entry.names
+    with pytest.raises(shipping.CacheRefused, match=f"no manifest is of 'Nope'; there are: .*{entry.names[0]}"):
+        shipping.of_model([entry], "Nope")
+    assert shipping.of_model([], "Nope") == []
+    assert shipping.of_model([entry], f"{entry.names[0][:-1]}?") == [entry]
+
+
+def test_manifests_that_cannot_be_noted_are_not_counted(
+    tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(manifests.VARIABLE, str(tmp_path / "file"))
+    assert shipping.load(shipped).manifests == 0
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     trusted.write(path, b"before")

@@ -205,6 +205,109 @@ def test_guards_that_the_user_drops_are_not_needed_to_pick_the_variant(tmp_path:
     assert conditions()[-1] == {"x[0] == 4": ("ready", 1), "generic": ("ready", 2)}
 
 
+@pytest.mark.parametrize(
+    ("piece", "states"),
+    [("variants", ["generic"]), ("all", ["generic"]), ("cudagraphs", ["x[0] == 4", "generic"])],
+)
+def test_pieces_that_are_turned_off_where_it_is_loaded_are_off(
+    piece: str, states: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = ahead(sine, dynamic(6), options={"specialize": [{"x[0]": 4}]})
+    compiled(torch.randn(4, 8))
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", piece)
+    loaded = saved(compiled, tmp_path / "f")
+    del compiled
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(loaded(x), x.sin())
+    (found,) = conditions()
+    assert list(found) == states
+    assert found[states[0]] == ("ready", 1)
+
+
+def test_marks_are_off_with_the_variants_where_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, 8)
+    torch._dynamo.mark_dynamic(x, 0, specialize_on=[lambda rows: rows == 4])
+    compiled = ahead(sine, x)
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", "variants")
+    loaded = saved(compiled, tmp_path / "f")
+    del compiled
+    torch.testing.assert_close(loaded(x[:4]), x[:4].sin())
+    assert conditions() == [{"generic": ("ready", 1)}]
+
+
+def test_a_piece_that_is_none_is_an_error_where_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = ahead(sine, dynamic(6))
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", "variant")
+    with pytest.raises(multigraph_backend.OptionsError, match="unknown piece 'variant'"):
+        saved(compiled, tmp_path / "f")
+
+
+def test_a_loaded_function_is_warmed_up_by_the_names_of_its_arguments(tmp_path: Path) -> None:
+    model = Model()
+    shift = model.shift.clone()
+    compiled = ahead(model.forward, dynamic(6), 3, options={"specialize": [{"x[0]": [4, 5]}]})
+    loaded = saved(compiled, tmp_path / "f")
+    del compiled
+    account = multigraph_backend.warmup(loaded, (model, torch.randn(7, 8), 3))
+    assert account.ready
+    assert {row.sizes.get("x[0]") for row in account.calls} >= {4, 5}
+    torch.testing.assert_close(model.shift, shift)
+
+
+class Counts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x * 2
+
+
+def test_warming_up_puts_back_buffers_of_a_module_that_is_an_argument() -> None:
+    model = Counts()
+    compiled = ahead(model.forward, dynamic(6), options={"specialize": [{"x[0]": 4}]})
+    assert multigraph_backend.warmup(compiled, (model, torch.randn(7, 8))).ready
+    assert model.calls.item() == 0
+
+
+def test_what_is_sealed_says_what_the_call_would_need(tmp_path: Path) -> None:
+    """And not what else was used where it was saved, which the first call makes ready otherwise."""
+    compiled = ahead(sine, dynamic(6), options={"specialize": [{"x[0]": [2, 4]}]})
+    for rows in (2, 4):
+        compiled(torch.randn(rows, 8))
+    loaded = saved(compiled, tmp_path / "f")
+    multigraph_backend.seal("raise")
+    try:
+        with pytest.raises(multigraph_backend.Sealed, match=r"x\[0\] == 4 is compiled after seal"):
+            loaded(torch.randn(4, 8))
+    finally:
+        multigraph_backend.unseal()
+    torch.testing.assert_close(loaded(x := torch.randn(4, 8)), x.sin())
+
+
+def test_a_tensor_given_twice_and_changed_runs_as_eager_and_says_why(tmp_path: Path) -> None:
+    """Dynamo's guards keep it from code that was traced for two; who drops them gets wrong numbers from stock."""
+
+    def adds(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x + y
+
+    options = QUICK | {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    made = torch.compile(adds, fullgraph=True, backend="multigraph", options=options)
+    compiled = made.aot_compile(((dynamic(6), dynamic(6)), {}))
+    loaded = saved(compiled, tmp_path / "f")
+    loaded.disable_guard_check()
+    x = torch.randn(5, 8)
+    expected = (x + 1) * 2
+    torch.testing.assert_close(loaded(x, x), expected)
+    (region,) = multigraph_backend.explain().to_dict()["regions"][-1:]
+    assert "is given twice" in str(region)
+    a, b = torch.randn(5, 8), torch.randn(5, 8)
+    expected = a + 1 + b
+    torch.testing.assert_close(loaded(a, b), expected)
+
+
 def test_guards_on_sizes_alone_and_no_recompile_after_the_first_call() -> None:
     """As vLLM with `evaluate_guards`, without `aot_compile`: all that calls need is compiled at the first one."""
     options = {

@@ -379,6 +379,7 @@ GENERIC, SOME_VARIANT, UNKNOWN = -1, -2, -3
 LEGALLY_EAGER = (
     "inputs that overlap in memory are changed in place",
     "a view of an input that is changed in place is returned",
+    "a tensor that is changed in place is given twice",
 )
 
 
