@@ -370,3 +370,17 @@ def test_a_parameter_can_be_exchanged_after_a_call(options: dict[str, Any]) -> N
     assert warm_start.wait_until_warm()
     call(again, f, 5, 8)
     assert multigraph_backend.stats()["failures"] == 0
+
+
+@pytest.mark.parametrize(("specialized", "said"), [(False, True), (True, False)])
+def test_a_graph_that_computes_with_a_float_says_that_it_is_traced_anew(specialized: bool, said: bool) -> None:
+    scale = 2.0
+
+    def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x.softmax(-1) * by
+
+    with torch._dynamo.config.patch(specialize_float=specialized):
+        compiled = torch.compile(scaled, backend="multigraph", dynamic=True)
+        x = torch.randn(5, 4)
+        torch.testing.assert_close(compiled(x, scale), scaled(x, scale))
+    assert ("it takes Python floats" in str(multigraph_backend.explain())) == said
