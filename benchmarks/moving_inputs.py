@@ -1,8 +1,7 @@
 """Large inputs that lie elsewhere at each call: what a recorded call costs, patched, copied, and in other hands.
 
 patched    multigraph: kernels of the recording are told at each launch where the inputs lie
-copied     multigraph without that, as it is without MULTIGRAPH_PATCHED_INPUTS=1, which is set here: inputs are copied
-           into the recording
+copied     multigraph without that, as with MULTIGRAPH_DISABLE=patched_inputs: inputs are copied into the recording
 stock      torch.compile(mode="reduce-overhead")
 hand-made  Inductor's code under torch.cuda.graph, by hand: one multi-tensor copy into fixed buffers, one replay
 inductor   torch.compile, nothing recorded
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +39,6 @@ from measure import (
 )
 
 import multigraph_backend
-from multigraph_backend import native
 from multigraph_backend.backend import multigraph
 from multigraph_backend.cudagraphs import runtime
 
@@ -162,7 +159,6 @@ def measure(device: str, count: int, mib: float, rounds: int) -> dict[str, Mappi
 
 def main() -> int:
     args = arguments(__doc__).parse_args()
-    os.environ[native.ASKED] = "1"
     results = Results("moving_inputs", "Large inputs at new addresses: microseconds of a recorded call", COLUMNS, args)
     for count, mib in QUICK if args.quick else SIZES:
         about: dict[str, Any] = {"inputs": count, "mib": mib}

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 PIECE = "native_calls"  # of those that MULTIGRAPH_DISABLE names
 PATCHES = "patched_inputs"  # likewise: what is done natively or not at all
-ASKED = "MULTIGRAPH_PATCHED_INPUTS"  # 1: inputs are patched, which is off until it was seen on a device
 DISABLED = f"MULTIGRAPH_DISABLE={PIECE}"
 NOT_ASKED = "not asked for"
 
@@ -90,11 +89,6 @@ _listeners: list[Callable[[Calls], object]] = []
 def wanted(piece: str = PIECE) -> bool:
     """Whether the environment lets calls be native, or a part of them."""
     return piece not in [name.strip() for name in os.environ.get("MULTIGRAPH_DISABLE", "").split(",")]
-
-
-def patches_wanted() -> bool:
-    """Whether the environment asks for inputs to be patched."""
-    return os.environ.get(ASKED, "") == "1" and wanted(PATCHES)
 
 
 def begin(check: Callable[[ModuleType], Calls]) -> None:

@@ -1,7 +1,7 @@
 """Tests that need a CUDA device, some of them two; where these are not there they are not collected, so that no run is
 full of skips.
 
-Recordings are made under poison: what nobody may read of their memory holds NaN.  Inputs are patched.
+Recordings are made under poison: what nobody may read of their memory holds NaN.
 """
 
 import importlib.util
@@ -14,7 +14,6 @@ import torch
 HERE = Path(__file__).parent
 
 os.environ.setdefault("MULTIGRAPH_DEBUG", "poison")
-os.environ.setdefault("MULTIGRAPH_PATCHED_INPUTS", "1")
 
 collect_ignore = []
 if not torch.cuda.is_available():

@@ -786,7 +786,13 @@ def _without_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.tree(0), "poisons", False)
 
 
-@pytest.mark.usefixtures("_without_poison")
+@pytest.fixture
+def _without_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large inputs that move are copied."""
+    monkeypatch.setattr(runtime.tree(0).device, "patching", None)
+
+
+@pytest.mark.usefixtures("_without_poison", "_without_patches")
 def test_a_piece_that_does_not_pay_runs_unrecorded_unless_asked_for() -> None:
     inputs = [torch.randn(128 << 20, device=CUDA) for _ in range(3)]  # to copy one takes longer than to launch a kernel
     for small, kept in ((False, 0), (True, 1)):

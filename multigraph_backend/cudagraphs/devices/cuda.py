@@ -134,7 +134,7 @@ class CudaDevice:
         try:
             calls.drive(_DRIVER, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
             self._launches, self._patches = True, calls.sets_parameters()
-            self.patching = _PATCHING if native.patches_wanted() and calls.reads_nodes() else None
+            self.patching = _PATCHING if native.wanted(native.PATCHES) and calls.reads_nodes() else None
         except (OSError, TypeError, ValueError) as error:
             log.info("recordings are launched by way of Python: %s", error)
 
