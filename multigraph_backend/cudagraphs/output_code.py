@@ -259,7 +259,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             facts, names, of_graph = part, part.names, part.inputs
         # what a backward is given as static has partly come from the user, through the forward, and moves
         through = sum(name.startswith("primals") for name in names) if spec.is_backward else 0
-        tree.device.prepare(len(names) - len(facts.static) + min(through, MOST_THROUGH))
+        tree.device.prepare(len(names) - len(facts.static) + min(through, MOST_THROUGH), sum(facts.visible))
         reused = frozenset(at for at, index in enumerate(of_graph) if index is None or spec.is_backward)
         changes = reused or facts.mutated or spec.random or spec.collectives or spec.not_known
         known = PieceSpec(

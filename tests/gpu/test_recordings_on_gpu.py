@@ -777,6 +777,49 @@ def test_artifacts_carry_the_compiled_code_to_a_machine_without_caches(tmp_path:
     assert loaded["recordings"] == saved["recordings"]
 
 
+# ---------------------------------------------------------------- copies that are handed out
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("_without_poison")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_copies_of_outputs_that_are_held_take_one_kernel(dtype: torch.dtype) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + 1, x[:1] - 2, (x * 2)[:3].clone(), x.t() + 3
+
+    run = compiled(function, record_small=True)
+    held: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
+    for _ in range(10):
+        x = torch.randint(-8, 9, (513, 1024), device=CUDA).to(dtype)
+        held.append((x, run(x)))  # so that each call finds the last one's results alive
+    for x, outputs in held:
+        for output, expected in zip(outputs, function(x), strict=True):
+            close(output, expected)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        held.append((x, run(x)))
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages() if event.device_time_total > 0]
+    assert any("copy_words" in name for name in names), names
+    assert not any("multi_tensor" in name for name in names), names
+    for output, expected in zip(held[-1][1], function(x), strict=True):
+        close(output, expected)
+
+
+@torch.no_grad()
+def test_copies_of_outputs_of_odd_sizes_are_right() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x > 0, x[:0] + 1, x[:1] > 1, x.sum(), x.to(torch.int8)
+
+    run = compiled(function, record_small=True)
+    held = []
+    for number in range(10):
+        x = torch.randn(7 + number % 2, device=CUDA)
+        held.append((x, run(x)))
+    for x, outputs in held:
+        for output, expected in zip(outputs, function(x), strict=True):
+            close(output, expected)
+
+
 # ---------------------------------------------------------------- what a recording costs
 
 

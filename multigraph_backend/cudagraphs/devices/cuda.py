@@ -72,7 +72,7 @@ class CudaDevice:
         self.own_addresses = True
         self.use_count = _compat.storage_use_count
         self.storage_address: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
-        self.copy = _compat.foreach_copy
+        self.copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = _copy
         self.capturing = _compat.is_capturing
         self.stream: Callable[[], int] = functools.partial(_compat.raw_stream, index)
         self.new_pool()
@@ -126,8 +126,9 @@ class CudaDevice:
             storage.resize_(storage.nbytes())  # allocates, copies on the current stream, and lets go of the old memory
         return True
 
-    def prepare(self, inputs: int) -> None:
+    def prepare(self, inputs: int, outputs: int) -> None:
         staging.prepare(self.index, inputs)
+        staging.prepare(self.index, outputs)
 
     def take(self, calls: Calls) -> None:
         self._calls = calls
@@ -227,6 +228,14 @@ class CudaDevice:
         if not as_bytes:
             return staging.by_torch(buffers, self.copy)
         return staging.stager(self.index, buffers, self.stream, self.copy)
+
+    def unloader(self, outputs: Sequence[torch.Tensor]) -> Callable[..., object] | None:
+        makers, copied = [self.maker(Layout.of(output)) for output in outputs], list(outputs)
+
+        def slow(*storages: torch.UntypedStorage) -> None:
+            self.copy([make(storage) for make, storage in zip(makers, storages, strict=True)], copied)
+
+        return staging.unloader(self.index, outputs, self.stream, slow)
 
     def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
         with torch.cuda.device(self.index):
@@ -566,6 +575,13 @@ class CudaDevice:
             made = [torch.cuda.Stream(self.index, priority=priority) for priority in (0, -1) for _ in range(count)]
             self._pooled = frozenset(stream.cuda_stream for stream in made)
         return self._pooled
+
+
+def _copy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if len(sources) == 1:  # which a multi-tensor copy gives to few blocks of the GPU
+        destinations[0].copy_(sources[0])
+    else:
+        _compat.foreach_copy(destinations, sources)
 
 
 class _Within:

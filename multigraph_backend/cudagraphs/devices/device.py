@@ -167,12 +167,17 @@ class Device(Protocol):
     def take(self, calls: Calls) -> None:
         """Use native calls from now on, in what is made for recordings."""
 
-    def prepare(self, inputs: int) -> None:
-        """Make ready what `stager` uses for recordings that copy up to so many inputs; may compile."""
+    def prepare(self, inputs: int, outputs: int) -> None:
+        """Make ready what `stager` and `unloader` use for recordings that copy up to so many inputs, and hand out
+        copies of up to so many outputs; may compile."""
 
     def stager(self, buffers: Sequence[torch.Tensor], as_bytes: bool = True) -> Stager:
         """What copies inputs into `buffers`.  `as_bytes`: whether an input's bytes are its values, as they are not of
         one that is marked as conjugate or negative."""
+
+    def unloader(self, outputs: Sequence[torch.Tensor]) -> Callable[..., object] | None:
+        """hot: what copies `outputs`, runs of words that stay where they are, to the storages that it is given, one for
+        each, in one launch; None where `copy` does it."""
 
     def within(self, sources: Sequence[torch.Tensor]) -> Within | None:
         """What copies inputs that lie as `sources` do as a part of the recording that is captured next; None where they

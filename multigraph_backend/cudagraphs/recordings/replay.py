@@ -376,16 +376,21 @@ def _tuple(values: Sequence[str]) -> str:
 def _copies_of_slots(device: Device, slots: Sequence[Slot], names: dict[str, Any]) -> list[str]:
     """Statements that copy each copied slot to a storage of its own, `storage{number}`."""
     copied = [number for number, slot in enumerate(slots) if slot.copied]
-    lines = []
+    lines, there = list[str](), list[torch.Tensor]()
     for number, slot in enumerate(slots):
         if not slot.copied:
             names[f"storage{number}"] = slot.storage
             continue
         words = device.maker(_words(slot.nbytes))
-        names.update({f"words{number}": words, f"recorded{number}": words(slot.storage)})
+        there.append(words(slot.storage))
+        names.update({f"words{number}": words, f"recorded{number}": there[-1]})
         names[f"fresh{number}"] = functools.partial(device.fresh_storage, slot.nbytes)
         lines.append(f"    storage{number} = fresh{number}()")
-    if copied:
+    unload = device.unloader(there) if copied else None
+    if unload is not None:
+        names["unload"] = unload
+        lines.append(f"    unload({', '.join(f'storage{number}' for number in copied)})")
+    elif copied:
         to = ", ".join(f"words{number}(storage{number})" for number in copied)
         lines.append(f"    copy([{to}], [{', '.join(f'recorded{number}' for number in copied)}])")
     return lines

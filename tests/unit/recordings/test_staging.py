@@ -1,4 +1,5 @@
-"""Staging: what the kernel is told, what torch copies instead, and the kernel itself in Triton's interpreter."""
+"""Staging and its reverse: what the kernel is told, what torch copies instead, and the kernel itself in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -53,6 +54,19 @@ class Bench:
         if hasattr(made, "__globals__"):
             self.made.append(made)
         return made
+
+    def unloader(self, outputs: list[torch.Tensor]) -> Callable[..., object] | None:
+        def slow(*storages: torch.UntypedStorage) -> None:
+            self.copy([over(storage, of) for storage, of in zip(storages, outputs, strict=True)], outputs)
+
+        made = staging.unloader(0, outputs, lambda: 7, slow)
+        if made is not None:
+            self.made.append(made)
+        return made
+
+
+def over(storage: torch.UntypedStorage, of: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=of.dtype).set_(storage, 0, of.size())
 
 
 @pytest.fixture
@@ -162,7 +176,10 @@ def test_every_word_has_one_program() -> None:
     rows = [tuple(table[at : at + staging.ROW]) for at in range(0, len(table), staging.ROW)]
     first, second = (buffer.data_ptr() for buffer in buffers)
     words, block = staging.BLOCK * 2 + 1, staging.BLOCK
-    assert rows == [(0, 0, words, first), (0, block, words, first), (0, 2 * block, words, first), (1, 0, 3, second)]
+    places = [(0, 0, words, first), (0, block, words, first), (0, 2 * block, words, first), (1, 0, 3, second)]
+    assert rows == [(*place, 0) for place in places]
+    read = staging.rows(buffers, read=True)
+    assert read == [number for place in places for number in (*place, 1)]
 
 
 def test_torch_copies_where_another_device_is_current(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +193,60 @@ def test_torch_copies_where_another_device_is_current(bench: Bench, monkeypatch:
         stage(source)
         assert torch.equal(buffers[0], source)
         assert (bench.launched, bench.by_torch) == ways
+
+
+@pytest.mark.parametrize("sizes", [(5,), (3 * staging.BLOCK + 5, staging.BLOCK), (1, 2, 3, 4, 5, 6, 7, 8), (0, 3)])
+def test_outputs_are_copied_out_of_where_they_stay(bench: Bench, sizes: tuple[int, ...]) -> None:
+    outputs = [torch.zeros(size) for size in sizes]
+    unload = bench.unloader(outputs)
+    assert unload is not None
+    for _ in range(2):
+        for output in outputs:
+            output.normal_()
+        before = [output.clone() for output in outputs]
+        targets = [torch.UntypedStorage(4 * size) for size in sizes]
+        unload(*targets)
+        for target, output, value in zip(targets, outputs, before, strict=True):
+            assert torch.equal(output, value)
+            assert torch.equal(over(target, output), value)
+    assert (bench.launched, bench.by_torch) == (2, 0)
+
+
+class At:
+    """A storage, as far as a copy out of a recording looks at it."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
+
+
+def test_storages_that_lie_badly_are_left_to_the_slow_way(bench: Bench) -> None:
+    seen: list[tuple[object, ...]] = []
+    outputs = [torch.ones(4), torch.ones(4)]
+    unload = staging.unloader(0, outputs, lambda: 7, lambda *storages: seen.append(storages))
+    assert unload is not None
+    one, other = At(64), At(4)
+    unload(one, other)
+    assert (seen, bench.launched) == ([(one, other)], 0)
+
+
+def test_a_copy_out_of_a_recording_reads_addresses_and_nothing_else() -> None:
+    assert staging.source(2, 2, several=True, marks=False) == (
+        "def stage(s0, s1):\n"
+        "    if current() != device:\n"
+        "        return slow(s0, s1)\n"
+        "    a0 = s0.data_ptr()\n"
+        "    a1 = s1.data_ptr()\n"
+        "    if (a0 | a1) & 15:\n"
+        "        return slow(s0, s1)\n"
+        "    launch(programs, 1, 1, stream(), *handles, at, (a0, a1,), *constants)"
+    )
+
+
+def test_outputs_that_the_kernel_does_not_serve_are_copied_otherwise(bench: Bench) -> None:
+    assert bench.unloader([torch.zeros(7, dtype=torch.uint8)]) is None
+    assert bench.unloader([torch.zeros(staging.MOST_BYTES // 4 + 1)]) is None
+    assert bench.unloader([torch.zeros(4) for _ in range(9)]) is None
+    assert bench.unloader([torch.zeros(0)]) is None
 
 
 def test_what_is_marked_as_conjugate_or_negative_is_copied_by_its_values(bench: Bench) -> None:

@@ -267,8 +267,11 @@ class SimulatedDevice:
         with _compat.without_torch_function():
             return all(self.address(tensors[index]) == addresses[index] for index in indices)
 
-    def prepare(self, inputs: int) -> None:
+    def prepare(self, inputs: int, outputs: int) -> None:
         """Nothing is compiled for it."""
+
+    def unloader(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Outputs are copied by `copy`."""
 
     def time_copies(self, stage: Callable[..., object], sources: Sequence[torch.Tensor]) -> Callable[[], float | None]:
         return lambda: self.copies_us
