@@ -1,13 +1,14 @@
 """One graph's manifest: which of its variants were used, how often, in which order, and where torch keeps their code.
 
-    {"format": 2, "torch": "2.13.0", "multigraph": "0.1.1 (6c1d...)", "digest": "...", "manifest": {
+    {"format": 3, "torch": "2.13.0", "multigraph": "0.1.1 (6c1d...)", "digest": "...", "manifest": {
         "graph": "9f...", "model": "Decoder.forward (model.py:12)", "names": ["Decoder", "forward"], "tuned": [],
         "used": [{"condition": "x[0] == 8", "calls": 940, "forms": [
-            {"values": {"s0": 8}, "keys": [["aot_autograd", "a5p5..."]], "repeated": ""}]}]}}
+            {"values": {"s0": 8}, "keys": [["aot_autograd", "a5p5..."]], "repeated": "", "floats": ""}]}]}}
 
 `condition` is the text of a declared condition, or "generic"; a form is compiled code and the values of the graph's
-symbols that it was compiled for, with the keys that torch's caches have it under, and what the report says of blocks
-that come again in it, which the code itself does not tell.
+symbols that it was compiled for, with the keys that torch's caches have it under, what the report says of blocks that
+come again in it, which the code itself does not tell, and the name under which code that computes with Python floats is
+asked for.
 
 Everything here is pure.  What is read is checked in full: a manifest is a hint, and whatever it says, code comes from
 torch's caches under keys that the compile itself computes.
@@ -24,7 +25,7 @@ from typing import Any
 
 from multigraph_backend.cache.trusted import Refused
 
-FORMAT = 2
+FORMAT = 3
 MOST_BYTES = 4 << 20  # of one manifest, as a file
 MOST_USED = 256  # conditions of one graph that are noted
 MOST_FORMS = 64  # of one condition
@@ -33,6 +34,7 @@ MOST_TUNED = 256
 MOST_TEXT = 2000  # characters of one text
 
 GRAPH_CACHES = ("aot_autograd", "inductor")  # kinds of torch's artifacts that hold code
+_NAME = re.compile(r"[0-9a-f]{0,32}")
 _KEY = re.compile(r"[A-Za-z0-9_=-]{1,128}")
 _PATH = re.compile(r"[A-Za-z0-9_=-]{1,128}(/[A-Za-z0-9_=-][A-Za-z0-9_.=-]{0,127}){0,3}")
 
@@ -41,12 +43,13 @@ Key = tuple[str, str]  # kind of artifact, key
 
 @dataclass(frozen=True)
 class UsedForm:
-    """Compiled code: the values of symbols that it was compiled for, its keys in torch's caches, and what became of
-    blocks that come again."""
+    """Compiled code: the values of symbols that it was compiled for, its keys in torch's caches, what became of blocks
+    that come again, and the name of code that computes with Python floats (`Lowered.floats`)."""
 
     values: tuple[tuple[str, int], ...]
     keys: tuple[Key, ...] = ()
     repeated: str = ""
+    floats: str = ""
 
     @property
     def libraries(self) -> list[str]:
@@ -146,7 +149,13 @@ def to_bytes(manifest: Manifest, versions: tuple[str, str]) -> bytes:
                 "condition": entry.condition,
                 "calls": entry.calls,
                 "forms": [
-                    {"values": dict(form.values), "keys": form.keys, "repeated": form.repeated} for form in entry.forms
+                    {
+                        "values": dict(form.values),
+                        "keys": form.keys,
+                        "repeated": form.repeated,
+                        "floats": form.floats,
+                    }
+                    for form in entry.forms
                 ],
             }
             for entry in manifest.used
@@ -193,6 +202,7 @@ def _used(entry: Any) -> Used:
                 tuple((_text(name), _number(value)) for name, value in form["values"].items()),
                 tuple((kind, _checked_key(kind, key)) for kind, key in _pairs(form["keys"])),
                 _text(form["repeated"]),
+                _name(form["floats"]),
             )
             for form in _listed(entry["forms"], MOST_FORMS)
         ),
@@ -221,6 +231,12 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MOST_TEXT:
         raise Refused("a short text was expected")
     return value
+
+
+def _name(value: Any) -> str:
+    if not _NAME.fullmatch(_text(value)):
+        raise Refused("a name in hexadecimal digits was expected")
+    return str(value)
 
 
 def _number(value: Any) -> int:

@@ -22,6 +22,8 @@ import functools
 import itertools
 import logging
 import math
+import secrets
+import shutil
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,6 +84,7 @@ class Lowered:
     `cached`: kind and key of what torch's caches took or gave, as far as it was new to this process; "native" is what
     the C++ compiler made of kernels.
     `repeated`: what became of blocks that come again, where that was asked for.
+    `floats`: where it computes with Python floats, the name under which torch's caches have it; see `_FloatsInCaches`.
     """
 
     run: CompiledFunction
@@ -94,6 +97,7 @@ class Lowered:
     codes: Sequence[weakref.ref[RecordedCode]] = ()
     cached: tuple[tuple[str, str], ...] = ()
     repeated: str | None = None
+    floats: str = ""
 
     @property
     def shortest(self) -> CompiledFunction:
@@ -110,17 +114,18 @@ def lower(
     pinned: Mapping[sympy.Symbol, int] | None = None,
     name: str = "generic",
     only_cached: bool = False,
+    floats: str = "",
 ) -> Lowered:
     """Compile `graph` for arguments like `args`, with `facts` known.
 
     `facts` are what the dispatcher checks; `pinned` symbols are fixed too, and the guards check it.  `name` is for
-    torch's traces.  `only_cached`: take the code from torch's caches, beside a program that goes on.  Raises what the
-    compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, `CannotLower` when the result could not be
-    proven right, and `NotCached`.
+    torch's traces.  `only_cached`: take the code from torch's caches, beside a program that goes on; code that computes
+    with Python floats under the name `floats` (`Lowered.floats`).  Raises what the compiler raises, `CompileTimeout`
+    past `options.compile_timeout` seconds, `CannotLower` when the result could not be proven right, and `NotCached`.
     """
     job = _job(graph, facts, args, options, state, pinned or {}, name)
     if only_cached:
-        job = dataclasses.replace(job, only_cached=True, once_a_host="")
+        job = dataclasses.replace(job, only_cached=True, once_a_host="", floats=floats)
     lowered = compile_within(options.compile_timeout, job.run, state.context())
     log.debug("%s: facts [%s], guards %s", graph.user_code, _text(job.known), lowered.guards.text)
     return lowered
@@ -215,7 +220,7 @@ class CompileJob:
     `unrepeated`: why blocks that come again are compiled as they stand, though the options ask for bodies.
     `bundled`: AOTAutograd's cache keeps what the compiler returns.  `cache_tag`: tells the job from others of the graph
     in keys of caches.  `once_a_host`: what is compiled, as text that is the same in every process; "" where no other
-    rank may compile the same.  `only_cached`: nothing is traced or generated.
+    rank may compile the same.  `only_cached`: nothing is traced or generated.  `floats`: see `lower`.
     """
 
     graph: CapturedGraph
@@ -233,6 +238,7 @@ class CompileJob:
     cache_tag: str
     once_a_host: str
     only_cached: bool = False
+    floats: str = ""
 
     def run(self, process_wide: contextlib.ExitStack) -> Lowered:
         """In the compiling thread; what is changed for the whole process is entered on `process_wide`."""
@@ -326,8 +332,10 @@ class CompileJob:
     def _attempt(self, process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float]) -> Lowered:
         started = time.perf_counter()
         graph = self.graph
-        # AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it
-        autograd_cache = not self.shared and len(floats) == len(graph.floats)
+        noting = self.options.compiler == "inductor" and not _compat.missing("warm start")
+        kept = _FloatsInCaches.of(self, floats, noting)
+        # AOTAutogradCache forgets guards about inputs that alias on a hit: such a compile goes past it
+        autograd_cache = not self.shared and (kept is None or kept.name != "")
         patience = compiling.patience(self.options.compile_timeout)
         if self.only_cached and not autograd_cache:
             raise NotCached("AOTAutograd's cache cannot keep it")
@@ -335,17 +343,22 @@ class CompileJob:
             process_wide.enter_context(garbage.paused())
         else:
             process_wide.enter_context(compiling.once_a_host(self.once_a_host, patience))
-        noting = self.options.compiler == "inductor" and not _compat.missing("warm start")
         noted = _compat.noted_artifacts() if noting else 0
         libraries = set(_compat.kernel_libraries()) if noting else ()
         with (
-            self.state.restored(process_wide, self.cache_tag, autograd_cache, self.bundled, not self.only_cached),
+            self.state.restored(
+                process_wide,
+                self.cache_tag if kept is None else kept.tag(self.cache_tag),
+                autograd_cache,
+                self.bundled,
+                not self.only_cached,
+            ),
             _compat.own_float_specializations(),
             saved_account.collecting() as saved,
         ):
             fresh = fresh_inputs.build(graph, self.known, self.args, floats)
             context = _compat.TracingContext(fresh.fake_mode)
-            with _noting_floats(graph, fresh), _compat.tracing(context):
+            with _noting_floats(graph, fresh) as asked, _compat.tracing(context):
                 run, direct, codes, alive = self._call_compiler(fresh)
             relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
             if not _compat.missing("moved parameters"):  # `Module.to` exchanges subclasses that nobody refers to weakly
@@ -356,7 +369,18 @@ class CompileJob:
         if noting:
             made_now = [("native", key) for key in _compat.kernel_libraries() if key not in libraries]
             cached = (*_compat.artifact_keys(noted), *made_now)
-        made = Lowered(run, relied_on, time.perf_counter() - started, direct, tuple(saved), codes=alive, cached=cached)
+        if kept is not None:
+            kept, cached = kept.without_what_relies(asked, cached)
+        made = Lowered(
+            run,
+            relied_on,
+            time.perf_counter() - started,
+            direct,
+            tuple(saved),
+            codes=alive,
+            cached=cached,
+            floats="" if kept is None else kept.name,
+        )
         if not graph.communicates:
             return made
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
@@ -462,10 +486,7 @@ def _taking_parts(run: CompiledFunction, count: int, divided: Mapping[int, int])
 
 
 def kept_by_caches(graph: CapturedGraph, args: Sequence[Any]) -> bool:
-    """Whether torch's caches keep code that is compiled for `args`.
-
-    AOTAutogradCache forgets guards about inputs that alias and about floats on a hit: such a compile goes past it.
-    """
+    """Whether torch's caches keep code that is compiled for `args`, so that whoever compiles the same finds it."""
     return not sharing(graph, args) and len(constant_floats(graph, args)) == len(graph.floats)
 
 
@@ -497,15 +518,53 @@ def telling_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Symb
 
 
 @contextlib.contextmanager
-def _noting_floats(graph: CapturedGraph, fresh: FreshInputs) -> Iterator[None]:
-    """Note which Python floats are asked for their values meanwhile, also where the compile fails."""
+def _noting_floats(graph: CapturedGraph, fresh: FreshInputs) -> Iterator[set[sympy.Symbol]]:
+    """Note which Python floats are asked for their values meanwhile, also where the compile fails; what it yields has
+    them afterwards."""
+    found: set[sympy.Symbol] = set()
     try:
-        yield
+        yield found
     finally:
         env = fresh.shape_env
         asked = {symbol for guard in env.guards[fresh.known_guards :] for symbol in guard.expr.free_symbols}
         asked.update(env.replacements)
-        graph.asked_floats |= {symbol for symbol in graph.floats if fresh.replaced.get(symbol) in asked}
+        found |= {symbol for symbol in graph.floats if fresh.replaced.get(symbol) in asked}
+        graph.asked_floats |= found
+
+
+@dataclass(frozen=True)
+class _FloatsInCaches:
+    """How torch's caches have code that computes with Python floats.
+
+    On a hit AOTAutograd's cache forgets what a compile relied on of floats.  So such a compile is kept under a name of
+    its own, which nobody can ask for by chance, and is taken out again where it has asked for a float's value.  Who
+    is told the name (`Lowered.floats`) gets code that is right for all ordinary floats; "" where there is none.
+    """
+
+    name: str
+
+    @classmethod
+    def of(cls, job: CompileJob, constants: Mapping[sympy.Symbol, float], noting: bool) -> _FloatsInCaches | None:
+        """For a compile that takes the floats in `constants` for constants; None where that is all of them."""
+        if len(constants) == len(job.graph.floats):
+            return None
+        if job.only_cached:
+            return cls(job.floats)
+        return cls(secrets.token_hex(8) if noting and job.options.warm_start and not job.shared else "")
+
+    def tag(self, cache_tag: str) -> str:
+        return f"{cache_tag}|floats {self.name}"
+
+    def without_what_relies(
+        self, asked: set[sympy.Symbol], cached: tuple[tuple[str, str], ...]
+    ) -> tuple[_FloatsInCaches, tuple[tuple[str, str], ...]]:
+        """What is left in the caches of a compile that has asked for the values of floats, of what it put there."""
+        if not asked:
+            return self, cached
+        for kind, key in cached:
+            if kind == "aot_autograd":
+                shutil.rmtree(_compat.cache_entry(kind, key), ignore_errors=True)
+        return _FloatsInCaches(""), tuple(entry for entry in cached if entry[0] != "aot_autograd")
 
 
 def _is_symbolic(value: float, computed: bool) -> bool:

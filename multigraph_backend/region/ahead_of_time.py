@@ -125,7 +125,9 @@ def _save(region: Region | str) -> bytes:
 
 def _forms(variant: Variant) -> tuple[UsedForm, ...]:
     """Where torch's caches have its code."""
-    return tuple(UsedForm((), form.lowered.cached, form.lowered.repeated or "") for form in variant.forms)
+    return tuple(
+        UsedForm((), form.lowered.cached, form.lowered.repeated or "", form.lowered.floats) for form in variant.forms
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -253,8 +255,8 @@ class _LoadedRegion(Region):
         there = warm_start.in_caches(self._graph, self.options) and any(map(warm_start.is_there, used))
         return there or super()._is_kept(variant, args)
 
-    def _noted_of_blocks(self, variant: Variant) -> str | None:
-        return warm_start.repeated_in(self._used.get(variant.text, ())) or super()._noted_of_blocks(variant)
+    def _noted(self, variant: Variant, args: Sequence[Any]) -> Sequence[UsedForm]:
+        return (*super()._noted(variant, args), *self._used.get(variant.text, ()))
 
 
 # ---------------------------------------------------------------- the first compile

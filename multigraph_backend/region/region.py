@@ -24,6 +24,7 @@ import torch
 
 from multigraph_backend import _compat, events, sealing
 from multigraph_backend.allocator.sleeping import Asleep
+from multigraph_backend.cache.manifest import UsedForm
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.aliasing import Sharing, sharing
 from multigraph_backend.capture.graph import CapturedGraph
@@ -58,8 +59,8 @@ _NOT_READY: Ready = (lambda args: False, lambda: None, None)
 
 
 _TRACED_ANEW = (
-    "it takes Python floats, and torch's caches forget what code relies on of them: each process traces it anew, "
-    "nothing is loaded ahead, and seal() counts that as a compile"
+    "its code relies on values of Python floats, which torch's caches forget: each process traces it anew, nothing is "
+    "loaded ahead, and seal() counts that as a compile"
 )
 
 
@@ -230,7 +231,8 @@ class Region:
             self._failed(variant, error, args)
             return None
         if self._warm_start is not None and self._graph.floats and _TRACED_ANEW not in self.notes:
-            self.notes += [] if lowering.kept_by_caches(self._graph, args) else [_TRACED_ANEW]
+            found = lowered.floats or lowering.kept_by_caches(self._graph, args)
+            self.notes += [] if found else [_TRACED_ANEW]
         form = Form(lowered)
         variant.exact = exact
         variant.add(form, *self._case(args))
@@ -520,8 +522,10 @@ class Region:
 
     def _kept(self, variant: Variant, args: Sequence[Any]) -> Lowered | None:
         """Code that an earlier process noted: torch's caches are asked alone, before a compile is begun, which traces
-        one of the blocks that come again before it asks them."""
-        if not self.options.repeat or (variant.condition is not None and variant.condition.check is not None):
+        one of the blocks that come again before it asks them, and asks for no code that computes with Python floats."""
+        if not (self.options.repeat or self._graph.floats) or (
+            variant.condition is not None and variant.condition.check is not None
+        ):
             return None
         return self._if_cached(variant, args) if self._is_kept(variant, args) else None
 
@@ -531,26 +535,32 @@ class Region:
 
     def _if_cached(self, variant: Variant, args: Sequence[Any]) -> Lowered | None:
         """Code for `args` out of torch's caches, None where they have none."""
-        try:
-            return self._cached(variant, args)
-        except Exception as error:  # it says nothing of the code: a call that needs it compiles it
-            if from_outside(error):
-                raise
-            log.debug("%s: %s is not in torch's caches: %s", self.user_code, variant.text, describe(error))
-            return None
+        found = lowering.kept_by_caches(self._graph, args)
+        for floats in ("",) if found else warm_start.names_of_floats(self._noted(variant, args)):
+            try:
+                return self._cached(variant, args, floats)
+            except Exception as error:  # it says nothing of the code: a call that needs it compiles it
+                if from_outside(error):
+                    raise
+                log.debug("%s: %s is not in torch's caches: %s", self.user_code, variant.text, describe(error))
+        return None
 
-    def _cached(self, variant: Variant, args: Sequence[Any]) -> Lowered:
-        """Code for `args` out of torch's caches; raises what `lower` raises."""
+    def _cached(self, variant: Variant, args: Sequence[Any], floats: str = "") -> Lowered:
+        """Code for `args` out of torch's caches, of that name; raises what `lower` raises."""
         pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
         facts, state = variant.facts, self._state
         options = background.options_for(self.options, variant, args, state.grad)
-        lowered = lowering.lower(self._graph, facts, args, options, state, pinned, variant.text, only_cached=True)
+        lowered = lowering.lower(
+            self._graph, facts, args, options, state, pinned, variant.text, only_cached=True, floats=floats
+        )
         self._refuse_missed_goal(lowered)
-        return dataclasses.replace(lowered, repeated=self._noted_of_blocks(variant) or lowered.repeated)
+        # of blocks that come again, which code does not tell
+        repeated = warm_start.repeated_in(self._noted(variant, args))
+        return dataclasses.replace(lowered, repeated=repeated or lowered.repeated)
 
-    def _noted_of_blocks(self, variant: Variant) -> str | None:
-        """What was noted of blocks that come again where code of `variant` was compiled: code does not tell it."""
-        return None if self._warm_start is None else self._warm_start.repeated(variant)
+    def _noted(self, variant: Variant, args: Sequence[Any]) -> Sequence[UsedForm]:
+        """What was noted of code of `variant` where it was compiled, the newest last."""
+        return () if self._warm_start is None else self._warm_start.noted(variant, args)
 
     def _refuse_missed_goal(self, lowered: Lowered) -> None:
         """Raises `GoalMissed` where the user asked to hear of it, before anything has run."""

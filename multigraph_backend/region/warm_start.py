@@ -53,6 +53,7 @@ QUIET = 0.03  # seconds without a compile before something is loaded
 _LOOK = 0.005
 _BEFORE_A_NOTE = 0.02  # seconds: a program that compiles into a folder of its own may remove it right behind its call
 _LONGEST_WAIT = 60.0  # for such a moment; then it goes on
+_MOST_NAMES = 4  # under which code for Python floats is looked for
 _TO_END = 5.0  # seconds that the end of the process waits for what is being loaded or compiled
 
 
@@ -71,27 +72,25 @@ class WarmStart:
         self._noted: _Noted | None = None
         self._name: str | None = None
         self._earlier: Manifest | None = None
+        self._read = False
         self._lock = threading.RLock()  # a handler of a signal may call what it interrupts
 
     def kept(self, variant: Variant, args: Sequence[Any]) -> bool:
         """Whether an earlier process noted code of `variant`, which torch's caches still have."""
+        return any(map(is_there, self.noted(variant, args)))
+
+    def noted(self, variant: Variant, args: Sequence[Any]) -> list[UsedForm]:
+        """The forms of `variant` that an earlier process noted, the newest last."""
         try:
             with self._lock:
-                if self._name is None:
-                    self._earlier = manifests.load(self._named(args))
-            earlier = self._earlier
+                if not self._read:
+                    self._earlier, self._read = manifests.load(self._named(args)), True
         except Exception as error:
             if from_outside(error):
                 raise
             log.debug("what was noted of %s is not known", variant.text, exc_info=True)
-            return False
-        used = () if earlier is None else earlier.used
-        return any(map(is_there, (form for entry in used if entry.condition == variant.text for form in entry.forms)))
-
-    def repeated(self, variant: Variant) -> str | None:
-        """What an earlier process noted of blocks that come again in code of `variant`."""
         used = () if self._earlier is None else self._earlier.used
-        return repeated_in([form for entry in used if entry.condition == variant.text for form in entry.forms])
+        return [form for entry in used if entry.condition == variant.text for form in entry.forms]
 
     def _named(self, args: Sequence[Any]) -> str:
         self._name = self._name or _identity(self._graph, self._options, self._state, args)
@@ -119,7 +118,8 @@ class WarmStart:
         }
         keys = tuple((kind, key) for kind, key in form.lowered.cached if manifest.safe_key(kind, key))
         said = (form.lowered.repeated or "")[: manifest.MOST_TEXT]
-        noted.add(variant.text, variant.counter, UsedForm(tuple(values.items()), keys, said))
+        form_used = UsedForm(tuple(values.items()), keys, said, form.lowered.floats)
+        noted.add(variant.text, variant.counter, form_used)
         if not first:
             _worker.now(noted.write_soon)
             return
@@ -329,6 +329,13 @@ def repeated_in(forms: Sequence[UsedForm]) -> str | None:
     return next((form.repeated for form in reversed(forms) if form.repeated), None)
 
 
+def names_of_floats(forms: Sequence[UsedForm]) -> list[str]:
+    """The names of code that computes with Python floats, of those of `forms` that torch's caches still have; the
+    newest first, and few: each is asked for."""
+    names = (form.floats for form in reversed(forms) if form.floats and is_there(form))
+    return list(dict.fromkeys(names))[:_MOST_NAMES]
+
+
 def is_there(form: UsedForm) -> bool:
     """Whether torch's caches have something under its keys: what they lack is not asked for."""
     if form.key is None:
@@ -461,6 +468,7 @@ __all__ = [
     "is_there",
     "load_beside_calls",
     "load_cache",
+    "names_of_floats",
     "of",
     "repeated_in",
     "save_cache",

@@ -21,8 +21,8 @@ class Model(torch.nn.Module):
         super().__init__()
         self.a, self.b = torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)
 
-    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
-        return self.b(torch.relu(self.a(x))) * times
+    def forward(self, x: torch.Tensor, times: int, by: float) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x) * by)) * times
 
 
 def main(what: str, path: str) -> None:
@@ -31,27 +31,27 @@ def main(what: str, path: str) -> None:
     torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
     differences = []
 
-    def check(called: object, rows: int) -> None:
+    def check(called: object, rows: int, by: float) -> None:
         assert callable(called)
         x = torch.randn(rows, 16)
-        differences.append(float((called(model, x, 3) - model(x, 3)).abs().max()))
+        differences.append(float((called(model, x, 3, by) - model(x, 3, by)).abs().max()))
 
     with torch.no_grad():
         if what == "save":
             x = torch.randn(6, 16)
             torch._dynamo.mark_dynamic(x, 0)
             options = {"specialize": [{"x[0]": [4, 8]}]}
-            made = torch.compile(model.forward, fullgraph=True, backend="multigraph", options=options)
-            compiled = made.aot_compile(((x, 3), {}))
-            check(compiled, 4)
+            made = torch.compile(model.forward, fullgraph=True, backend="multigraph", dynamic=True, options=options)
+            compiled = made.aot_compile(((x, 3, 2.5), {}))
+            check(compiled, 4, 2.5)
             compiled.save_compiled_function(path)
         else:
             with open(path, "rb") as file:
-                compiled = torch.compiler.load_compiled_function(file)
-            check(compiled, 7)  # for generic
+                compiled = torch.compiler.load_compiled_function(file, f_globals=globals())
+            check(compiled, 7, -1.5)  # for generic
             multigraph_backend.wait_until_warm()
-            for rows in (4, 6):
-                check(compiled, rows)
+            for rows, by in ((4, 7.25), (6, 2.5)):
+                check(compiled, rows, by)
     (region,) = multigraph_backend.explain().to_dict()["regions"]
     states = {entry["condition"]: entry["state"] for entry in region["variants"]}
     print(

@@ -5,6 +5,7 @@ A second process is stood in for by `torch._dynamo.reset()`: regions are new, an
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import uuid
 import weakref
@@ -372,15 +373,84 @@ def test_a_parameter_can_be_exchanged_after_a_call(options: dict[str, Any]) -> N
     assert multigraph_backend.stats()["failures"] == 0
 
 
-@pytest.mark.parametrize(("specialized", "said"), [(False, True), (True, False)])
-def test_a_graph_that_computes_with_a_float_says_that_it_is_traced_anew(specialized: bool, said: bool) -> None:
-    scale = 2.0
+# ---------------------------------------------------------------- Python floats
 
-    def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
-        return x.softmax(-1) * by
 
-    with torch._dynamo.config.patch(specialize_float=specialized):
-        compiled = torch.compile(scaled, backend="multigraph", dynamic=True)
-        x = torch.randn(5, 4)
-        torch.testing.assert_close(compiled(x, scale), scaled(x, scale))
-    assert ("it takes Python floats" in str(multigraph_backend.explain())) == said
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return (x.softmax(-1) * by + (x * (by + 1)).sin()).cos()
+
+
+def with_floats(compiled: Callable[..., Any], *calls: tuple[int, float]) -> None:
+    for size, by in calls:
+        x = torch.randn(size, 24)
+        torch.testing.assert_close(compiled(x, by), scaled(x, by), equal_nan=True)
+
+
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 5e-324, 1e308, float("inf"), float("-inf"), float("nan"))
+
+
+@pytest.mark.parametrize("options", [{}, {"repeat": False}], ids=["as it is", "repeat off"])
+def test_code_that_computes_with_a_float_is_loaded_for_whatever_value(options: dict[str, Any]) -> None:
+    with_floats(compiled(scaled, **options), (5, 2.5), (8, 3.25))
+    begin_anew()
+    again = compiled(scaled, **options)
+    with_floats(again, (5, -7.5))
+    assert warm_start.wait_until_warm()
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 0
+    assert multigraph_backend.stats()["loaded_ahead"] == 1
+    multigraph_backend.seal("raise")
+    try:
+        with_floats(again, (8, 11.0), (6, 2.5), (8, -1.0), (5, 30.0))
+    finally:
+        multigraph_backend.unseal()
+    assert multigraph_backend.stats()["failures"] == multigraph_backend.stats()["eager_calls"] == 0
+    assert "Python floats" not in str(multigraph_backend.explain())
+    with_floats(again, *((size, value) for size in (5, 8) for value in SPECIAL))
+
+
+@pytest.mark.parametrize("first", SPECIAL)
+def test_a_special_value_is_right_before_and_behind_what_is_loaded(first: float) -> None:
+    with_floats(compiled(scaled), (5, first), (5, 2.5), (8, first))
+    begin_anew()
+    again = compiled(scaled)
+    with_floats(again, (5, 3.5), (8, first))
+    assert warm_start.wait_until_warm()
+    with_floats(again, *((size, value) for size in (5, 8) for value in (*SPECIAL, 0.5)))
+    assert multigraph_backend.stats()["failures"] == 0
+
+
+def test_code_that_relies_on_the_value_of_a_float_leaves_the_caches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_anew()
+    noting = lowering._noting_floats
+
+    @contextlib.contextmanager
+    def asking(graph: Any, fresh: Any) -> Iterator[set[Any]]:
+        with noting(graph, fresh) as found:
+            yield found
+        found.update(graph.floats)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lowering, "_noting_floats", asking)
+        with_floats(compiled(scaled), (5, 2.5))
+    assert counters["aot_autograd"]["autograd_cache_saved"] == 1
+    assert "its code relies on values of Python floats" in str(multigraph_backend.explain())
+    write_what_is_left()
+    (noted,) = manifests.find().manifests
+    (form,) = noted.used[0].forms
+    assert (form.key, form.floats) == (None, "")
+    begin_anew()
+    again = compiled(scaled)
+    with_floats(again, (5, 3.5))
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 0
+
+
+def test_a_graph_whose_floats_are_constants_has_no_name_of_its_own(folder: Path) -> None:
+    with torch._dynamo.config.patch(specialize_float=True):
+        with_floats(compiled(scaled), (5, 2.5))
+    write_what_is_left()
+    (noted,) = manifests.find().manifests
+    (form,) = noted.used[0].forms
+    assert form.key is not None
+    assert form.floats == ""
