@@ -61,13 +61,14 @@ class Outcome:
     """What became of a job: the code is in torch's caches now ("made"), or was there before ("found"), the compile
     failed, or cannot be done there.
 
-    "done": no worker was needed.
+    "done": no worker was needed.  `floats`: see `lowering.Lowered`.
     """
 
     kind: Literal["made", "found", "failed", "cannot", "done"]
     seconds: float = 0.0
     reason: str = ""
     details: str = ""
+    floats: str = ""
 
 
 def send(stream: int, message: object) -> None:
@@ -112,8 +113,8 @@ def _done(job: Job) -> Outcome:
         faulthandler.dump_traceback_later(job.seconds + _TO_END, exit=True)
     try:
         with _memory_limit(job.memory):
-            kind, problem = _compile(job)
-        return Outcome(kind, time.perf_counter() - began, problem)
+            kind, problem, floats = _compile(job)
+        return Outcome(kind, time.perf_counter() - began, problem, floats=floats)
     except Exception as error:
         from multigraph_backend.lower.compile_thread import describe
 
@@ -125,8 +126,9 @@ def _done(job: Job) -> Outcome:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str]:
-    """Compile; with the reason why torch's caches do not take such code, if so."""
+def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str, str]:
+    """Compile; with the reason why torch's caches do not take such code, if so, and the name that they have it under
+    where it computes with Python floats."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = job.folder
     from multigraph_backend import _compat
     from multigraph_backend.lower import lowering, parcel
@@ -135,19 +137,21 @@ def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str]:
     try:
         read = parcel.unpack(job.parcel)
     except Exception as error:
-        return "cannot", f"a worker cannot read it: {describe(error)}"
+        return "cannot", f"a worker cannot read it: {describe(error)}", ""
     counts = _compat.counters["aot_autograd"]
     past, hits = counts["autograd_cache_bypass"], counts["autograd_cache_hit"]
     sent = read.sent
     with read.state() as state, _rests(job):
         made = lowering.lower(read.graph, sent.facts, read.arguments(), sent.options, state, sent.pinned, sent.name)
     if counts["autograd_cache_hit"] > hits:
-        return "found", ""
+        return "found", "", ""
     for kind, key in made.cached:
         if kind == "aot_autograd" and _written(_compat.cache_entry(kind, key)):
-            return "made", ""
+            return "made", "", made.floats
     if counts["autograd_cache_bypass"] > past:
-        return "cannot", "torch's caches do not take its code"
+        return "cannot", "torch's caches do not take its code", ""
+    if len(lowering.constant_floats(read.graph, read.arguments())) < len(read.graph.floats):
+        return "cannot", "its code relies on values of Python floats, which torch's caches forget", ""
     raise OSError(f"torch's caches in {job.folder} have not kept its code: is there room, and may it be written to?")
 
 

@@ -34,8 +34,9 @@ import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.capture import declared
+from multigraph_backend.capture.aliasing import sharing
 from multigraph_backend.capture.graph import CapturedGraph
-from multigraph_backend.lower import lowering, parcel, workers
+from multigraph_backend.lower import parcel, workers
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.parcel import CannotSend, PackedGraph
@@ -63,8 +64,9 @@ class Swaps(Protocol):
 
     notes: list[str]
 
-    def swap_in(self, asked: Asked, seconds: float | None = None) -> None:
-        """Take a form from torch's caches; raises where they do not have it.  `seconds`: what a worker has needed."""
+    def swap_in(self, asked: Asked, seconds: float | None = None, floats: str = "") -> None:
+        """Take a form from torch's caches; raises where they do not have it.  `seconds`: what a worker has needed;
+        `floats`: the name that it has given it (`lowering.Lowered`)."""
 
     def not_made(self, asked: Asked, error: Exception | None) -> None:
         """It is not there: a failure, or (None) it is left to calls."""
@@ -219,8 +221,8 @@ class Background:
 
     def _not_for(self, args: Sequence[Any]) -> str | None:
         """Why code for such a call cannot come from a worker."""
-        if not lowering.kept_by_caches(self._graph, args):
-            return "torch's caches do not keep code for inputs that share memory, or for Python floats"
+        if sharing(self._graph, args):
+            return "torch's caches do not keep code for inputs that share memory"
         tensors = [*(arg for arg in args if isinstance(arg, torch.Tensor)), *self._graph.held]
         if any(tensor.is_cuda for tensor in tensors) and not _may_use_gpu(self._options):
             return (
@@ -302,7 +304,8 @@ class _Task:
         else:
             try:
                 with _beside_calls(self.options.compile_timeout):
-                    region.swap_in(self.asked, outcome.seconds if outcome.kind == "made" else None)
+                    made = outcome.kind == "made"
+                    region.swap_in(self.asked, outcome.seconds if made else None, outcome.floats)
                 return
             except Exception as problem:
                 log.debug("%s of a worker is not taken", text, exc_info=True)

@@ -36,6 +36,7 @@ from multigraph_backend.lower.compile_thread import Interrupted, describe, enter
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.fresh_inputs import CannotLower
 from multigraph_backend.lower.lowering import Lowered
+from multigraph_backend.lower.only_cached import NotCached
 from multigraph_backend.lower.stand_ins import Likeness, stand_ins
 from multigraph_backend.options import Options
 from multigraph_backend.padding import padded
@@ -434,17 +435,20 @@ class Region:
         self._publish(variant)  # generic's code, until it is there
         return True
 
-    def swap_in(self, asked: Asked, seconds: float | None = None) -> None:
+    def swap_in(self, asked: Asked, seconds: float | None = None, floats: str = "") -> None:
         """In a worker's thread: take what it, or another process, has compiled out of torch's caches.
 
-        `seconds`: what the worker has needed.  Raises where they do not have it.
+        `seconds`: what the worker has needed, `floats`: the name that it has given it.  Raises where they do not have
+        it.
         """
         variant = asked.variant
         args = asked.likeness.with_values(self._graph, asked.values)
         if args is None:
             raise CannotLower("a parameter is gone")
         with variant.lock:
-            lowered = self._cached(variant, args)
+            lowered = self._cached(variant, args, floats) if floats else self._if_cached(variant, args)
+            if lowered is None:
+                raise NotCached("it is not there")
             form = Form(lowered, loaded=True)
             if seconds is not None:
                 form = Form(dataclasses.replace(lowered, seconds=lowered.seconds + seconds), by_worker=True)

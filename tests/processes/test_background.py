@@ -69,6 +69,26 @@ def notes() -> list[str]:
     return found
 
 
+def test_code_that_computes_with_a_float_comes_from_a_worker_for_whatever_value() -> None:
+    def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+        return (x.softmax(-1) * by + (x * (by + 1)).sin()).cos()
+
+    def check(function: Callable[..., Any], *calls: tuple[int, float]) -> None:
+        for size, by in calls:
+            x = torch.randn(size, 24)
+            torch.testing.assert_close(function(x, by), scaled(x, by))
+
+    function = compiled(scaled)
+    check(function, (5, 2.5), (8, 3.25))
+    assert background.wait(120)
+    assert told()["x[0] == 8"]["state"] == "ready", notes()
+    assert told()["x[0] == 8"]["by_worker"]
+    misses = counters["aot_autograd"]["autograd_cache_miss"]
+    check(function, (8, -7.5), (8, 0.5), (5, 11.0), (8, 0.0), (8, 1.0))
+    assert counters["aot_autograd"]["autograd_cache_miss"] <= misses + 1  # 0.0 is a form of its own
+    assert multigraph_backend.stats()["failures"] == 0
+
+
 class Model(torch.nn.Module):
     """Parameters, a buffer, a constant, a size in the computation."""
 
