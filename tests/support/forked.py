@@ -4,7 +4,8 @@ A new interpreter imports for four seconds before a program compiles anything, a
 it can. `run` is `subprocess.run([sys.executable, *arguments], ...)` without that: this file as a program, started once
 for each process of the tests, imports all of it, and forks for each program that it is told of. A program has its own
 arguments, folder, variables and session, is `__main__`, and ends as the interpreter ends it. Nothing of this package is
-loaded when it begins.
+loaded when it begins. What it found imported is not freed one by one when it ends, which would take longer than many
+programs do.
 
 Where a program gets other values of variables that are read when something is imported, it gets an interpreter of its
 own as well. So does everything where `FORKED` is 0 in the environment, to see whether a failure comes from here.
@@ -32,10 +33,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-_EARLY = re.compile("TORCH|PYTORCH|MULTIGRAPH_ALLOCATOR|ATEN|TRITON|CUDA|OMP_|KMP_|MKL_|PYTHON|LD_|CXX$|CC$|CPP|CFLAGS")
+_EARLY = re.compile(
+    "TORCH|PYTORCH|AOT_|MULTIGRAPH_ALLOCATOR|ATEN|TRITON|CUDA|OMP_|KMP_|MKL_|PYTHON|LD_|CXX$|CC$|CPP|CFLAGS"
+)
 _LATE = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"}
 
 _OTHERS = ("torch.", "sympy.", "setuptools", "distutils", "packaging", "multiprocessing.")  # imported by a compile
@@ -45,6 +49,11 @@ def early(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that are read by an import."""
     return {name: value for name, value in environ.items() if _EARLY.match(name) and name not in _LATE}
 
+
+NOTHING = 'extern "C" void kernel(float* x) {}'
+
+#: a process that ends without having freed what it found imported hears this from triton's library
+_NOT_FREED = re.compile(r"^nanobind: leaked .*?^See \S+\n?", re.MULTILINE | re.DOTALL)
 
 # ---------------------------------------------------------------- in the process of the tests
 
@@ -135,8 +144,8 @@ def run_together(
             subprocess.CompletedProcess(
                 [sys.executable, *words],
                 status,  # type: ignore[arg-type]
-                Path(out).read_text(errors="replace"),
-                "" if merged else Path(err).read_text(errors="replace"),
+                _NOT_FREED.sub("", Path(out).read_text(errors="replace")),
+                "" if merged else _NOT_FREED.sub("", Path(err).read_text(errors="replace")),
             )
             for words, status, (out, err) in zip(programs, statuses, names, strict=True)
         ]
@@ -199,9 +208,26 @@ def load() -> None:
         if name.startswith(_OTHERS) and "compile_tasks" not in name:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+    prepare()
     assert len(os.listdir("/proc/self/task")) == 1, "a process of several threads cannot be forked"
     gc.collect()
     gc.freeze()
+
+
+def prepare() -> None:
+    """What the first compile of a process makes for all others, whatever they are: keys of files, headers, patterns."""
+    import torch
+    from torch._inductor import codecache
+    from torch._inductor.fx_passes import joint_graph, post_grad, pre_grad
+
+    codecache.torch_key()
+    codecache.CacheBase.get_system()
+    codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], NOTHING)
+    bar: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)  # would start a thread
+    with mock.patch.object(bar, "monitor_interval", 0) if bar else contextlib.nullcontext():
+        pre_grad.lazy_init()
+        joint_graph.lazy_init(torch.device("cpu"))
+        post_grad.lazy_init()
 
 
 def serve() -> dict[str, Any] | None:
@@ -240,7 +266,6 @@ def ended(running: dict[int, int], seconds: float) -> list[int | None]:
 def become(asked: dict[str, Any], own: Sequence[str]) -> None:
     """This process as the one that was asked for."""
     os.setsid()
-    atexit.register(gc.unfreeze)  # else what was imported is never freed, and some modules complain
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, path in zip((1, 2), asked["logs"], strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
@@ -319,5 +344,6 @@ if __name__ == "__main__":
     own_path = [entry for entry in sys.path[1:] if entry not in {*given}]
     load()
     program = serve()
-    if program is not None:
-        become(program, own_path)
+    if program is None:
+        os._exit(0)
+    become(program, own_path)
