@@ -7,11 +7,13 @@ process and with the same caches: its code must not be found for multigraph's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.nn import functional
 
@@ -277,6 +279,13 @@ def test_pooling_is_right_in_every_size() -> None:
     assert ran["eager_calls"] == ran["failures"] == 0
 
 
+@contextlib.contextmanager
+def no_code_from_caches() -> Iterator[None]:
+    """Which does not say what was repeated in it; kernels may come from there."""
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +302,7 @@ def test_bodies_of_repeated_blocks_have_eagers_numbers(repeat: str) -> None:
     model = torch.nn.Sequential(*[Block() for _ in range(4)])
     x = torch.randn(6, 8)
     compiled = torch.compile(model, backend="multigraph", options={"repeat": repeat, "on_failure": "raise"})
-    with inductor_config.patch(force_disable_caches=True):  # code from there does not say what was repeated in it
+    with no_code_from_caches():
         y = compiled(x)
         found = [y, *torch.autograd.grad(y.square().mean(), list(model.parameters()))]
     y = model(x)
@@ -319,7 +328,7 @@ def test_sums_with_zero_keep_their_sign_in_bodies(repeat: bool | str, training: 
     model = torch.nn.Sequential(*[SumWithZero() for _ in range(5)])
     compiled = torch.compile(model, backend="multigraph", options={"repeat": repeat, "on_failure": "raise"})
     x = torch.randn(4, 8)
-    with torch.set_grad_enabled(training), inductor_config.patch(force_disable_caches=True):
+    with torch.set_grad_enabled(training), no_code_from_caches():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
     assert ("calls of one body" in str(multigraph_backend.explain())) == bool(repeat)
 
