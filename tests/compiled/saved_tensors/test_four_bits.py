@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 import multigraph_backend
 from multigraph_backend import Match, Rule, Scaled
 from multigraph_backend.options import Options, OptionsError
+from tests.support.no_code import no_code
 from tests.support.saved_tensors.models import Block, Mlp, accounts, assert_step, compiled, rules, step
+
+
+@pytest.fixture
+def by_operator() -> Iterator[None]:
+    """For what is packed how: graphs run operator by operator; the tests without it have Inductor's code."""
+    with no_code():
+        yield
 
 
 def packed() -> set[str]:
@@ -43,6 +52,7 @@ def test_a_step_in_four_bits(dtype: torch.dtype, stochastic: bool) -> None:
     assert sum(entry.bytes_saved for entry in ours) <= sum(entry.bytes for entry in ours) * 12 // (16 * dtype.itemsize)
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_transposes_and_parts_of_a_projection_share_what_is_packed() -> None:
     torch.manual_seed(0)
     model = Block()
@@ -117,6 +127,7 @@ def test_what_is_not_finite_stays_so() -> None:
     assert gradients[-1][[0, 2, 3]].isfinite().all()
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_within_a_budget() -> None:
     torch.manual_seed(0)
     model = Mlp(32)

@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from multigraph_backend.saved_tensors.lifetimes import live_bytes
 from multigraph_backend.saved_tensors.memory_goal import default_rules, size
 from multigraph_backend.saved_tensors.partitioner import PackingPartitioner
 from multigraph_backend.saved_tensors.reckoning import MemoryPlan, Reckoned
+from tests.support.no_code import no_code
 from tests.support.saved_tensors.late_stream import late_stream
 from tests.support.saved_tensors.models import Block, Mlp, accounts, assert_step, step
 from tests.support.saved_tensors.partitioned import gradients, partition
@@ -353,6 +354,13 @@ def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return result
 
 
+@pytest.fixture
+def by_operator() -> Iterator[None]:
+    """For what is planned, and right by whatever code: graphs run operator by operator."""
+    with no_code():
+        yield
+
+
 def memory_plans() -> list[MemoryPlan]:
     return [entry.memory for entry in accounts() if entry.memory is not None]
 
@@ -361,8 +369,9 @@ def test_a_compiled_step_within_a_goal_and_explained() -> None:
     model = torch.nn.Sequential(*[Block(64, 4) for _ in range(2)])
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(16, 64, 64)
-    step(model, compiled(model, memory_goal=0), x)
-    (most,) = memory_plans()  # all that can be done
+    with no_code():
+        step(model, compiled(model, memory_goal=0), x)
+        (most,) = memory_plans()  # all that can be done
     torch._dynamo.reset()
     run = compiled(model, saved_tensors="auto", memory_goal=most.peak)
     assert_step(model, run, x, 0.03)
@@ -392,6 +401,7 @@ def test_a_goal_that_needs_nothing_gives_bitwise_the_unpacked_gradients(options:
     assert found.ways == ()
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_a_goal_that_cannot_be_met_is_said_once_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     model, rows = Mlp(64), 4096
     said_at_the_call: list[str] = []
@@ -424,6 +434,7 @@ def test_a_goal_that_cannot_be_met_is_said_once_before_the_first_step(caplog: py
     assert not found.missed
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_on_failure_raise_names_the_remedy_before_anything_runs() -> None:
     model = Mlp(64)
     run = compiled(model, memory_goal=1, on_failure="raise")
@@ -432,6 +443,7 @@ def test_on_failure_raise_names_the_remedy_before_anything_runs() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_several_graphs_share_one_goal_and_inference_has_none() -> None:
     first, second = Mlp(64), Mlp(64)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], momentum=0.9)
@@ -456,6 +468,7 @@ def test_several_graphs_share_one_goal_and_inference_has_none() -> None:
     del optimizer
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_variants_have_a_plan_each() -> None:
     model = Mlp(64)
     inputs = [torch.randn(rows, 64) for rows in (2048, 256)]
@@ -491,6 +504,7 @@ def test_a_second_compile_finds_the_code_and_the_plan_for_the_same_goal_alone() 
     assert hits == [0, 1, 0]
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_user_rules_say_what_may_be_done() -> None:
     model = torch.nn.Sequential(Block(64, 4))
     run = compiled(model, saved_tensors=[Rule(Match(), Keep())], memory_goal=1)
@@ -500,6 +514,7 @@ def test_user_rules_say_what_may_be_done() -> None:
     assert found.missed
 
 
+@pytest.mark.usefixtures("by_operator")
 @pytest.mark.parametrize("pair", list(itertools.pairwise((1.0, 0.5))))
 def test_fractions_are_of_this_machine(pair: tuple[float, float]) -> None:
     from multigraph_backend.saved_tensors import holding
@@ -513,6 +528,7 @@ def test_fractions_are_of_this_machine(pair: tuple[float, float]) -> None:
         assert found.goal == int(memory * fraction)
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_a_graph_that_is_compiled_at_once_has_a_goal_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise from_dynamo.CannotCapture("the graph was split")

@@ -41,7 +41,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._inductor.config as inductor_config
 from torch import nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -51,10 +50,10 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import multigraph_backend
-from multigraph_backend import _compat
 from multigraph_backend.lower import equal_steps, one_body
 from multigraph_backend.lower import traced_once as lifted
 from tests.support.commit import commit
+from tests.support.no_code import no_code
 
 WIDTH = 4
 DIFFERENCES = (
@@ -348,26 +347,11 @@ def traced_once(
     compiled = through_inductor(model, verdict, specialize, repeat)
 
     def run(*args: torch.Tensor) -> Any:
-        with (
-            mock.patch.object(_compat, "compile_fx_inner", _not_compiled, create=True),
-            mock.patch.object(one_body, "wrong", return_value=None),
-            mock.patch.object(lifted, "put_in", functools.partial(_counting, lifted.put_in, verdict)),
-            torch._functorch.config.patch(enable_autograd_cache=False),
-            inductor_config.patch(fallback_random=True),  # else Inductor draws other numbers than eager
-        ):
+        with no_code(), mock.patch.object(lifted, "put_in", functools.partial(_counting, lifted.put_in, verdict)):
             results = compiled(*args)
         verdict.said = [str(region.generic.repeated) for region in multigraph_backend.explain().regions]
         return results
 
-    return run
-
-
-def _not_compiled(gm: torch.fx.GraphModule, inputs: Any, **settings: Any) -> Any:
-    def run(args: list[Any]) -> Any:
-        taken, args[:] = list(args), []
-        return gm(*taken)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
