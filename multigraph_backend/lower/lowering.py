@@ -119,13 +119,14 @@ def lower(
     """Compile `graph` for arguments like `args`, with `facts` known.
 
     `facts` are what the dispatcher checks; `pinned` symbols are fixed too, and the guards check it.  `name` is for
-    torch's traces.  `only_cached`: take the code from torch's caches, beside a program that goes on; code that computes
-    with Python floats under the name `floats` (`Lowered.floats`).  Raises what the compiler raises, `CompileTimeout`
-    past `options.compile_timeout` seconds, `CannotLower` when the result could not be proven right, and `NotCached`.
+    torch's traces.  `only_cached`: take the code from torch's caches, beside a program that goes on.  `floats`: the
+    name under which they have code that computes with Python floats, or get it (`new_name`); "" where they shall not.
+    Raises what the compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, `CannotLower` when the
+    result could not be proven right, and `NotCached`.
     """
-    job = _job(graph, facts, args, options, state, pinned or {}, name)
+    job = dataclasses.replace(_job(graph, facts, args, options, state, pinned or {}, name), floats=floats)
     if only_cached:
-        job = dataclasses.replace(job, only_cached=True, once_a_host="", floats=floats)
+        job = dataclasses.replace(job, only_cached=True, once_a_host="")
     lowered = compile_within(options.compile_timeout, job.run, state.context())
     log.debug("%s: facts [%s], guards %s", graph.user_code, _text(job.known), lowered.guards.text)
     return lowered
@@ -532,6 +533,11 @@ def _noting_floats(graph: CapturedGraph, fresh: FreshInputs) -> Iterator[set[sym
         graph.asked_floats |= found
 
 
+def new_name() -> str:
+    """A name for code that computes with Python floats, which nobody has asked for yet."""
+    return secrets.token_hex(8)
+
+
 @dataclass(frozen=True)
 class _FloatsInCaches:
     """How torch's caches have code that computes with Python floats.
@@ -548,9 +554,7 @@ class _FloatsInCaches:
         """For a compile that takes the floats in `constants` for constants; None where that is all of them."""
         if len(constants) == len(job.graph.floats):
             return None
-        if job.only_cached:
-            return cls(job.floats)
-        return cls(secrets.token_hex(8) if noting and job.options.warm_start and not job.shared else "")
+        return cls(job.floats if noting else "")
 
     def tag(self, cache_tag: str) -> str:
         return f"{cache_tag}|floats {self.name}"

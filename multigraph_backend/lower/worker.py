@@ -141,8 +141,12 @@ def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str, str]:
     counts = _compat.counters["aot_autograd"]
     past, hits = counts["autograd_cache_bypass"], counts["autograd_cache_hit"]
     sent = read.sent
+    of_floats = lowering.new_name()
     with read.state() as state, _rests(job):
-        made = lowering.lower(read.graph, sent.facts, read.arguments(), sent.options, state, sent.pinned, sent.name)
+        args = read.arguments()
+        made = lowering.lower(
+            read.graph, sent.facts, args, sent.options, state, sent.pinned, sent.name, floats=of_floats
+        )
     if counts["autograd_cache_hit"] > hits:
         return "found", "", ""
     for kind, key in made.cached:

@@ -229,7 +229,7 @@ class _LoadedRegion(Region):
         self, graph: CapturedGraph, options: Options, state: CompileState, used: Mapping[str, tuple[UsedForm, ...]]
     ) -> None:
         super().__init__(graph, options, state)
-        self._used = used
+        self._used, self.saves = used, True
         self._all_pending = self._all_pending or bool(used)
 
     def _compile_all(self, args: Sequence[Any]) -> None:
@@ -264,6 +264,7 @@ class _LoadedRegion(Region):
 
 def of_region(region: Region, example_inputs: Sequence[Any]) -> SerializableRegion:
     """What the backend returns to `aot_compile`; what a call with the inputs of the trace needs is compiled now."""
+    region.saves = True
     _prepare(region, example_inputs)
     return SerializableRegion(region, region.dispatcher())
 

@@ -100,6 +100,7 @@ class Region:
         self._ready: list[Ready] = [_NOT_READY] * (len(conditions) + 1)
         self._publish_lock = threading.RLock()  # a handler of a signal may call what it interrupts
         self._all_pending = options.compile == "eager"
+        self.saves = False  # whether it may be saved, with what its code is found by
         self._issued: Lowered | None = None  # what generic's first form issues: the reference for all others
         self._issued_lock = threading.Lock()
         self._warm_start = warm_start.of(graph, options, state)
@@ -222,7 +223,10 @@ class Region:
             lowered = self._kept(variant, args)
             if lowered is None:
                 options = background.options_for(self.options, variant, args, self._state.grad)
-                lowered = lowering.lower(self._graph, variant.facts, args, options, self._state, pinned, variant.text)
+                floats = self._new_name()
+                lowered = lowering.lower(
+                    self._graph, variant.facts, args, options, self._state, pinned, variant.text, floats=floats
+                )
             self._refuse_missed_goal(lowered)
             if self._graph.communicates:
                 self._check_collectives(variant, lowered, args)
@@ -239,6 +243,11 @@ class Region:
         variant.add(form, *self._case(args))
         log.info("%s: compiled %s in %.2f s", self.user_code, variant.text, lowered.seconds)
         return form
+
+    def _new_name(self) -> str:
+        """Under which torch's caches get code that computes with Python floats; "" where nobody would be told of it."""
+        told = self.saves or self._warm_start is not None
+        return lowering.new_name() if self._graph.floats and told else ""
 
     def _check_collectives(self, variant: Variant, lowered: Lowered, args: Sequence[Any]) -> None:
         """Raises `OtherCollectives` where code does not issue what the generic graph does: other ranks may run that."""

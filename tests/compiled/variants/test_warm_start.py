@@ -446,6 +446,15 @@ def test_code_that_relies_on_the_value_of_a_float_leaves_the_caches(
     assert counters["aot_autograd"]["autograd_cache_hit"] == 0
 
 
+def test_what_nobody_would_find_is_not_put_into_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would leave one more there."""
+    monkeypatch.setenv(manifests.VARIABLE, "")
+    begin_anew()
+    with_floats(compiled(scaled), (5, 2.5))
+    assert counters["aot_autograd"]["autograd_cache_saved"] == 0
+    assert multigraph_backend.stats()["failures"] == 0
+
+
 def test_a_graph_whose_floats_are_constants_has_no_name_of_its_own(folder: Path) -> None:
     with torch._dynamo.config.patch(specialize_float=True):
         with_floats(compiled(scaled), (5, 2.5))
