@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,15 +10,7 @@ import torch
 import multigraph_backend
 from multigraph_backend import Match, Rule, Scaled
 from multigraph_backend.options import Options, OptionsError
-from tests.support.no_code import no_code
 from tests.support.saved_tensors.models import Block, Mlp, accounts, assert_step, compiled, rules, step
-
-
-@pytest.fixture
-def by_operator() -> Iterator[None]:
-    """For what is packed how: graphs run operator by operator; the tests without it have Inductor's code."""
-    with no_code():
-        yield
 
 
 def packed() -> set[str]:

@@ -78,6 +78,7 @@ def test_a_rule_for_everything_leaves_masks_alone(repeat: bool | str, pack: Any)
         assert [module for module, _, _ in masks] == [f"layers.{number}" for number in range(layers)]
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_a_rule_that_names_masks_packs_them_and_a_keep_need_not() -> None:
     """bfloat16 has infinities, and what is offloaded keeps its bits."""
     errors, masks = packed(Rule(Match(role="mask", min_bytes=0), Cast("bfloat16")))

@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -352,13 +352,6 @@ def test_errors_by_kind_of_pack() -> None:
 def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     result: Callable[..., Any] = torch.compile(model, backend="multigraph", options=options)
     return result
-
-
-@pytest.fixture
-def by_operator() -> Iterator[None]:
-    """For what is planned, and right by whatever code: graphs run operator by operator."""
-    with no_code():
-        yield
 
 
 def memory_plans() -> list[MemoryPlan]:

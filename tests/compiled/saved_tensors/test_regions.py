@@ -117,6 +117,7 @@ def test_masks_whose_rows_differ_from_call_to_call_are_bits_along_another_dimens
             assert str(entry.reason).endswith("differ from call to call, and no other dimension is fixed")
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_blocks_that_do_not_fit_are_said_to_be_rows() -> None:
     model = Mlp(12)
     assert_step(model, compiled(model, rules(Scaled("int8", per=8))), torch.randn(8, 12), 0.05)
@@ -125,6 +126,7 @@ def test_blocks_that_do_not_fit_are_said_to_be_rows() -> None:
     assert "block of 8" not in text
 
 
+@pytest.mark.usefixtures("by_operator")
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_rules_that_decide_about_nothing_are_reported(budget: float | None) -> None:
     model = Mlp()

@@ -72,6 +72,7 @@ def of(said: SavedTensors, module: str) -> list[tuple[str | None, str | None]]:
     ]
 
 
+@pytest.mark.usefixtures("by_operator")
 @pytest.mark.parametrize("by", ["a rule", "a rule that begins with packed ones", "a budget"])
 def test_what_must_be_saved_is_not_computed_again(by: str) -> None:
     packs = [Rule(Match(op="aten::addmm", min_bytes=0), Recompute(from_packed="packed" in by))]
@@ -98,6 +99,7 @@ def test_what_must_be_saved_may_be_packed(pack: Any, budget: float | None) -> No
         assert [packed for packed, _ in of(said, "down")] == [str(pack)]
 
 
+@pytest.mark.usefixtures("by_operator")
 @pytest.mark.parametrize("budget", [None, 1.0, 0.2])
 @pytest.mark.parametrize("others", [MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE], ids=str)
 def test_what_must_be_recomputed_is_not_saved(others: CheckpointPolicy, budget: float | None) -> None:

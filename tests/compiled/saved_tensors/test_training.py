@@ -42,6 +42,7 @@ def test_gradients_of_a_block_are_within_the_bound_of_the_pack(pack: Any, bound:
     assert said.backward_peak <= said.stock_backward_peak
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_rules_pick_tensors_by_operator_module_dtype_size_and_role() -> None:
     model = torch.nn.Sequential(Block(), Block())
     packs = [
@@ -70,6 +71,7 @@ def test_rules_pick_tensors_by_operator_module_dtype_size_and_role() -> None:
     assert "kept: rule: op=aten::native_layer_norm" in text
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_nothing_is_packed_without_a_reason_to() -> None:
     """Everything here is small, and the rule does not say min_bytes."""
     model = Mlp()
@@ -193,6 +195,7 @@ def test_backward_twice_over_one_graph() -> None:
     assert accounts()[0].packed == 3
 
 
+@pytest.mark.usefixtures("by_operator")
 def test_around_activation_checkpointing() -> None:
     """What is recomputed is not saved; what leaves the checkpoint is, and is packed."""
     inner, outer = Mlp(), Mlp()
