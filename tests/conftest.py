@@ -14,8 +14,8 @@ os.environ.setdefault("MULTIGRAPH_MANIFESTS", "")
 # Inductor compiles a program for each instruction set of the machine, to see whether the C++ compiler knows it: ten
 # seconds for each new folder of caches.  Empty, it does so
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# kernels without tables of lines, which profilers read: compiled and linked in a tenth less; and no processes that wait
-# for Triton's kernels, which stock's backend starts
+# kernels without tables of lines, which profilers read; and no processes that wait for Triton's kernels, which stock's
+# backend starts
 os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 os.environ.setdefault("TORCH_WARM_POOL", "0")
 
