@@ -327,6 +327,7 @@ class Played:
         state: CompileState,
         pinned: Any = None,
         name: str = GENERIC,
+        floats: str = "",
     ) -> Lowered:
         name = self.names[name]
         x, number = self._read(args)
