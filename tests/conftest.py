@@ -40,6 +40,10 @@ LONG = (
     "processes/test_saved_functions.py",
     "processes/distributed/test_ranks.py",
     "simulated/test_every_order.py",
+    "compiled/variants/test_repeated_blocks.py",
+    "compiled/variants/test_inductors_numbers.py",
+    "compiled/variants/test_traced_once.py",
+    "compiled/saved_tensors/test_training.py",
 )
 
 
