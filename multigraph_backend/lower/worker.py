@@ -155,7 +155,7 @@ def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str, str]:
     if counts["autograd_cache_bypass"] > past:
         return "cannot", "torch's caches do not take its code", ""
     if len(lowering.constant_floats(read.graph, read.arguments())) < len(read.graph.floats):
-        return "cannot", "its code relies on values of Python floats, which torch's caches forget", ""
+        return "cannot", "torch's caches do not keep its code, which takes Python floats", ""
     raise OSError(f"torch's caches in {job.folder} have not kept its code: is there room, and may it be written to?")
 
 

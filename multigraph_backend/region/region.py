@@ -60,8 +60,8 @@ _NOT_READY: Ready = (lambda args: False, lambda: None, None)
 
 
 _TRACED_ANEW = (
-    "its code relies on values of Python floats, which torch's caches forget: each process traces it anew, nothing is "
-    "loaded ahead, and seal() counts that as a compile"
+    "it takes Python floats, and torch's caches forget what its code relies on of them: each process traces it anew, "
+    "nothing is loaded ahead, and seal() counts that as a compile"
 )
 
 

@@ -1,9 +1,9 @@
 """Copying the inputs of a recording into its buffers, and outputs out of it, in one launch of a kernel of our own.
 
 torch's multi-tensor copy reads sizes, strides and types of every tensor at every call, and gives one block of the GPU
-65,536 elements to copy: half a MiB takes 23 us there, and 3 here (H200).  Of a recording all that is known beforehand
-but where the sources lie, so here a call passes their addresses and nothing else: a table in the device's memory tells
-each program of the kernel which source it reads, which words of it, and where they go.
+65,536 elements to copy (`benchmarks/staging.py` has what both take).  Of a recording all that is known beforehand but
+where the sources lie, so here a call passes their addresses and nothing else: a table in the device's memory tells each
+program of the kernel which source it reads, which words of it, and where they go.
 
 In:  the buffers, once.  Out: a function of sources, tensors of the same layouts, that copies them into the buffers; and
 what it launches, for who launches it natively.  Outputs go the other way: their place in the recording is in the table,
