@@ -554,8 +554,7 @@ class _FloatsInCaches:
         """For a compile that takes the floats in `constants` for constants; None where that is all of them."""
         if len(constants) == len(job.graph.floats):
             return None
-        # recorded code with floats was never taken out of a cache on a GPU yet: it goes past them, as it did
-        return cls(job.floats if noting and not job.recorded else "")
+        return cls(job.floats if noting else "")
 
     def tag(self, cache_tag: str) -> str:
         return f"{cache_tag}|floats {self.name}"
