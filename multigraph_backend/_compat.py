@@ -106,6 +106,7 @@ _BY_INDUCTOR = frozenset({"compile_fx", "force_stride_order"})  # ... and symbol
 
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 _SYMPY = "torch.utils._sympy"
+_TREES = "torch._inductor.cudagraph_trees"
 _S = PrivateSymbol
 
 SYMBOLS: dict[str, PrivateSymbol] = {
@@ -289,7 +290,7 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("lowerings", "torch._inductor.lowering", "lowerings", feature="cudagraphs"),
         _S("fallbacks", "torch._inductor.lowering", "fallbacks", feature="cudagraphs"),
         _S("BoxedBool", "torch._inductor.utils", "BoxedBool", feature="cudagraphs"),
-        _S("step_marks", "torch._inductor.cudagraph_trees", "MarkStepBox", feature="cudagraphs",
+        _S("MarkStepBox", _TREES, "MarkStepBox", feature="cudagraphs",
            shape=("mark_step_counter",)),
         _S("foreach_copy", "torch", "_foreach_copy_", feature="cudagraphs"),
         _S("dispatch_table", "torch._C", "_dispatch_dump_table", feature="cudagraphs"),
@@ -339,6 +340,18 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            shape=("cache",)),
         _S("decompositions", "torch._inductor.compile_fx", "compile_fx", feature="warm start",
            shape=("decompositions",)),
+        # code that is loaded past Inductor
+        _S("StoredResults", "torch._functorch._aot_autograd.autograd_cache", "AOTAutogradCache",
+           feature="stored code", shape=("_lookup",)),
+        _S("StoredResult", "torch._functorch._aot_autograd.aot_autograd_result", "BundledAOTAutogradResult",
+           feature="stored code", shape=("wrap_post_compile", "compiled_fw", "compiled_bw", "sanitized_aot_config")),
+        _S("StoredGraph", "torch._inductor.output_code", "CompiledFxGraph", feature="stored code",
+           shape=("after_deserialization", "cache_key", "source_code", "_triton_bundle")),
+        _S("BoxedDeviceIndex", "torch._inductor.cudagraph_utils", "BoxedDeviceIndex", feature="stored code"),
+        _S("StoredKernels", "torch._inductor.triton_bundler", "TritonBundler", feature="stored code",
+           shape=("read_and_emit",)),
+        _S("extract_tensor_metadata", "torch._subclasses.fake_tensor", "extract_tensor_metadata",
+           feature="stored code"),
         # workers
         _S("GraphPickler", "torch.fx._graph_pickler", "GraphPickler", feature="workers", shape=("dumps", "loads")),
         _S("GraphPicklerOptions", "torch.fx._graph_pickler", "Options", feature="workers",
@@ -394,14 +407,20 @@ def expected() -> dict[str, PrivateSymbol]:
     return {name: row for name, row in SYMBOLS.items() if cuda or not row.feature.endswith("on CUDA")}
 
 
-@functools.cache
+#: what `missing` has found, by feature and whether Inductor may be asked
+lacking: dict[tuple[str, bool], tuple[str, ...]] = {}
+
+
 def missing(feature: str, inductor: bool = True) -> tuple[str, ...]:
     """What `feature` lacks in this torch, one line a symbol; empty when it can be used.
 
     `inductor`: whether a compile by Inductor is to use it; if not, Inductor is neither asked nor loaded.
     """
-    rows = [row for row in SYMBOLS.values() if row.feature == feature and (inductor or not row.of_inductor)]
-    return tuple(filter(None, [row.problem() for row in rows]))
+    found = lacking.get((feature, inductor))
+    if found is None:
+        rows = [row for row in SYMBOLS.values() if row.feature == feature and (inductor or not row.of_inductor)]
+        found = lacking[feature, inductor] = tuple(filter(None, [row.problem() for row in rows]))
+    return found
 
 
 def without(*names: str) -> str | None:
@@ -436,6 +455,7 @@ OFF = {
     "saved graphs": "torch's aot_compile is refused",
     "one compile": "every rank compiles for itself",
     "warm start": "nothing is loaded ahead of calls, and caches are not carried to other machines",
+    "stored code": "saved functions ask Inductor for their code, which takes a process longer to begin with",
     "workers": "variants are compiled in calls, and not in worker processes",
     "rests": "workers tune kernels of a GPU without rests, which slows calls down",
     "endings": "recorded collectives are not ended for you",
@@ -520,7 +540,6 @@ EXPM1_CANCELS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < 
 
 # what a thread has stashed in torch is let go of when it ends, though it was never held; seen in 2.11, gone in 2.13
 STASH_HOLDS_NOTHING = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
-_STASHED = "torch._inductor.cudagraph_trees"
 _held_for_stash: set[int] = set()
 
 
@@ -530,12 +549,27 @@ def signature_ahead_of_time(function: object) -> inspect.Signature | None:
     return found if isinstance(found, inspect.Signature) else None
 
 
+class StepMarks:
+    """torch's count of marks that a step begins.  Who has set none has not loaded the module that counts them, which
+    brings all of Inductor with it."""
+
+    @property
+    def mark_step_counter(self) -> int:
+        trees = sys.modules.get(_TREES)
+        return 0 if trees is None else trees.MarkStepBox.mark_step_counter
+
+
+def step_marks() -> Any:
+    """What has `mark_step_counter`; the shortest way to it that loads nothing."""
+    return __getattr__("MarkStepBox") if _TREES in sys.modules else StepMarks()
+
+
 def hold_stashed() -> None:
     """Before the calling thread ends: hold what Inductor has stashed in it, if it was the first to import that.
 
     Else that memory is freed while others use it, and the process dies or has objects in each other's place.
     """
-    trees = sys.modules.get(_STASHED) if STASH_HOLDS_NOTHING else None
+    trees = sys.modules.get(_TREES) if STASH_HOLDS_NOTHING else None
     for name in ("tree_manager_containers", "tree_manager_locks"):
         stashed = getattr(getattr(trees, "local", None), name, None)
         if stashed is not None and id(stashed) not in _held_for_stash:

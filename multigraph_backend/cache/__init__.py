@@ -8,4 +8,5 @@ machine holds what belongs together.
     manifest.py   one graph's manifest as data: what was used, how often, in which order; merged, never trusted
     manifests.py  the folder of manifests, which several processes share
     shipping.py   torch's caches and manifests in one file, and back
+    stored_code.py  code of saved functions out of torch's cache, without what `compile_fx` loads and hashes before
 """

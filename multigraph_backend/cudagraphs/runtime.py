@@ -57,7 +57,7 @@ def tree(index: int, make: Callable[[int], Device] | None = None) -> Tree:
                 make = CudaDevice
             # asked for inside a compile, under its modes
             with _compat.disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-                _trees[index] = Tree(make(index), _limits, _compat.step_marks, poison.asked(os.environ))
+                _trees[index] = Tree(make(index), _limits, _compat.step_marks(), poison.asked(os.environ))
                 _trees[index].memory_sleeps(sleeping.asleep(index))
                 relief.ask(_give_way)
             begin_native_calls()

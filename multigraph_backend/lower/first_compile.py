@@ -47,6 +47,7 @@ class CompileState:
     autocast_cache: bool
     device: int | None
     hooks: SavedHook | None = None  # saved_tensors_hooks that are graph modules: part of what is compiled
+    saved: bool = False  # what is compiled may be saved, with what its code is found by: it is kept as one
 
     @classmethod
     def take(cls) -> CompileState:

@@ -26,7 +26,7 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +35,14 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, events
+from multigraph_backend.cache import stored_code
+from multigraph_backend.cache.stored_code import Stored
 from multigraph_backend.capture.aliasing import sharing
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.distributed import compiling, groups
 from multigraph_backend.distributed.sequence import Issued, Sizes
-from multigraph_backend.lower import fresh_inputs, guards, one_body, traced_once
+from multigraph_backend.lower import fresh_inputs, guards
 from multigraph_backend.lower.compile_thread import compile_within, describe
 from multigraph_backend.lower.compilers import (
     CHANGES_INPUTS,
@@ -85,6 +87,7 @@ class Lowered:
     the C++ compiler made of kernels.
     `repeated`: what became of blocks that come again, where that was asked for.
     `floats`: where it computes with Python floats, the name under which torch's caches have it; see `_FloatsInCaches`.
+    `stored`: by what it is loaded past Inductor, where it may be saved, and torch's caches keep it as one.
     """
 
     run: CompiledFunction
@@ -98,6 +101,7 @@ class Lowered:
     cached: tuple[tuple[str, str], ...] = ()
     repeated: str | None = None
     floats: str = ""
+    stored: Stored | None = None
 
     @property
     def shortest(self) -> CompiledFunction:
@@ -115,18 +119,20 @@ def lower(
     name: str = "generic",
     only_cached: bool = False,
     floats: str = "",
+    stored: Sequence[Stored] = (),
 ) -> Lowered:
     """Compile `graph` for arguments like `args`, with `facts` known.
 
     `facts` are what the dispatcher checks; `pinned` symbols are fixed too, and the guards check it.  `name` is for
     torch's traces.  `only_cached`: take the code from torch's caches, beside a program that goes on.  `floats`: the
     name under which they have code that computes with Python floats, or get it (`new_name`); "" where they shall not.
+    `stored`: take the code of one of these compiles of the same graph, past Inductor.
     Raises what the compiler raises, `CompileTimeout` past `options.compile_timeout` seconds, `CannotLower` when the
-    result could not be proven right, and `NotCached`.
+    result could not be proven right, `NotCached` and `NotStored`.
     """
     job = dataclasses.replace(_job(graph, facts, args, options, state, pinned or {}, name), floats=floats)
-    if only_cached:
-        job = dataclasses.replace(job, only_cached=True, once_a_host="")
+    if only_cached or stored:
+        job = dataclasses.replace(job, only_cached=True, once_a_host="", stored=tuple(stored))
     lowered = compile_within(options.compile_timeout, job.run, state.context())
     log.debug("%s: facts [%s], guards %s", graph.user_code, _text(job.known), lowered.guards.text)
     return lowered
@@ -169,7 +175,7 @@ def _job(
         hooked=hooked,
         shared=bool(sharing(graph, args)),
         unrepeated=unrepeated,
-        bundled=recorded or options.packing or graph.communicates or state.grad,
+        bundled=recorded or options.packing or graph.communicates or state.grad or state.saved,
         cache_tag=cache_tag,
         once_a_host=_identity(graph, args, options, cache_tag, state.grad) if rank.live() else "",
     )
@@ -221,7 +227,7 @@ class CompileJob:
     `unrepeated`: why blocks that come again are compiled as they stand, though the options ask for bodies.
     `bundled`: AOTAutograd's cache keeps what the compiler returns.  `cache_tag`: tells the job from others of the graph
     in keys of caches.  `once_a_host`: what is compiled, as text that is the same in every process; "" where no other
-    rank may compile the same.  `only_cached`: nothing is traced or generated.  `floats`: see `lower`.
+    rank may compile the same.  `only_cached`: nothing is traced or generated.  `floats`, `stored`: see `lower`.
     """
 
     graph: CapturedGraph
@@ -240,11 +246,14 @@ class CompileJob:
     once_a_host: str
     only_cached: bool = False
     floats: str = ""
+    stored: tuple[Stored, ...] = ()
 
     def run(self, process_wide: contextlib.ExitStack) -> Lowered:
         """In the compiling thread; what is changed for the whole process is entered on `process_wide`."""
         graph = self.graph
         with events.compile_phase(str(graph.user_code), self.name, graph.compile_id):
+            if self.stored:
+                return self._attempt(process_wide, constant_floats(graph, self.args))
             lowered = self._packed_or_not(process_wide)
         said = {
             "graph": str(graph.user_code),
@@ -277,6 +286,8 @@ class CompileJob:
             lowered = self._floats_or_constants(process_wide)
             return dataclasses.replace(lowered, repeated=self.unrepeated and f"{_AS_THEY_STAND}: {self.unrepeated}")
         asked = self.options.repeat == "always"
+        from multigraph_backend.lower import one_body  # a process that loads its code has no use for it
+
         found: Sequence[one_body.Repeated] = ()
         try:
             with one_body.collecting() as found:
@@ -303,6 +314,8 @@ class CompileJob:
         return lowered
 
     def _traced_once_or_not(self, process_wide: contextlib.ExitStack) -> Lowered:
+        from multigraph_backend.lower import one_body, traced_once
+
         for passed in itertools.count():
             with traced_once.attempt(passed=passed) as attempt:
                 try:
@@ -358,9 +371,10 @@ class CompileJob:
             saved_account.collecting() as saved,
         ):
             fresh = fresh_inputs.build(graph, self.known, self.args, floats)
+            told = stored_code.fingerprint(fresh.module, fresh.inputs, floats) if self.state.saved and noting else ""
             context = _compat.TracingContext(fresh.fake_mode)
             with _noting_floats(graph, fresh) as asked, _compat.tracing(context):
-                run, direct, codes, alive = self._call_compiler(fresh)
+                run, direct, codes, alive = self._call_compiler(fresh, told)
             relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
             if not _compat.missing("moved parameters"):  # `Module.to` exchanges subclasses that nobody refers to weakly
                 _compat.clear_fake_mode_weakrefs(fresh.fake_mode)
@@ -381,22 +395,24 @@ class CompileJob:
             codes=alive,
             cached=cached,
             floats="" if kept is None else kept.name,
+            stored=_stored(cached, told, kept),
         )
         if not graph.communicates:
             return made
         return dataclasses.replace(made, issued=_issued(codes), sizes=_sizes(fresh))
 
     def _call_compiler(
-        self, fresh: FreshInputs
+        self, fresh: FreshInputs, told: str
     ) -> tuple[CompiledFunction, DirectCall | None, Sequence[RecordedCode], Sequence[weakref.ref[RecordedCode]]]:
         """Code over the graph's arguments, a shorter way to it where there is one, and what of it can be recorded; the
         last also for those who may not keep it, with what is compiled late."""
         graph, options = self.graph, self.options
+        make = self._take_stored(told) if self.stored else compile_module
         alive: list[weakref.ref[RecordedCode]] | None = [] if self.recorded else None
         # other ranks would wait for the collectives of a backward that is compiled when it is needed
         when_needed = None if graph.communicates else self._when_needed(alive)
         if options.compiler != "inductor" or not (self.recorded or graph.communicates):
-            compiled = compile_module(
+            compiled = make(
                 fresh.module,
                 fresh.inputs,
                 options,
@@ -410,7 +426,7 @@ class CompileJob:
         label = f"{graph.user_code}, {self.name}"
         how: How = "recorded" if self.recorded else "unrecorded"
         with output_code.attached(label) as codes:
-            compiled = compile_module(
+            compiled = make(
                 fresh.module,
                 fresh.inputs,
                 options,
@@ -425,6 +441,19 @@ class CompileJob:
         alive += map(weakref.ref, codes)
         direct = None if fresh.divided else direct_call.find(run, codes)
         return (run, None, codes, alive) if direct is None else (direct.first, direct, codes, alive)
+
+    def _take_stored(self, told: str) -> Callable[..., CompiledFunction]:
+        """In place of a compiler: past Inductor, the code that was compiled under the fingerprint `told`."""
+        name = "" if len(constant_floats(self.graph, self.args)) == len(self.graph.floats) else self.floats
+        key = next((one.key for one in self.stored if told and one.fingerprint == told and one.floats == name), None)
+        if key is None:
+            raise stored_code.NotStored("none was compiled under the same conditions")
+        knobs = dict(self.options.inductor)
+        if self.recorded:
+            from multigraph_backend.cudagraphs import output_code
+
+            knobs.update(output_code.KNOBS)
+        return lambda module, inputs, *args, **settings: stored_code.load(key, inputs, knobs)
 
     def _when_needed(self, alive: list[weakref.ref[RecordedCode]] | None) -> _WhenNeeded:
         return _WhenNeeded(self.state, self.cache_tag, self.bundled, self.options.compile_timeout, alive)
@@ -457,6 +486,14 @@ class _WhenNeeded:
                 made = compile_backward(process_wide)
             self.alive.extend(map(weakref.ref, codes))
             return made
+
+
+def _stored(cached: Sequence[tuple[str, str]], fingerprint: str, floats: _FloatsInCaches | None) -> Stored | None:
+    """By what a compile that put `cached` into torch's caches is loaded past Inductor."""
+    keys = [key for kind, key in cached if kind == "aot_autograd"]
+    if len(keys) != 1 or not fingerprint:
+        return None
+    return Stored(keys[0], fingerprint, "" if floats is None else floats.name)
 
 
 def _identity(graph: CapturedGraph, args: Sequence[Any], options: Options, cache_tag: str, grad: bool) -> str:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,20 +33,25 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.cache.manifest import UsedForm
+from multigraph_backend.cache.stored_code import Stored
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.graph import CapturedGraph, MarkedSize
 from multigraph_backend.capture.structure import copy_structure, held_tensors
+from multigraph_backend.lower import lowering
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
+from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.options import Options, disabled_pieces
-from multigraph_backend.process import sources
+from multigraph_backend.process import sources, torch_files
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.region import Region
 from multigraph_backend.region.variant import Variant
 
-_MAGIC = b"multigraph region 1\n"
+log = logging.getLogger(__name__)
+
+_MAGIC = b"multigraph region 2\n"
 
 
 class CannotSave(RuntimeError):
@@ -111,6 +117,10 @@ def _save(region: Region | str) -> bytes:
         "options": region.options,
         "state": region.state.portable(),
         "used": {variant.text: _forms(variant) for variant in (*region.variants, region.generic) if variant.forms},
+        "stored": {
+            variant.text: tuple(form.lowered.stored for form in variant.forms if form.lowered.stored is not None)
+            for variant in (*region.variants, region.generic)
+        },
     }
     try:
         payload: bytes = _compat.GraphPickler.dumps(content, _compat.GraphPicklerOptions(ops_filter=None))
@@ -119,7 +129,7 @@ def _save(region: Region | str) -> bytes:
             raise
         what = next((name for name, part in content.items() if _unpicklable(part)), "all of it together")
         raise CannotSave(f"{region.user_code} cannot be saved: {what}: {describe(error)}") from error
-    header = {**_versions(), "sha256": hashlib.sha256(payload).hexdigest()}
+    header = {**_versions(), "sha256": hashlib.sha256(payload).hexdigest(), **_torch_here()}
     return _MAGIC + json.dumps(header).encode() + b"\n" + payload
 
 
@@ -132,6 +142,22 @@ def _forms(variant: Variant) -> tuple[UsedForm, ...]:
 
 def _versions() -> dict[str, str]:
     return {"torch": str(torch.version.__version__), "multigraph": sources.key()}
+
+
+def _torch_here() -> dict[str, object]:
+    """Which torch this is by its files, and what of it was looked for and is not there: a process that has the same
+    files need not look, which would load all of Inductor."""
+    asked = [[feature, inductor, list(found)] for (feature, inductor), found in _compat.lacking.items()]
+    return {"files": torch_files.identity(), "lacking": asked}
+
+
+def _is_torch_here(header: Mapping[str, Any]) -> bool:
+    """Whether the saving process has had the very torch of this one; then what that lacks is known."""
+    if not header.get("files") or header["files"] != torch_files.identity():
+        return False
+    for feature, inductor, found in header.get("lacking", ()):
+        _compat.lacking.setdefault((feature, inductor), tuple(found))
+    return not _compat.missing("stored code")
 
 
 def _unpicklable(part: object) -> bool:
@@ -198,6 +224,7 @@ def _load(data: bytes) -> Region:
             raise CannotLoad(f"{said}; compile and save it again")
     if hashlib.sha256(payload).hexdigest() != digest:
         raise CannotLoad("the saved region is damaged: its bytes are not those that were saved")
+    same_torch = _is_torch_here(header)
     fake_mode = _compat.FakeTensorMode(shape_env=_compat.ShapeEnv())
     try:
         content = _compat.GraphPickler.loads(payload, fake_mode)
@@ -215,21 +242,28 @@ def _load(data: bytes) -> Region:
     disabled = disabled_pieces(os.environ)
     if not disabled.isdisjoint({"variants", "all"}):
         graph = dataclasses.replace(graph, marked_sizes=())
-    return _LoadedRegion(graph, content["options"].without(disabled), state, content["used"])
+    stored = content["stored"] if same_torch else {}
+    return _LoadedRegion(graph, content["options"].without(disabled), state, content["used"], stored)
 
 
 class _LoadedRegion(Region):
     """A region that takes what was used where it was saved from torch's caches: what a call needs in that call, the
     rest beside the calls that follow.  Where they do not have all of it, its first call makes all of it ready.
 
-    `used`: by the text of a condition, the code that was there.
+    `used`: by the text of a condition, the code that was there; `stored`: by what it is loaded past Inductor.
     """
 
     def __init__(
-        self, graph: CapturedGraph, options: Options, state: CompileState, used: Mapping[str, tuple[UsedForm, ...]]
+        self,
+        graph: CapturedGraph,
+        options: Options,
+        state: CompileState,
+        used: Mapping[str, tuple[UsedForm, ...]],
+        stored: Mapping[str, tuple[Stored, ...]],
     ) -> None:
         super().__init__(graph, options, state)
-        self._used, self.saves = used, True
+        self._used, self._stored = used, stored
+        self.may_be_saved()
         self._all_pending = self._all_pending or bool(used)
 
     def _compile_all(self, args: Sequence[Any]) -> None:
@@ -255,6 +289,19 @@ class _LoadedRegion(Region):
         there = warm_start.in_caches(self._graph, self.options) and any(map(warm_start.is_there, used))
         return there or super()._is_kept(variant, args)
 
+    def _take(
+        self, variant: Variant, args: Sequence[Any], options: Options, pinned: Mapping[sympy.Symbol, int], floats: str
+    ) -> Lowered:
+        if stored := self._stored.get(variant.text):
+            graph, facts, state = self._graph, variant.facts, self._state
+            try:
+                return lowering.lower(graph, facts, args, options, state, pinned, variant.text, False, floats, stored)
+            except Exception as error:
+                if from_outside(error):
+                    raise
+                log.debug("%s: %s is not loaded past Inductor: %s", self.user_code, variant.text, describe(error))
+        return super()._take(variant, args, options, pinned, floats)
+
     def _noted(self, variant: Variant, args: Sequence[Any]) -> Sequence[UsedForm]:
         return (*super()._noted(variant, args), *self._used.get(variant.text, ()))
 
@@ -264,7 +311,7 @@ class _LoadedRegion(Region):
 
 def of_region(region: Region, example_inputs: Sequence[Any]) -> SerializableRegion:
     """What the backend returns to `aot_compile`; what a call with the inputs of the trace needs is compiled now."""
-    region.saves = True
+    region.may_be_saved()
     _prepare(region, example_inputs)
     return SerializableRegion(region, region.dispatcher())
 

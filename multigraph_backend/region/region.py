@@ -100,7 +100,6 @@ class Region:
         self._ready: list[Ready] = [_NOT_READY] * (len(conditions) + 1)
         self._publish_lock = threading.RLock()  # a handler of a signal may call what it interrupts
         self._all_pending = options.compile == "eager"
-        self.saves = False  # whether it may be saved, with what its code is found by
         self._issued: Lowered | None = None  # what generic's first form issues: the reference for all others
         self._issued_lock = threading.Lock()
         self._warm_start = warm_start.of(graph, options, state)
@@ -122,6 +121,10 @@ class Region:
     def captured(self) -> CapturedGraph | None:
         """The graph as Dynamo traced it; None where it was compiled at once."""
         return self.__dict__.get("_graph")
+
+    def may_be_saved(self) -> None:
+        """From now on what its code is found by is taken down with it."""
+        self._state = dataclasses.replace(self._state, saved=True)
 
     @property
     def state(self) -> CompileState:
@@ -246,7 +249,7 @@ class Region:
 
     def _new_name(self) -> str:
         """Under which torch's caches get code that computes with Python floats; "" where nobody would be told of it."""
-        told = self.saves or self._warm_start is not None
+        told = self._state.saved or self._warm_start is not None
         return lowering.new_name() if self._graph.floats and told else ""
 
     def _check_collectives(self, variant: Variant, lowered: Lowered, args: Sequence[Any]) -> None:
@@ -561,15 +564,18 @@ class Region:
     def _cached(self, variant: Variant, args: Sequence[Any], floats: str = "") -> Lowered:
         """Code for `args` out of torch's caches, of that name; raises what `lower` raises."""
         pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
-        facts, state = variant.facts, self._state
-        options = background.options_for(self.options, variant, args, state.grad)
-        lowered = lowering.lower(
-            self._graph, facts, args, options, state, pinned, variant.text, only_cached=True, floats=floats
-        )
+        options = background.options_for(self.options, variant, args, self._state.grad)
+        lowered = self._take(variant, args, options, pinned, floats)
         self._refuse_missed_goal(lowered)
         # of blocks that come again, which code does not tell
         repeated = warm_start.repeated_in(self._noted(variant, args))
         return dataclasses.replace(lowered, repeated=repeated or lowered.repeated)
+
+    def _take(
+        self, variant: Variant, args: Sequence[Any], options: Options, pinned: Mapping[sympy.Symbol, int], floats: str
+    ) -> Lowered:
+        graph, state = self._graph, self._state
+        return lowering.lower(graph, variant.facts, args, options, state, pinned, variant.text, True, floats)
 
     def _noted(self, variant: Variant, args: Sequence[Any]) -> Sequence[UsedForm]:
         """What was noted of code of `variant` where it was compiled, the newest last."""

@@ -361,7 +361,7 @@ def run_in_child(hidden: Hidden, rows: dict[str, Any], write: int, only_asked: b
         if hidden.row != NOTHING:
             hide(hidden, rows)
         if (known := sys.modules.get("multigraph_backend._compat")) is not None:
-            known.missing.cache_clear()
+            known.lacking.clear()
             known.switched_off.cache_clear()
             for name in rows:
                 vars(known).pop(name, None)
