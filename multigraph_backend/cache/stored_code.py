@@ -19,9 +19,7 @@ import functools
 import hashlib
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +28,6 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
-
-_lacks = bool(_compat.missing("stored code"))
-_OutputCode: Any = object if _lacks else _compat.OutputCode
-_StoredGraph: Any = object if _lacks else _compat.StoredGraph
-_INSTRUMENTS = "torch._inductor.debug"
 
 
 class NotStored(Exception):
@@ -177,92 +170,17 @@ def load(key: str, inputs: Sequence[Any], knobs: Mapping[str, object]) -> Callab
     entry = found[0]
     if not isinstance(entry, _compat.StoredResult):
         raise NotStored("torch's cache keeps it in parts")
+    from multigraph_backend.cache import revived  # loads Inductor's codecache
+
     for part in (entry.compiled_fw, entry.compiled_bw):
         if part is not None and isinstance(part.result, _compat.CompiledFxGraph):
-            part.result = _Graph(part.result)
-    settings = {"cudagraphs": _compat.BoxedBool(False), "boxed_forward_device_index": _compat.BoxedDeviceIndex(None)}
-    token = _past_inductor.set(True)
-    try:
-        with config.patch(dict(knobs)):
-            run = entry.wrap_post_compile(list(inputs), entry.sanitized_aot_config, settings)
-    finally:
-        _past_inductor.reset(token)
+            part.result = revived.Alone(part.result)
+    boxes = {"cudagraphs": _compat.BoxedBool(False), "boxed_forward_device_index": _compat.BoxedDeviceIndex(None)}
+    with revived.past_inductor(), config.patch(dict(knobs)):
+        run = entry.wrap_post_compile(list(inputs), entry.sanitized_aot_config, boxes)
     for name in ("total", "autograd_cache_hit", "ok"):
         _compat.counters["aot_autograd"][name] += 1
     return lambda *args: run(list(args))
 
 
 _REMOTE = ("fx_graph_remote_cache", "autotune_remote_cache", "bundled_autotune_remote_cache")
-_past_inductor: ContextVar[bool] = ContextVar("past_inductor", default=False)
-
-
-def revived(code: Any, constants: Any) -> Any:
-    """Inductor's `code` as it can be called, out of a cache; raises RuntimeError where a file of it is gone."""
-    if _past_inductor.get():
-        return _past_lowerings(code, constants)
-    made, _ = _compat.FxGraphCache.cache_hit_post_compile(code, {}, constants)
-    if made is None:
-        raise RuntimeError("compiled code could not be loaded from the cache")
-    return made
-
-
-def _past_lowerings(code: Any, constants: Any) -> Any:
-    if code._triton_bundle:
-        _compat.StoredKernels.read_and_emit(code._triton_bundle)
-    source = without_inductor(code.source_code)
-    if source != code.source_code:
-        code.source_code, code.cache_key = source, f"c{hashlib.sha256(source.encode()).hexdigest()[:50]}"
-    code.after_deserialization(constants)
-    code.__class__ = _WithoutInstruments
-    return code
-
-
-class _WithoutInstruments(_StoredGraph):  # type: ignore[misc]
-    """Code that looks for Inductor's instruments in each call: they are in a module that others have to load."""
-
-    def __call__(self, inputs: Sequence[Any]) -> Any:
-        if _INSTRUMENTS in sys.modules:
-            return super().__call__(inputs)
-        return self.current_callable(inputs)
-
-
-class _Graph(_OutputCode):  # type: ignore[misc]
-    """Inductor's code where nothing of ours is around it: the cache would load the lowerings to revive it."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self._boxed_call = True
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        return self.inner(inputs)
-
-    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
-        self.inner = revived(self.inner, constants)
-        self.inner.post_compile(example_inputs, constants, graph_kwargs)
-
-    def set_triton_bundle(self, triton_bundle: Any) -> None:
-        self.inner.set_triton_bundle(triton_bundle)
-
-
-# ---------------------------------------------------------------- its text
-
-
-#: of Inductor's namespace of kernels of others: what is a function of torch's by the same name
-OF_TORCH = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
-_IMPORT = re.compile(r"^from torch\._inductor[\w.]* import (\w+)(?: as (\w+))?$", re.MULTILINE)
-_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
-
-
-def without_inductor(source: str) -> str:
-    """Generated code without imports that it has no use for, and that load Inductor's lowerings."""
-
-    def shorter(line: re.Match[str]) -> str:
-        name = line[2] or line[1]
-        if line[0] == _KERNELS:
-            used = set(re.findall(r"\bextern_kernels\.(\w+)", source))
-            plain = len(re.findall(r"\bextern_kernels\b", source)) == 1 + len(re.findall(r"\bextern_kernels\.", source))
-            return "import torch as extern_kernels" if plain and used <= OF_TORCH else line[0]
-        unused = len(re.findall(rf"\b{re.escape(name)}\b", source)) == 1
-        return f"# not used: {line[0]}" if unused else line[0]
-
-    return _IMPORT.sub(shorter, source)

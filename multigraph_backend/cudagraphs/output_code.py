@@ -24,7 +24,7 @@ import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.allocator import sleeping
-from multigraph_backend.cache import stored_code
+from multigraph_backend.cache.revived import revived
 from multigraph_backend.cudagraphs import numbers, runtime
 from multigraph_backend.cudagraphs.limits import Limits, by_field
 from multigraph_backend.cudagraphs.opened import Opened
@@ -153,7 +153,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         graph_kwargs = {**graph_kwargs, "cudagraphs": _compat.BoxedBool(False)}  # torch's own trees stay out
         cached = self.inner.current_callable is None
         if cached:
-            self.inner = stored_code.revived(self.inner, constants)
+            self.inner = revived(self.inner, constants)
         self.inner.post_compile(example_inputs, constants, graph_kwargs)
         if cached:
             if (attached := _attached.get()) is not None and attached[1] is not None:

@@ -115,6 +115,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "warm start": ("warning", "nothing is loaded ahead of calls, and `cache save` and `load` do not work"),
     "workers": ("warning", '`"compile": "background"` compiles in calls'),
     "rests": ("warning", "workers tune a GPU's kernels without rests, which slows calls down"),
+    "stored code": ("warning", "saved functions load all of Inductor before they take their code from torch's caches"),
     "saved graphs": ("warning", "what torch's aot_compile makes of multigraph cannot be saved"),
     "padding": ("warning", "the option 'pad' pads nothing"),
     "endings": ("warning", "recordings with collectives are not destroyed when a process group is aborted"),

@@ -34,7 +34,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, events
-from multigraph_backend.cache import stored_code
+from multigraph_backend.cache.revived import revived
 from multigraph_backend.lower import cache_keys, donation
 from multigraph_backend.lower.compile_thread import describe, reaching_the_caller
 from multigraph_backend.lower.first_compile import patch_back
@@ -161,7 +161,7 @@ class RetainedCode(_OutputCode):  # type: ignore[misc]
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         plain = isinstance(self.inner, _compat.CompiledFxGraph)
         if plain and self.inner.current_callable is None:  # from a cache
-            self.inner = stored_code.revived(self.inner, constants)
+            self.inner = revived(self.inner, constants)
         self.inner.post_compile(example_inputs, constants, graph_kwargs)
 
     def prepare_for_serialization(self) -> None:

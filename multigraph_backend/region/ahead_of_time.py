@@ -20,6 +20,7 @@ them: load what you have saved yourself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -32,18 +33,20 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.cache import torch_files
 from multigraph_backend.cache.manifest import UsedForm
 from multigraph_backend.cache.stored_code import Stored
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.graph import CapturedGraph, MarkedSize
 from multigraph_backend.capture.structure import copy_structure, held_tensors
+from multigraph_backend.cudagraphs.devices import staging
 from multigraph_backend.lower import lowering
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.options import Options, disabled_pieces
-from multigraph_backend.process import sources, torch_files
+from multigraph_backend.process import sources
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.region import Region
@@ -129,8 +132,12 @@ def _save(region: Region | str) -> bytes:
             raise
         what = next((name for name, part in content.items() if _unpicklable(part)), "all of it together")
         raise CannotSave(f"{region.user_code} cannot be saved: {what}: {describe(error)}") from error
-    header = {**_versions(), "sha256": hashlib.sha256(payload).hexdigest(), **_torch_here()}
-    return _MAGIC + json.dumps(header).encode() + b"\n" + payload
+    header = {**_versions(), **_torch_here()}
+    return _MAGIC + json.dumps({**header, "sha256": _digest(header, payload)}).encode() + b"\n" + payload
+
+
+def _digest(header: Mapping[str, Any], payload: bytes) -> str:
+    return hashlib.sha256(json.dumps(header).encode() + payload).hexdigest()
 
 
 def _forms(variant: Variant) -> tuple[UsedForm, ...]:
@@ -148,7 +155,9 @@ def _torch_here() -> dict[str, object]:
     """Which torch this is by its files, and what of it was looked for and is not there: a process that has the same
     files need not look, which would load all of Inductor."""
     asked = [[feature, inductor, list(found)] for (feature, inductor), found in _compat.lacking.items()]
-    return {"files": torch_files.identity(), "lacking": asked}
+    files = torch_files.identity()
+    hashed = "" if not files or _compat.missing("stored code") else _compat.torch_key().hex()
+    return {"files": files, "hashed": hashed, "lacking": asked}
 
 
 def _is_torch_here(header: Mapping[str, Any]) -> bool:
@@ -157,7 +166,13 @@ def _is_torch_here(header: Mapping[str, Any]) -> bool:
         return False
     for feature, inductor, found in header.get("lacking", ()):
         _compat.lacking.setdefault((feature, inductor), tuple(found))
-    return not _compat.missing("stored code")
+    if _compat.missing("stored code"):
+        return False
+    with contextlib.suppress(Exception):  # they were hashed here already
+        _compat.torch_key.set(bytes.fromhex(header["hashed"]))
+    if torch.cuda.is_available():
+        staging.hash_triton_ahead()
+    return True
 
 
 def _unpicklable(part: object) -> bool:
@@ -222,7 +237,7 @@ def _load(data: bytes) -> Region:
         if header.get(name) != version:
             said = f"the region was saved by {name} {header.get(name)}, and this is {name} {version}"
             raise CannotLoad(f"{said}; compile and save it again")
-    if hashlib.sha256(payload).hexdigest() != digest:
+    if _digest(header, payload) != digest:
         raise CannotLoad("the saved region is damaged: its bytes are not those that were saved")
     same_torch = _is_torch_here(header)
     fake_mode = _compat.FakeTensorMode(shape_env=_compat.ShapeEnv())

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.cache import stored_code
+from multigraph_backend.cache.revived import revived
 from multigraph_backend.saved_tensors import account
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.offload.operators import OFFLOAD, SETTLE
@@ -73,7 +73,7 @@ class PackingCode(_OutputCode):  # type: ignore[misc]
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         plain = isinstance(self.inner, _compat.CompiledFxGraph)
         if plain and self.inner.current_callable is None:  # from a cache
-            self.inner = stored_code.revived(self.inner, constants)
+            self.inner = revived(self.inner, constants)
         self.inner.post_compile(example_inputs, constants, graph_kwargs)
         if account.latest() != self.account:
             account.add(self.account)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+from multigraph_backend import _compat
 
 _PACKAGES = ("torch", "triton")
 _WITHOUT_CODE = frozenset({"lib", "include", "bin", "share", "test", "testing", "__pycache__", "_C"})
@@ -27,8 +27,8 @@ _SLACK = 2.0  # seconds: file systems round
 @functools.cache
 def identity() -> str:
     """A digest over what was installed, looked up once in a process (tens of milliseconds)."""
-    digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version}".encode())
-    place = Path(str(torch.__file__)).parent
+    version, built_from, place = _compat.torch_build()
+    digest = hashlib.sha256(f"{version} {built_from}".encode())
     for name in _PACKAGES:
         package = place.with_name(name)
         if not package.is_dir():
