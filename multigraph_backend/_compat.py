@@ -348,7 +348,6 @@ SYMBOLS: dict[str, PrivateSymbol] = {
         _S("StoredGraph", "torch._inductor.output_code", "CompiledFxGraph", feature="stored code",
            shape=("after_deserialization", "cache_key", "source_code", "_triton_bundle")),
         _S("torch_key", "torch._inductor.codecache", "torch_key", feature="stored code", shape=("set",)),
-        _S("triton_key", "torch._inductor.runtime.triton_compat", "triton_key", feature="stored code"),
         _S("BoxedDeviceIndex", "torch._inductor.cudagraph_utils", "BoxedDeviceIndex", feature="stored code"),
         _S("StoredKernels", "torch._inductor.triton_bundler", "TritonBundler", feature="stored code",
            shape=("read_and_emit",)),

@@ -98,10 +98,14 @@ def without_inductor(source: str) -> str:
     def shorter(line: re.Match[str]) -> str:
         name = line[2] or line[1]
         if line[0] == _KERNELS:
-            used = set(re.findall(r"\bextern_kernels\.(\w+)", source))
-            plain = len(re.findall(r"\bextern_kernels\b", source)) == 1 + len(re.findall(r"\bextern_kernels\.", source))
-            return "import torch as extern_kernels" if plain and used <= OF_TORCH else line[0]
-        unused = len(re.findall(rf"\b{re.escape(name)}\b", source)) == 1
-        return f"# not used: {line[0]}" if unused else line[0]
+            used = [part.split("(", 1)[0] for part in source.split("extern_kernels.")[1:]]
+            plain = source.count("extern_kernels") == 1 + len(used)
+            return "import torch as extern_kernels" if plain and OF_TORCH.issuperset(used) else line[0]
+        used_once = source.count(name) == line[0].count(name) or len(re.findall(rf"\b{name}\b", source)) == 1
+        return f"# not used: {line[0]}" if used_once else line[0]
 
-    return _IMPORT.sub(shorter, source)
+    head, mark, rest = source.partition(_AFTER_IMPORTS)  # large, and without imports of this kind
+    return _IMPORT.sub(shorter, head) + mark + rest
+
+
+_AFTER_IMPORTS = "\nasync_compile = AsyncCompile()\n"

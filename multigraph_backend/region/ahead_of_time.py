@@ -39,7 +39,6 @@ from multigraph_backend.cache.stored_code import Stored
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.graph import CapturedGraph, MarkedSize
 from multigraph_backend.capture.structure import copy_structure, held_tensors
-from multigraph_backend.cudagraphs.devices import staging
 from multigraph_backend.lower import lowering
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
@@ -170,8 +169,6 @@ def _is_torch_here(header: Mapping[str, Any]) -> bool:
         return False
     with contextlib.suppress(Exception):  # they were hashed here already
         _compat.torch_key.set(bytes.fromhex(header["hashed"]))
-    if torch.cuda.is_available():
-        staging.hash_triton_ahead()
     return True
 
 

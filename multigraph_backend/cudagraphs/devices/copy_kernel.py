@@ -7,7 +7,10 @@ there too.
 import triton
 import triton.language as tl
 
+from multigraph_backend.cudagraphs.devices.known_kernels import known
 
+
+@known
 @triton.jit(do_not_specialize=["sources"])  # type: ignore[untyped-decorator]
 def copy_words(table, sources, ROW: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program copies up to BLOCK words of 4 bytes, as its row of `table` says (see `staging.rows`).

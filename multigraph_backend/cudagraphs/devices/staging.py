@@ -17,7 +17,6 @@ Kernels are compiled by `prepare`, in a compile, for round numbers of sources; a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -47,25 +46,6 @@ _lock = threading.Lock()
 _launches: dict[tuple[int, int], _compat.TritonLaunch] = {}
 
 
-_hashing: threading.Thread | None = None
-
-
-def hash_triton_ahead() -> None:
-    """Triton finds a compiled kernel by a hash that it makes of its own files, once in a process: begin with it, beside
-    what else a process loads.  `prepare` waits for it."""
-    global _hashing
-    with _lock:
-        if _hashing is None:
-            _hashing = threading.Thread(target=_hash_triton, name="multigraph-triton-key", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread can be started
-                _hashing.start()
-
-
-def _hash_triton() -> None:
-    with contextlib.suppress(Exception):  # `prepare` meets it, too, and says so
-        _compat.triton_key()
-
-
 def sizes() -> list[int]:
     """Numbers of sources that kernels are compiled for."""
     return [1 << power for power in range(MOST_SOURCES.bit_length())]
@@ -79,8 +59,6 @@ def prepare(index: int, sources: int) -> None:
     with _lock:
         if (index, size) in _launches:
             return
-        if _hashing is not None and _hashing.ident is not None:
-            _hashing.join()
         try:
             with torch.cuda.device(index):
                 _launches[index, size] = _compat.triton_launch(_compiled(size))
