@@ -2,7 +2,7 @@
 
 `region` owns the graph; `rules` says what was declared over a call's arguments, and `dispatch` generates the function
 that finds a call's variant by that; `variant` is the life of one; `gains` times variants against generic while the user
-asks for it; `registry` knows which regions are alive; `ahead_of_time` makes a region one that torch saves and loads;
-`warm_start` notes what calls use, and loads it in a second process; `background` has variants compiled by worker
-processes.
+asks for it; `registry` knows which regions are alive; `ahead_of_time` makes a region one that torch saves and loads, by
+the class in `serializable`; `warm_start` notes what calls use, and loads it in a second process; `background` has
+variants compiled by worker processes.
 """

@@ -26,7 +26,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -49,6 +49,7 @@ from multigraph_backend.process import sources
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.region import Region
+from multigraph_backend.region.serializable import SerializableRegion
 from multigraph_backend.region.variant import Variant
 
 log = logging.getLogger(__name__)
@@ -70,36 +71,11 @@ def deserialize(data: bytes) -> SerializableRegion:
     return SerializableRegion(region, region.dispatcher())
 
 
-class SerializableRegion(_compat.SerializableCallable):  # type: ignore[misc]
-    """What Dynamo's code calls where `aot_compile` made it: a region's dispatcher, as torch's class.
-
-    `region` may be a text that says why it cannot be saved.
-    """
-
-    def __init__(self, region: Region | str, run: Callable[..., Any]) -> None:
-        self._region, self._run = region, run
-
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
-
-    @classmethod
-    def serialize_compile_artifacts(cls, fn: SerializableRegion) -> bytes:
-        """The region as bytes; raises `CannotSave`."""
-        return _save(fn._region)
-
-    @classmethod
-    def deserialize_compile_artifacts(cls, data: bytes) -> SerializableRegion:
-        """The reverse; raises `CannotLoad`."""
-        return deserialize(data)
-
-    def finalize_loading(self, vllm_config: object) -> None:
-        """What vLLM calls on all that it has loaded; nothing is left to do."""
-
-
 # ---------------------------------------------------------------- bytes
 
 
-def _save(region: Region | str) -> bytes:
+def serialize(region: Region | str) -> bytes:
+    """A region as bytes; raises `CannotSave`."""
     if isinstance(region, str):
         raise CannotSave(f"multigraph: this graph cannot be saved: it was compiled at once, {region}")
     graph = region.captured
