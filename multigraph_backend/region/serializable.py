@@ -28,17 +28,18 @@ class SerializableRegion(_compat.SerializableCallable):  # type: ignore[misc]
     @classmethod
     def serialize_compile_artifacts(cls, fn: SerializableRegion) -> bytes:
         """The region as bytes; raises `CannotSave`."""
-        from multigraph_backend.region import ahead_of_time
+        from multigraph_backend.region import saved_region
 
-        return ahead_of_time.serialize(fn._region)
+        return saved_region.save(fn._region)
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> SerializableRegion:
         """The reverse; raises `CannotLoad`."""
         with garbage.paused():
-            from multigraph_backend.region import ahead_of_time
+            from multigraph_backend.region import saved_region
 
-            return ahead_of_time.deserialize(data)
+            region = saved_region.load(data)
+            return cls(region, region.dispatcher())
 
     def finalize_loading(self, vllm_config: object) -> None:
         """What vLLM calls on all that it has loaded; nothing is left to do."""

@@ -101,6 +101,7 @@ def test_the_same_program_with_another_value_asks_the_caches_alone(tmp_path: Pat
 
 def _in_process(folder: Path, floats: list[float]) -> dict[str, int]:
     environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    environ["MULTIGRAPH_MANIFESTS"] = str(folder / "manifests")  # the names of code with floats are there
     words = [sys.executable, "-c", PROGRAM, json.dumps(floats)]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

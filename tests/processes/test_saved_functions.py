@@ -29,7 +29,21 @@ def test_a_second_process_loads_what_the_first_has_saved_and_compiles_nothing(tm
         "regions": 1, "generic_compiled": 1, "loaded_ahead": 1, "generic_calls": 2, "variant_calls": 1
     }  # fmt: skip
     assert max(first["difference"], second["difference"]) < 1e-5
+    assert not second["compiler"]  # nor loaded what compiles
     # without the caches it is compiled again, and right
     third = run("load", tmp_path / "model", tmp_path / "other")
     assert (third["states"], third["caches"]["autograd_cache_miss"]) == (first["states"], 2)
     assert third["difference"] < 1e-5
+
+
+def test_under_another_torch_and_with_damaged_caches_it_is_right_and_asks_inductor(tmp_path: Path) -> None:
+    run("save", tmp_path / "model", tmp_path / "cache")
+    data = (tmp_path / "model").read_bytes()
+    for entry in (tmp_path / "cache" / "aotautograd").rglob("*"):
+        if entry.is_file():
+            entry.write_bytes(entry.read_bytes()[:-20])
+    damaged = run("load", tmp_path / "model", tmp_path / "cache")
+    assert damaged["compiler"]
+    assert damaged["difference"] < 1e-5
+    assert damaged["stats"].get("failures", 0) == damaged["stats"].get("eager_calls", 0) == 0
+    assert (tmp_path / "model").read_bytes() == data

@@ -61,6 +61,7 @@ def main(what: str, path: str) -> None:
                 "states": states | {"generic": region["generic"]["state"]},
                 "stats": {name: value for name, value in multigraph_backend.stats().items() if value},
                 "caches": dict(counters["aot_autograd"]),
+                "compiler": "multigraph_backend.lower.inductor" in sys.modules,
             }
         )
     )

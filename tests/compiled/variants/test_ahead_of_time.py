@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import multigraph_backend
-from multigraph_backend.region import ahead_of_time
-from multigraph_backend.region.ahead_of_time import CannotLoad, CannotSave
+from multigraph_backend.region.saved_region import CannotLoad, CannotSave
+from multigraph_backend.region.serializable import SerializableRegion
 
 QUICK = {"compiler": "aot_eager"}
 
@@ -365,7 +365,7 @@ def test_configuration_of_the_first_compile_is_that_of_a_loaded_one(tmp_path: Pa
 
 def test_other_bytes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = region_bytes(ahead(sine, dynamic(6)))
-    load = ahead_of_time.deserialize
+    load = SerializableRegion.deserialize_compile_artifacts
     assert load(data)(6, torch.ones(6, 8))[0].shape == (6, 8)
     for wrong, message in (
         (b"", "no region that multigraph has saved"),
