@@ -1,7 +1,7 @@
 """How a server's process starts: to its first token, and until every declared size has been called.
 
-The model and the calls are `serving.py`'s. Each form runs in a process with empty caches, and in a second one that
-finds what the first has left: torch's caches, and multigraph's manifest.
+The model and the calls are `serving.py`'s. Each form runs in a process with empty caches, and then, in turns with the
+other forms, in several that find what it has left: torch's caches, and multigraph's manifest. Their median counts.
 
 eager              nothing is compiled
 inductor dynamic   torch.compile(dynamic=True): one piece of code for each number of dimensions that is 1
@@ -12,9 +12,9 @@ multigraph, saved  the same, saved by the first process (torch's `aot_compile`: 
 first s    from the start of the process, its imports and the model, to the first token of the first request
 ready s    until every declared size has been called three times, so often that it is recorded on a GPU
 compiled   graphs that AOTAutograd's cache did not have, in that process
-warm/cold  ready of the second process over that of the first; "over eager", "over Inductor": first s of the second
-           process over that of a process that compiles nothing, and of Inductor's second one
-own        what ready of both is above eager's second process, as a ratio: without what every process needs
+warm/cold  ready of later processes over that of the first; "over eager", "over Inductor": first s of later processes
+           over that of processes that compile nothing, and of Inductor's later ones
+own        what ready of both is above eager's later processes, as a ratio: without what every process needs
 
 Where torch was installed without the bytecode of its modules, the processes share a folder for that, as they would
 have it elsewhere.
@@ -30,10 +30,11 @@ import argparse
 import importlib.util
 import io
 import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ COLUMNS = (
     Column("cold_first_s", "cold first s", 2),
     Column("cold_ready_s", "ready s", 2),
     Column("cold_compiled", "compiled"),
+    Column("processes", "processes"),
     Column("first_s", "warm first s", 2),
     Column("ready_s", "ready s", 2),
     Column("compiled", "compiled"),
@@ -147,34 +149,77 @@ def without_bytecode() -> bool:
     return not Path(importlib.util.cache_from_source(str(torch.__file__))).exists()
 
 
-def both(
-    form: str, device: str, quick: bool, expected: list[list[int]] | None, bytecode: Mapping[str, str]
-) -> dict[str, Any]:
-    """What the first process has needed, and the second.  `bytecode`: variables that say where that lies."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+class Process:
+    """One form: a folder that its processes share, what the first has needed, and what later ones have."""
+
+    def __init__(self, form: str, device: str, quick: bool, bytecode: Mapping[str, str]) -> None:
+        """`bytecode`: variables that say where that lies."""
+        self.form = form
+        self._words = ["--form", form, "--device", device, *(["--quick"] if quick else [])]
+        self._place = tempfile.TemporaryDirectory()
+        folder = Path(self._place.name)
         (folder / "saved").mkdir()
-        words = ["--form", form, "--device", device, "--folder", str(folder / "saved"), *(["--quick"] if quick else [])]
-        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
-        found = []
-        for _ in range(2):
-            value, error = in_own_process(__file__, words, SECONDS, {**caches, **bytecode})
-            if error is not None:
-                raise RuntimeError(error)
-            found.append(value)
-    cold, warm = found
-    for told in found:
-        off = sum(mine != theirs for mine, theirs in zip(told["answers"], expected or told["answers"], strict=True))
-        if off > 1:  # a tie of two tokens may fall otherwise
-            raise AssertionError(f"{off} of {len(told['answers'])} answers are not eager's")
-    answers = warm.pop("answers")
-    said = {f"cold_{key}": cold[key] for key in ("first_s", "ready_s", "compiled")}
-    return {**said, **warm, "warm_over_cold": warm["ready_s"] / cold["ready_s"], "answers": answers}
+        self._words += ["--folder", str(folder / "saved")]
+        self._environ = {
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+            **bytecode,
+        }
+        self.cold: dict[str, Any] = {}
+        self.warm: list[dict[str, Any]] = []
+
+    def start(self) -> dict[str, Any]:
+        value, error = in_own_process(__file__, self._words, SECONDS, self._environ)
+        if error is not None:
+            raise RuntimeError(error)
+        told: dict[str, Any] = value
+        return told
+
+    def row(self, expected: list[list[int]]) -> dict[str, Any]:
+        """Medians of the later processes, beside what the first has needed."""
+        for told in (self.cold, *self.warm):
+            off = sum(mine != theirs for mine, theirs in zip(told["answers"], expected, strict=True))
+            if off > 1:  # a tie of two tokens may fall otherwise
+                raise AssertionError(f"{off} of {len(told['answers'])} answers are not eager's")
+        said = {f"cold_{key}": self.cold[key] for key in ("first_s", "ready_s", "compiled")}
+        for key in ("first_s", "ready_s", "compiled"):
+            said[key] = statistics.median(told[key] for told in self.warm)
+        return {**said, "processes": len(self.warm), "warm_over_cold": said["ready_s"] / said["cold_ready_s"]}
+
+    def close(self) -> None:
+        self._place.cleanup()
+
+
+def all_started(forms: Sequence[str], args: argparse.Namespace, device: str) -> dict[str, Process | Exception]:
+    """Each form's first process, then the later ones of all in turns; in place of a form that fails, its failure."""
+    folder = tempfile.TemporaryDirectory()
+    bytecode = {"PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""} if without_bytecode() else {}
+    found: dict[str, Process | Exception] = {}
+    for turn in range(1 + args.processes):
+        for form in forms:
+            if turn == 0:
+                found[form] = Process(form, device, args.quick, bytecode)
+            process = found[form]
+            if isinstance(process, Exception):
+                continue
+            try:
+                told = process.start()
+            except Exception as error:
+                process.close()
+                found[form] = error
+                continue
+            if turn == 0:
+                process.cold = told
+            else:
+                process.warm.append(told)
+    folder.cleanup()
+    return found
 
 
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=FORMS, help="all; eager always")
+    parser.add_argument("--processes", type=int, default=3, help="later processes of each form, in turns (3)")
     parser.add_argument("--form", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
@@ -187,32 +232,33 @@ def main() -> int:
         torch.set_num_threads(args.threads)
         return answer(args.answer, partial(measured, args.form, args.device, args.quick, args.folder))
     results = Results("starts", "How a process starts, cold and with what an earlier one has left", COLUMNS, args)
-    expected: list[list[int]] | None = None
-    first: dict[str, float] = {}
-    base = 0.0
-    folder = tempfile.TemporaryDirectory()
-    bytecode = {"PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""} if without_bytecode() else {}
+    forms = FORMS if args.only is None else (EAGER, *(name for name in FORMS[1:] if name in args.only))
+    started = all_started(forms, args, results.device)
+    first: dict[str, dict[str, Any]] = {}
 
     def row(form: str) -> dict[str, Any]:
-        nonlocal expected, base
-        told = both(form, results.device, args.quick, expected, bytecode)
-        expected = expected or told["answers"]
-        del told["answers"]
-        first[form] = told["first_s"]
-        if form == EAGER:
-            base = told["ready_s"]
-        elif base:
-            told["own_over_cold"] = (told["ready_s"] - base) / (told["cold_ready_s"] - base)
+        process, eager = started[form], started[EAGER]
+        if isinstance(process, Exception):
+            raise process
+        if isinstance(eager, Exception):
+            raise RuntimeError("there is no eager process to compare with") from eager
+        told = first[form] = process.row(eager.cold["answers"])
+        base = first[EAGER]
+        if form != EAGER:
+            own = told["ready_s"] - base["ready_s"], told["cold_ready_s"] - base["ready_s"]
+            told["own_over_cold"] = own[0] / own[1]
         for key, other in (("over_eager", EAGER), ("over_inductor", INDUCTOR)):
             if form != other and other in first:
-                told[key] = told["first_s"] / first[other]
+                told[key] = told["first_s"] / first[other]["first_s"]
         if form in (OURS, SAVED) and not args.quick:
             told["goals"] = goals_text(GOALS[results.device], told)
         return told
 
-    for form in FORMS if args.only is None else (EAGER, *(name for name in FORMS[1:] if name in args.only)):
+    for form in forms:
         results.row({"form": form}, partial(row, form), headline=True)
-    folder.cleanup()
+    for process in started.values():
+        if isinstance(process, Process):
+            process.close()
     return results.finish()
 
 

@@ -192,6 +192,7 @@ _LOST_WITHOUT = {
     "native_calls": "what is recorded is called by way of Python",
     "padding": "no call is padded",
     "patched_inputs": "inputs that come at another address at each call are copied into recordings",
+    "stored_code": "saved functions load all of Inductor before they take their code from torch's caches",
     "saved_tensors": "nothing is packed",
     "variants": "every call runs the generic graph",
 }

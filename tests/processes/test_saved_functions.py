@@ -10,8 +10,8 @@ from typing import Any
 from tests.support import forked, saved_function
 
 
-def run(what: str, path: Path, cache: Path) -> dict[str, Any]:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+def run(what: str, path: Path, cache: Path, disabled: str = "") -> dict[str, Any]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "MULTIGRAPH_DISABLE": disabled}
     done = forked.run(saved_function.__file__, what, str(path), env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout)
@@ -30,13 +30,16 @@ def test_a_second_process_loads_what_the_first_has_saved_and_compiles_nothing(tm
     }  # fmt: skip
     assert max(first["difference"], second["difference"]) < 1e-5
     assert not second["compiler"]  # nor loaded what compiles
+    by_inductor = run("load", tmp_path / "model", tmp_path / "cache", "stored_code")
+    assert by_inductor["compiler"]
+    assert (by_inductor["caches"], by_inductor["stats"]) == (second["caches"], second["stats"])
     # without the caches it is compiled again, and right
     third = run("load", tmp_path / "model", tmp_path / "other")
     assert (third["states"], third["caches"]["autograd_cache_miss"]) == (first["states"], 2)
     assert third["difference"] < 1e-5
 
 
-def test_under_another_torch_and_with_damaged_caches_it_is_right_and_asks_inductor(tmp_path: Path) -> None:
+def test_with_damaged_caches_it_is_right_and_asks_inductor(tmp_path: Path) -> None:
     run("save", tmp_path / "model", tmp_path / "cache")
     data = (tmp_path / "model").read_bytes()
     for entry in (tmp_path / "cache" / "aotautograd").rglob("*"):

@@ -213,7 +213,7 @@ def test_memory_goes_on_where_it_was_cut_off(
 
 @pytest.mark.slow
 def test_starts(tmp_path: Path) -> None:
-    rows = run("starts", tmp_path)
+    rows = run("starts", tmp_path, "--processes", "1", nested=False)  # how a process starts, not how one is forked
     assert [row["form"] for row in rows] == ["eager", "inductor dynamic", "multigraph", "multigraph, saved"]
     assert positive(rows, "cold_first_s", "cold_ready_s", "first_s", "ready_s", "warm_over_cold")
     assert positive(rows[1:], "over_eager")
