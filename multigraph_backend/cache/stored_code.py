@@ -47,15 +47,17 @@ class Stored:
 # ---------------------------------------------------------------- what a compile depends on
 
 
-def fingerprint(module: torch.fx.GraphModule, inputs: Sequence[Any], floats: Mapping[sympy.Symbol, float]) -> str:
+def fingerprint(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], floats: Mapping[sympy.Symbol, float], asked: object
+) -> str:
     """Of a compile of `module` for `inputs`, fake tensors and symbols, in the state that is in force; `floats` are
-    constants to it.  "" where it cannot be told from others."""
+    constants to it, `asked` is what the user asked of it.  "" where it cannot be told from others."""
     graphs = [part.code for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
     if any("triton_kernel_wrapper" in code for code in graphs):  # what the kernels say is not in the graph
         return ""
     try:
         known = sorted((str(symbol), repr(value)) for symbol, value in floats.items())
-        said = [graphs, [_described(value) for value in inputs], known, _configuration(), _state()]
+        said = [graphs, [_described(value) for value in inputs], known, _asked(asked), _configuration(), _state()]
     except _NotPlain:
         return ""
     return hashlib.sha256(repr(said).encode()).hexdigest()
@@ -63,6 +65,14 @@ def fingerprint(module: torch.fx.GraphModule, inputs: Sequence[Any], floats: Map
 
 class _NotPlain(Exception):
     """A value whose text may be that of another value."""
+
+
+def _asked(asked: object) -> str:
+    """Options as text: what they hold is data, which its text tells apart, or code, of which the text has an address."""
+    text = repr(asked)
+    if " at 0x" in text:
+        raise _NotPlain
+    return text
 
 
 def _described(value: Any) -> str:

@@ -371,7 +371,7 @@ class CompileJob:
             saved_account.collecting() as saved,
         ):
             fresh = fresh_inputs.build(graph, self.known, self.args, floats)
-            told = stored_code.fingerprint(fresh.module, fresh.inputs, floats) if self.state.saved and noting else ""
+            told = self._fingerprint(fresh, floats) if noting else ""
             context = _compat.TracingContext(fresh.fake_mode)
             with _noting_floats(graph, fresh) as asked, _compat.tracing(context):
                 run, direct, codes, alive = self._call_compiler(fresh, told)
@@ -441,6 +441,12 @@ class CompileJob:
         alive += map(weakref.ref, codes)
         direct = None if fresh.divided else direct_call.find(run, codes)
         return (run, None, codes, alive) if direct is None else (direct.first, direct, codes, alive)
+
+    def _fingerprint(self, fresh: FreshInputs, floats: Mapping[sympy.Symbol, float]) -> str:
+        """What the compile depends on, where it may be saved; "" else, or where that cannot be told."""
+        if not self.state.saved:
+            return ""
+        return stored_code.fingerprint(fresh.module, fresh.inputs, floats, self.options)
 
     def _take_stored(self, told: str) -> Callable[..., CompiledFunction]:
         """In place of a compiler: past Inductor, the code that was compiled under the fingerprint `told`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +18,11 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import multigraph_backend
+from multigraph_backend import Keep, Match, Rule, Scaled
 from multigraph_backend.cache import revived, torch_files
 from multigraph_backend.cache.stored_code import fingerprint
+from multigraph_backend.options import Options
 
 SOURCE = """\
 import torch
@@ -108,9 +112,12 @@ def fakes(*tensors: torch.Tensor) -> list[Any]:
 
 
 def told(
-    module: torch.fx.GraphModule | None = None, *inputs: Any, floats: dict[sympy.Symbol, float] | None = None
+    module: torch.fx.GraphModule | None = None,
+    *inputs: Any,
+    floats: dict[sympy.Symbol, float] | None = None,
+    asked: object = None,
 ) -> str:
-    return fingerprint(module or graph(), inputs or fakes(torch.randn(4, 8)), floats or {})
+    return fingerprint(module or graph(), inputs or fakes(torch.randn(4, 8)), floats or {}, asked)
 
 
 def test_the_same_compile_has_the_same_fingerprint() -> None:
@@ -183,9 +190,25 @@ def test_what_cannot_be_written_down_for_certain_has_none() -> None:
         assert told() == ""
     assert told(None, torch.randn(4, 8)) == ""  # no fake tensor: its values would count
     assert told(None, object()) == ""
+    assert told(asked=lambda: None) == ""
     kernels = graph()
     kernels._code += "\n# triton_kernel_wrapper_mutation(kernel_idx = 0)"
     assert told(kernels) == ""
+
+
+def test_other_options_have_another_one_and_options_that_were_pickled_the_same() -> None:
+    asked = {
+        "specialize": [{"x[0]": [8, multigraph_backend.Range(1, 4)]}],
+        "saved_tensors": [
+            Rule(Match(op="aten::tanh"), Keep()),
+            Rule(Match(dtype="float32"), Scaled("int8", per="row")),
+        ],
+        "inductor": {"max_autotune": False, "epilogue_fusion": True},
+    }
+    options = Options.build(asked, None, (), {})
+    again = pickle.loads(pickle.dumps(options))
+    assert told(asked=options) == told(asked=again) != ""
+    assert told(asked=options) != told(asked=options.without(frozenset({"saved_tensors"})))
 
 
 def test_how_a_process_does_its_work_does_not_count() -> None:
