@@ -57,7 +57,8 @@ def fingerprint(
         return ""
     try:
         known = sorted((str(symbol), repr(value)) for symbol, value in floats.items())
-        said = [graphs, [_described(value) for value in inputs], known, _asked(asked), _configuration(), _state()]
+        given = [_described(value) for value in inputs]
+        said = [graphs, given, known, _asked(asked), _configuration(), _state()]
     except _NotPlain:
         return ""
     return hashlib.sha256(repr(said).encode()).hexdigest()

@@ -18,8 +18,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import multigraph_backend
-from multigraph_backend import Keep, Match, Rule, Scaled
+from multigraph_backend import Keep, Match, Range, Rule, Scaled
 from multigraph_backend.cache import revived, torch_files
 from multigraph_backend.cache.stored_code import fingerprint
 from multigraph_backend.options import Options
@@ -198,10 +197,10 @@ def test_what_cannot_be_written_down_for_certain_has_none() -> None:
 
 def test_other_options_have_another_one_and_options_that_were_pickled_the_same() -> None:
     asked = {
-        "specialize": [{"x[0]": [8, multigraph_backend.Range(1, 4)]}],
+        "specialize": [{"x[0]": [8, 16]}, Range("x[1]", 1, 4)],
         "saved_tensors": [
             Rule(Match(op="aten::tanh"), Keep()),
-            Rule(Match(dtype="float32"), Scaled("int8", per="row")),
+            Rule(Match(dtype="float32"), Scaled("int8")),
         ],
         "inductor": {"max_autotune": False, "epilogue_fusion": True},
     }
