@@ -69,7 +69,7 @@ class _NotPlain(Exception):
 
 
 def _asked(asked: object) -> str:
-    """Options as text: what they hold is data, which its text tells apart, or code, of which the text has an address."""
+    """Options as text: what they hold is data, which its text tells apart, or code, whose text has an address."""
     text = repr(asked)
     if " at 0x" in text:
         raise _NotPlain
