@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.support import forked, saved_function
+from tests.support import forked, saved_function, saved_training
 
 
-def run(what: str, path: Path, cache: Path, disabled: str = "") -> dict[str, Any]:
+def run(
+    what: str, path: Path, cache: Path, disabled: str = "", program: str = saved_function.__file__
+) -> dict[str, Any]:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "MULTIGRAPH_DISABLE": disabled}
-    done = forked.run(saved_function.__file__, what, str(path), env=environment, timeout=600)
+    done = forked.run(program, what, str(path), env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout)
     return said
@@ -50,3 +52,13 @@ def test_with_damaged_caches_it_is_right_and_asks_inductor(tmp_path: Path) -> No
     assert damaged["difference"] < 1e-5
     assert damaged["stats"].get("failures", 0) == damaged["stats"].get("eager_calls", 0) == 0
     assert (tmp_path / "model").read_bytes() == data
+
+
+def test_what_trains_with_packed_tensors_is_loaded_with_its_backward(tmp_path: Path) -> None:
+    first = run("save", tmp_path / "model", tmp_path / "cache", program=saved_training.__file__)
+    second = run("load", tmp_path / "model", tmp_path / "cache", program=saved_training.__file__)
+    assert (first["compiler"], second["compiler"]) == (True, False)
+    assert second["packed_tensors"] == first["packed_tensors"] > 0
+    for process in (first, second):
+        assert process["furthest"] < 0.05
+        assert process["failures"] == process["eager_calls"] == 0
