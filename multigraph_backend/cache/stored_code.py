@@ -1,9 +1,9 @@
 """Code out of torch's cache past Inductor: for a saved function, whose graph is known, and what it was compiled under.
 
 `compile_fx` takes code from the cache, too, but a process has loaded Inductor's lowerings by then, and hashed all files
-of torch and of Triton: more than a second before the first call.  What the hashes and the traced graph would show is
-known here: the graph is the one that was saved, byte for byte, torch's files are the same (`torch_files`), and
-everything else that torch's key is made of is in the fingerprint of a compile.
+of torch and of Triton.  What the hashes and the traced graph would show is known here: the graph is the one that was
+saved, byte for byte, torch's files are the same (`torch_files`), and everything else that torch's key is made of is in
+the fingerprint of a compile.
 
 In:  the key of a compile in AOTAutograd's cache, and its fingerprint (`Stored`), both taken where it was compiled.
 Out: the same callable as `compile_fx` would have made of that entry; `NotStored` where anything differs, and the
@@ -15,6 +15,7 @@ certain (a pass of the user's, a subclass of tensors) makes no fingerprint at al
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -58,7 +59,7 @@ def fingerprint(
     try:
         known = sorted((str(symbol), repr(value)) for symbol, value in floats.items())
         given = [_described(value) for value in inputs]
-        said = [graphs, given, known, _asked(asked), _configuration(), _state()]
+        said = [graphs, given, known, _plain(asked), _configuration(), _state()]
     except _NotPlain:
         return ""
     return hashlib.sha256(repr(said).encode()).hexdigest()
@@ -66,14 +67,6 @@ def fingerprint(
 
 class _NotPlain(Exception):
     """A value whose text may be that of another value."""
-
-
-def _asked(asked: object) -> str:
-    """Options as text: what they hold is data, which its text tells apart, or code, whose text has an address."""
-    text = repr(asked)
-    if " at 0x" in text:
-        raise _NotPlain
-    return text
 
 
 def _described(value: Any) -> str:
@@ -86,6 +79,7 @@ def _described(value: Any) -> str:
     return _plain(value)
 
 
+_PACKAGE = __name__.partition(".")[0]
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -100,11 +94,14 @@ def _plain(value: Any) -> str:
         return f"set({', '.join(sorted(map(_plain, value)))})"
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value) and type(value).__module__.startswith(f"{_PACKAGE}."):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return f"{_plain(type(value))}({_plain(fields)})"  # what the class does is in its key: the package's files
     raise _NotPlain
 
 
 #: of configurations: what says how a process does its work, and not what comes out
-_NOT_IN_CODE = re.compile(r"compile_threads|worker_|.*log|debug|trace\.|.*_dir$|.*cache_dir|pattern_matcher_debug")
+_NOT_IN_CODE = re.compile(r"compile_threads|debug|.*_dir")
 
 
 def _configuration() -> str:

@@ -1,8 +1,8 @@
 """Which torch runs here, by its files, without reading them.
 
-torch tells its compiled code apart by a hash of all its Python files, which takes a process longer than the rest of
-loading code does.  An installer has written such hashes down: a wheel's RECORD.  It speaks for the files as long as
-none was changed since, and that their times tell.
+torch tells its compiled code apart by a hash of all its Python files, which each process reads for that.  An installer
+has written such hashes down: a wheel's RECORD.  It speaks for the files as long as none was changed since, and that
+their times tell.
 
 Out: `identity`, the same for the same torch and the same Triton on whatever machine; "" where nothing speaks for them:
 a torch that was built in place, files that were changed after they were installed, or copied without their times.
@@ -26,7 +26,7 @@ _SLACK = 2.0  # seconds: file systems round
 
 @functools.cache
 def identity() -> str:
-    """A digest over what was installed, looked up once in a process (tens of milliseconds)."""
+    """A digest over what was installed, looked up once in a process."""
     version, built_from, place = _compat.torch_build()
     digest = hashlib.sha256(f"{version} {built_from}".encode())
     for name in _PACKAGES:

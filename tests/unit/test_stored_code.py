@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,11 @@ print({name for name in OF_TORCH if getattr(extern_kernels, name) is not getattr
 
 
 # ---------------------------------------------------------------- fingerprints
+
+
+@dataclass(frozen=True)
+class ByTheUser:
+    """A pass or a way to pack."""
 
 
 def graph(number: float = 2.0) -> torch.fx.GraphModule:
@@ -190,6 +196,7 @@ def test_what_cannot_be_written_down_for_certain_has_none() -> None:
     assert told(None, torch.randn(4, 8)) == ""  # no fake tensor: its values would count
     assert told(None, object()) == ""
     assert told(asked=lambda: None) == ""
+    assert told(asked=ByTheUser()) == ""  # its text is the same, whatever its code does
     kernels = graph()
     kernels._code += "\n# triton_kernel_wrapper_mutation(kernel_idx = 0)"
     assert told(kernels) == ""

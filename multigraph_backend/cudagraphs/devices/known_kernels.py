@@ -1,9 +1,8 @@
 """Kernels of our own that an earlier process has compiled, found again without Triton's hash.
 
-Triton finds a compiled kernel by a hash over all of its own files, its compiler's library of some hundred MB among
-them, which takes a process as long as everything else that it does before its first recording.  Which Triton it is,
-`torch_files` tells from what an installer wrote down; so a note beside torch's caches says where Triton's cache has the
-kernel.
+Triton finds a compiled kernel by a hash over all of its own files, its compiler's library among them, which each
+process reads for that.  Which Triton it is, `torch_files` tells from what an installer wrote down; so a note beside
+torch's caches says where Triton's cache has the kernel.
 
 In:  Triton's compile of one kernel.  Out: the same kernel; where there is no note, or it is not to be trusted, or what
 it names is gone, Triton compiles, and a note is written.
