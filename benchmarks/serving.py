@@ -145,19 +145,34 @@ def compiled_as(form: str, phase: str, model: torch.nn.Module, device: str, quic
     return StaticLoop(made, device) if form == "static loop" else made
 
 
+def language_models(device: str, quick: bool) -> dict[str, Any]:
+    """The server's models; a process that has asked for them calls its sizes, fewer where it is `quick`."""
+    import batching
+    import slot_model as of_server
+
+    if quick:
+        batching.PROMPTS, batching.BATCHES = (16,), (1, 4)
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.specialize_float = True
+    found: dict[str, Any] = of_server.language_models(device, quick)
+    return found
+
+
+def slot_model(model: Any) -> Any:
+    import batching
+    from slot_model import SlotModel
+
+    return SlotModel(model, batching.BATCHES[-1], 256)
+
+
 def conversations(
     form: str, device: str, quick: bool, phase: str = "warm", made: Callable[..., Call] | None = None
 ) -> tuple[Any, float]:
     """With the moment at which torch.compile was called.  `made`: makes of the model what is called, as `compiled_as`
     does where it is left out."""
     import batching
-    from slot_model import SlotModel, language_models
 
-    if quick:
-        batching.PROMPTS, batching.BATCHES = (16,), (1, 4)
-    torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.specialize_float = True
-    model = SlotModel(language_models(device, quick)["draft" if quick else "chat"], batching.BATCHES[-1], 256)
+    model = slot_model(language_models(device, quick)["draft" if quick else "chat"])
     began = time.perf_counter()
     compiled = made or partial(compiled_as, form, phase)
     return batching.Conversations(form, model, compiled(model, device, quick), device), began

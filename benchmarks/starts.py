@@ -1,7 +1,8 @@
 """How a server's process starts: to its first token, and until every declared size has been called.
 
-The model and the calls are `serving.py`'s. Each form runs in a process with empty caches, and then, in turns with the
-other forms, in several that find what it has left: torch's caches, and multigraph's manifest. Their median counts.
+The process is that of `examples/server`: its three models, or those of them that are named, and the calls of
+`serving.py`. Each form runs in a process with empty caches, and then, in turns with the other forms, in several that
+find what it has left: torch's caches, and multigraph's manifest. Their median counts.
 
 eager              nothing is compiled
 inductor dynamic   torch.compile(dynamic=True): one piece of code for each number of dimensions that is 1
@@ -9,8 +10,8 @@ multigraph         the sizes that requests are padded to, declared: a variant fo
 multigraph, saved  the same, saved by the first process (torch's `aot_compile`: graphs, and which variants were used):
                    the second traces nothing, and loads all code when it calls what it has loaded
 
-first s    from the start of the process, its imports and the model, to the first token of the first request
-ready s    until every declared size has been called three times, so often that it is recorded on a GPU
+first s    from the start of the process, its imports and the models, to the first token of the first request
+ready s    until every declared size of each model has been called three times, so often that it is recorded on a GPU
 compiled   graphs that AOTAutograd's cache did not have, in that process
 warm/cold  ready of later processes over that of the first; "over eager", "over Inductor": first s of later processes
            over that of processes that compile nothing, and of Inductor's later ones
@@ -60,6 +61,7 @@ COLUMNS = (
     Column("goals", "goals"),
 )
 EAGER, INDUCTOR, OURS, SAVED = FORMS = ("eager", "inductor dynamic", "multigraph", "multigraph, saved")
+MODELS = ("chat", "draft", "code")
 GOALS = {
     "cuda": (Goal("warm/cold", "warm_over_cold", 0.10), Goal("first over eager", "over_eager", 1.1)),
     "cpu": (Goal("warm/cold", "warm_over_cold", 0.05), Goal("first over eager", "over_eager", 1.1)),
@@ -102,8 +104,10 @@ class Saved:
         return made
 
     def save(self) -> None:
+        """What is not there yet."""
         for name, made in self._made.items():
-            made.save_compiled_function(str(self._folder / name))
+            if not (path := self._folder / name).exists():
+                made.save_compiled_function(str(path))
 
 
 def compiled_as(form: str, folder: Path, model: torch.nn.Module, device: str, quick: bool) -> Call:
@@ -117,24 +121,32 @@ def seconds_since_the_process_began() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
-def measured(form: str, device: str, quick: bool, folder: Path) -> dict[str, Any]:
+def measured(form: str, names: Sequence[str], device: str, quick: bool, folder: Path) -> dict[str, Any]:
     """In a process of its own."""
     torch._dynamo.config.enable_aot_compile = True  # off by default in torch 2.11
-    served, _ = serving.conversations(form, device, quick, made=partial(compiled_as, form, folder))
+    models = serving.language_models(device, quick)
     import batching
+
+    def conversations(name: str) -> Any:
+        (place := folder / name).mkdir(exist_ok=True)
+        model = serving.slot_model(models[name])
+        return batching.Conversations(name, model, compiled_as(form, place, model, device, quick), device)
 
     said: dict[str, Any] = {}
     with torch.inference_mode():
+        served = [conversations(name) for name in names]
         first = serving.requests(1, batching.PROMPTS[-1])[0]
         first.new_tokens = 1
-        serving.serve(served, [first], None)
+        serving.serve(served[0], [first], None)
         said["first_s"] = seconds_since_the_process_began()
-        serving.call_all_sizes(served)
+        for each in served:
+            serving.call_all_sizes(each)
         said["ready_s"] = seconds_since_the_process_began()
         said["compiled"] = sum(counters["aot_autograd"][f"autograd_cache_{kind}"] for kind in ("miss", "bypass"))
-        if form == SAVED and not list(folder.iterdir()):
-            served.compiled.save()
-        said["answers"] = _answers(served)
+        if form == SAVED:
+            for each in served:
+                each.compiled.save()
+        said["answers"] = [answer for each in served for answer in _answers(each)]
     return said
 
 
@@ -152,10 +164,10 @@ def without_bytecode() -> bool:
 class Process:
     """One form: a folder that its processes share, what the first has needed, and what later ones have."""
 
-    def __init__(self, form: str, device: str, quick: bool, bytecode: Mapping[str, str]) -> None:
+    def __init__(self, form: str, models: Sequence[str], device: str, quick: bool, bytecode: Mapping[str, str]) -> None:
         """`bytecode`: variables that say where that lies."""
-        self.form = form
-        self._words = ["--form", form, "--device", device, *(["--quick"] if quick else [])]
+        self.form, self._ties = form, len(models)
+        self._words = ["--form", form, "--device", device, "--models", *models, *(["--quick"] if quick else [])]
         self._place = tempfile.TemporaryDirectory()
         folder = Path(self._place.name)
         (folder / "saved").mkdir()
@@ -179,7 +191,7 @@ class Process:
         """Medians of the later processes, beside what the first has needed."""
         for told in (self.cold, *self.warm):
             off = sum(mine != theirs for mine, theirs in zip(told["answers"], expected, strict=True))
-            if off > 1:  # a tie of two tokens may fall otherwise
+            if off > self._ties:  # a tie of two tokens may fall otherwise, in each model
                 raise AssertionError(f"{off} of {len(told['answers'])} answers are not eager's")
         said = {f"cold_{key}": self.cold[key] for key in ("first_s", "ready_s", "compiled")}
         for key in ("first_s", "ready_s", "compiled"):
@@ -195,10 +207,11 @@ def all_started(forms: Sequence[str], args: argparse.Namespace, device: str) -> 
     folder = tempfile.TemporaryDirectory()
     bytecode = {"PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""} if without_bytecode() else {}
     found: dict[str, Process | Exception] = {}
+    models = args.models or (MODELS[1:2] if args.quick else MODELS)
     for turn in range(1 + args.processes):
         for form in forms:
             if turn == 0:
-                found[form] = Process(form, device, args.quick, bytecode)
+                found[form] = Process(form, models, device, args.quick, bytecode)
             process = found[form]
             if isinstance(process, Exception):
                 continue
@@ -219,6 +232,7 @@ def all_started(forms: Sequence[str], args: argparse.Namespace, device: str) -> 
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=FORMS, help="all; eager always")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="all; with --quick the smallest")
     parser.add_argument("--processes", type=int, default=3, help="later processes of each form, in turns (3)")
     parser.add_argument("--form", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -230,7 +244,8 @@ def main() -> int:
     args = parse()
     if args.form is not None:
         torch.set_num_threads(args.threads)
-        return answer(args.answer, partial(measured, args.form, args.device, args.quick, args.folder))
+        run = partial(measured, args.form, args.models, args.device, args.quick, args.folder)
+        return answer(args.answer, run)
     results = Results("starts", "How a process starts, cold and with what an earlier one has left", COLUMNS, args)
     forms = FORMS if args.only is None else (EAGER, *(name for name in FORMS[1:] if name in args.only))
     started = all_started(forms, args, results.device)
