@@ -168,7 +168,7 @@ class Process:
         """`bytecode`: variables that say where that lies."""
         self.form, self._ties = form, len(models)
         self._words = ["--form", form, "--device", device, "--models", *models, *(["--quick"] if quick else [])]
-        self._place = tempfile.TemporaryDirectory()
+        self._place = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         folder = Path(self._place.name)
         (folder / "saved").mkdir()
         self._words += ["--folder", str(folder / "saved")]
@@ -204,7 +204,8 @@ class Process:
 
 def all_started(forms: Sequence[str], args: argparse.Namespace, device: str) -> dict[str, Process | Exception]:
     """Each form's first process, then the later ones of all in turns; in place of a form that fails, its failure."""
-    folder = tempfile.TemporaryDirectory()
+    # a process that has ended may have left one of its own that still writes bytecode
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     bytecode = {"PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""} if without_bytecode() else {}
     found: dict[str, Process | Exception] = {}
     models = args.models or (MODELS[1:2] if args.quick else MODELS)
@@ -217,6 +218,8 @@ def all_started(forms: Sequence[str], args: argparse.Namespace, device: str) -> 
                 continue
             try:
                 told = process.start()
+                seconds = f"first {told['first_s']:.2f} s, ready {told['ready_s']:.2f} s, {told['compiled']} compiled"
+                print(f"{form}, {'later' if turn else 'cold'}: {seconds}", file=sys.stderr)
             except Exception as error:
                 process.close()
                 found[form] = error
