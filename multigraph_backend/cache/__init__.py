@@ -10,5 +10,6 @@ machine holds what belongs together.
     shipping.py   torch's caches and manifests in one file, and back
     stored_code.py  code of saved functions out of torch's cache, without what `compile_fx` loads and hashes before
     revived.py    what a cache has unpickled, callable again
+    cpp_kernels.py  its C++ kernels, loaded as the libraries that they are
     torch_files.py  which torch runs here, by what its installer wrote down of its files
 """

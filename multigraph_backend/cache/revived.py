@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from multigraph_backend import _compat
+from multigraph_backend.cache import cpp_kernels
 
 _lacks = bool(_compat.missing("stored code"))
 _OutputCode: Any = object if _lacks else _compat.OutputCode
@@ -48,7 +49,7 @@ def revived(code: Any, constants: Any) -> Any:
 def _past_lowerings(code: Any, constants: Any) -> Any:
     if code._triton_bundle:
         _compat.StoredKernels.read_and_emit(code._triton_bundle)
-    source = without_inductor(code.source_code)
+    source = cpp_kernels.by_library(without_inductor(code.source_code))
     if source != code.source_code:
         code.source_code, code.cache_key = source, f"c{hashlib.sha256(source.encode()).hexdigest()[:50]}"
     code.after_deserialization(constants)

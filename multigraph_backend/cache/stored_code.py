@@ -29,6 +29,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.cache import cpp_kernels
 
 
 class NotStored(Exception):
@@ -37,12 +38,13 @@ class NotStored(Exception):
 
 @dataclass(frozen=True)
 class Stored:
-    """One compile: its key in AOTAutograd's cache, its fingerprint, and the name of code that computes with Python
-    floats (`Lowered.floats`)."""
+    """One compile: its key in AOTAutograd's cache, its fingerprint, the name of code that computes with Python floats
+    (`Lowered.floats`), and in which library each of its C++ kernels is."""
 
     key: str
     fingerprint: str
     floats: str = ""
+    libraries: cpp_kernels.Libraries = dataclasses.field(default_factory=dict, hash=False)
 
 
 # ---------------------------------------------------------------- what a compile depends on
@@ -163,8 +165,8 @@ def _instructions() -> str:
 # ---------------------------------------------------------------- its code
 
 
-def load(key: str, inputs: Sequence[Any], knobs: Mapping[str, object]) -> Callable[..., Any]:
-    """What AOTAutograd's cache has under `key` for `inputs`, as a function of the same arguments; `knobs` are for
+def load(stored: Stored, inputs: Sequence[Any], knobs: Mapping[str, object]) -> Callable[..., Any]:
+    """What AOTAutograd's cache has of that compile for `inputs`, as a function of the same arguments; `knobs` are for
     Inductor.
 
     Raises `NotStored`, and what torch raises where its cache holds what it cannot load.
@@ -172,7 +174,7 @@ def load(key: str, inputs: Sequence[Any], knobs: Mapping[str, object]) -> Callab
     config = _compat.inductor_config
     if any(getattr(config, name, None) for name in _REMOTE):
         raise NotStored("results of measurements are looked for on other machines")
-    found = _compat.StoredResults._lookup(key, True, False, list(inputs), {}, None)
+    found = _compat.StoredResults._lookup(stored.key, True, False, list(inputs), {}, None)
     if found is None:
         raise NotStored("torch's cache has none for such sizes")
     entry = found[0]
@@ -184,7 +186,7 @@ def load(key: str, inputs: Sequence[Any], knobs: Mapping[str, object]) -> Callab
         if part is not None and isinstance(part.result, _compat.CompiledFxGraph):
             part.result = revived.Alone(part.result)
     boxes = {"cudagraphs": _compat.BoxedBool(False), "boxed_forward_device_index": _compat.BoxedDeviceIndex(None)}
-    with revived.past_inductor(), config.patch(dict(knobs)):
+    with revived.past_inductor(), cpp_kernels.known(stored.libraries), config.patch(dict(knobs)):
         run = entry.wrap_post_compile(list(inputs), entry.sanitized_aot_config, boxes)
     for name in ("total", "autograd_cache_hit", "ok"):
         _compat.counters["aot_autograd"][name] += 1

@@ -35,7 +35,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.cache import stored_code
+from multigraph_backend.cache import cpp_kernels, stored_code
 from multigraph_backend.cache.stored_code import Stored
 from multigraph_backend.capture.aliasing import sharing
 from multigraph_backend.capture.graph import CapturedGraph
@@ -358,7 +358,7 @@ class CompileJob:
         else:
             process_wide.enter_context(compiling.once_a_host(self.once_a_host, patience))
         noted = _compat.noted_artifacts() if noting else 0
-        libraries = set(_compat.kernel_libraries()) if noting else ()
+        libraries = set(_kernel_libraries()) if noting else ()
         with (
             self.state.restored(
                 process_wide,
@@ -375,6 +375,7 @@ class CompileJob:
             context = _compat.TracingContext(fresh.fake_mode)
             with _noting_floats(graph, fresh) as asked, _compat.tracing(context):
                 run, direct, codes, alive = self._call_compiler(fresh, told)
+            kernels = self._kernels(told, noted)
             relied_on = guards.guards_of(graph, fresh, context, self.args, {**self.pinned, **floats})
             if not _compat.missing("moved parameters"):  # `Module.to` exchanges subclasses that nobody refers to weakly
                 _compat.clear_fake_mode_weakrefs(fresh.fake_mode)
@@ -382,7 +383,7 @@ class CompileJob:
             run = without_hooks(run)
         cached: tuple[tuple[str, str], ...] = ()
         if noting:
-            made_now = [("native", key) for key in _compat.kernel_libraries() if key not in libraries]
+            made_now = [("native", key) for key in _kernel_libraries() if key not in libraries]
             cached = (*_compat.artifact_keys(noted), *made_now)
         if kept is not None:
             kept, cached = kept.without_what_relies(asked, cached)
@@ -395,7 +396,7 @@ class CompileJob:
             codes=alive,
             cached=cached,
             floats="" if kept is None else kept.name,
-            stored=_stored(cached, told, kept),
+            stored=_stored(cached, told, kept, kernels),
         )
         if not graph.communicates:
             return made
@@ -450,16 +451,35 @@ class CompileJob:
 
     def _take_stored(self, told: str) -> Callable[..., CompiledFunction]:
         """In place of a compiler: past Inductor, the code that was compiled under the fingerprint `told`."""
-        name = "" if len(constant_floats(self.graph, self.args)) == len(self.graph.floats) else self.floats
-        key = next((one.key for one in self.stored if told and one.fingerprint == told and one.floats == name), None)
-        if key is None:
+        if (found := self._found(told)) is None:
             raise stored_code.NotStored("none was compiled under the same conditions")
         knobs = dict(self.options.inductor)
         if self.recorded:
             from multigraph_backend.cudagraphs import output_code
 
             knobs.update(output_code.KNOBS)
-        return lambda module, inputs, *args, **settings: stored_code.load(key, inputs, knobs)
+        return lambda module, inputs, *args, **settings: stored_code.load(found, inputs, knobs)
+
+    def _found(self, told: str) -> Stored | None:
+        """Of the compiles whose code may be taken, the one under the fingerprint `told`."""
+        name = "" if len(constant_floats(self.graph, self.args)) == len(self.graph.floats) else self.floats
+        return next((one for one in self.stored if told and one.fingerprint == told and one.floats == name), None)
+
+    def _kernels(self, told: str, noted: int) -> cpp_kernels.Libraries:
+        """In which libraries the C++ kernels of a compile are that may be saved; torch noted it behind `noted`."""
+        if (found := self._found(told)) is not None:
+            return found.libraries
+        if not told or self.only_cached or _compat.missing("stored code"):
+            return {}
+        keys = [key for kind, key in _compat.artifact_keys(noted) if kind == "aot_autograd"]
+        try:
+            with _compat.inductor_config.patch(dict(self.options.inductor)):
+                return cpp_kernels.libraries_of(keys)
+        except Exception as error:  # Inductor finds them
+            if from_outside(error):
+                raise
+            log.debug("%s: where its kernels are is not known: %s", self.graph.user_code, describe(error))
+            return {}
 
     def _when_needed(self, alive: list[weakref.ref[RecordedCode]] | None) -> _WhenNeeded:
         return _WhenNeeded(self.state, self.cache_tag, self.bundled, self.options.compile_timeout, alive)
@@ -494,12 +514,18 @@ class _WhenNeeded:
             return made
 
 
-def _stored(cached: Sequence[tuple[str, str]], fingerprint: str, floats: _FloatsInCaches | None) -> Stored | None:
+def _kernel_libraries() -> tuple[str, ...]:
+    return (*_compat.kernel_libraries(), *cpp_kernels.loaded())
+
+
+def _stored(
+    cached: Sequence[tuple[str, str]], fingerprint: str, floats: _FloatsInCaches | None, kernels: cpp_kernels.Libraries
+) -> Stored | None:
     """By what a compile that put `cached` into torch's caches is loaded past Inductor."""
     keys = [key for kind, key in cached if kind == "aot_autograd"]
     if len(keys) != 1 or not fingerprint:
         return None
-    return Stored(keys[0], fingerprint, "" if floats is None else floats.name)
+    return Stored(keys[0], fingerprint, "" if floats is None else floats.name, kernels)
 
 
 def _identity(graph: CapturedGraph, args: Sequence[Any], options: Options, cache_tag: str, grad: bool) -> str:

@@ -192,8 +192,10 @@ class Region:
         if form is not None or variant.resting or variant.in_background:
             return form
         beside = self._background is not None and self._background.cannot is None and not variant.generic
-        if (stance() in _NO_COMPILE_STANCES and not beside) or not variant.may_compile(*self._case(args)):
+        if not variant.may_compile(*self._case(args)):
             return None
+        if stance() in _NO_COMPILE_STANCES and not beside:
+            return self._saved_form(variant, args)
         if sealing.sealed():
             form = self._from_caches(variant, args)
             if form is not None or sealing.refused(f"{self.user_code}: {variant.text} is compiled") is not None:
@@ -214,6 +216,10 @@ class Region:
         finally:
             variant.lock.release()
         return form
+
+    def _saved_form(self, variant: Variant, args: Sequence[Any]) -> Form | None:
+        """For a call under a stance by which nothing is compiled: what the region was saved with."""
+        return None
 
     def _compile(self, variant: Variant, args: Sequence[Any]) -> Form | None:
         """Compile a form of `variant` for `args`; the caller holds its lock."""

@@ -44,7 +44,7 @@ from multigraph_backend.process import sources
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.region import Region
-from multigraph_backend.region.variant import Variant
+from multigraph_backend.region.variant import Form, Variant
 
 log = logging.getLogger(__name__)
 
@@ -262,6 +262,9 @@ class _LoadedRegion(Region):
         for variant, values in super()._examples(args):
             if self.options.compile == "eager" or variant.text in self._used:
                 yield variant, values
+
+    def _saved_form(self, variant: Variant, args: Sequence[Any]) -> Form | None:
+        return self._from_caches(variant, args) if variant.text in self._used else None
 
     def _is_kept(self, variant: Variant, args: Sequence[Any]) -> bool:
         used = self._used.get(variant.text, ())

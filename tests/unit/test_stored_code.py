@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multigraph_backend import Keep, Match, Range, Rule, Scaled
-from multigraph_backend.cache import revived, torch_files
+from multigraph_backend.cache import cpp_kernels, revived, torch_files
 from multigraph_backend.cache.stored_code import fingerprint
 from multigraph_backend.options import Options
 
@@ -62,6 +62,42 @@ from math import inf, nan
 # not used: from torch._inductor.codegen.memory_planning import _align as align
 from torch._inductor.async_compile import AsyncCompile
 import torch as extern_kernels""",
+    )
+
+
+KERNEL = """\
+one = async_compile.cpp_pybinding(['float*'], r'''void kernel(float* x) {}''')
+two = async_compile.cpp_pybinding(['long'], r'''void kernel(long x) {}''')
+"""
+
+
+class Compiler:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def cpp_pybinding(self, argtypes: list[str], source_code: str) -> str:
+        self.asked += argtypes
+        return "compiled"
+
+
+def test_kernels_whose_libraries_are_not_known_are_asked_of_the_compiler() -> None:
+    source = generated("one(a); two(b)", KERNEL)
+    assert cpp_kernels.by_library(source) == source  # none is known
+    (types, text), other = cpp_kernels._kernels_in(source)
+    assert (types, text, other[0]) == (["float*"], "void kernel(float* x) {}", ["long"])
+    with cpp_kernels.known({cpp_kernels._name(types, text): "ab/gone.main.so"}):
+        changed = cpp_kernels.by_library(source)
+        compiler = Compiler()
+        assert cpp_kernels.around(compiler).cpp_pybinding(*other) == "compiled"
+        assert cpp_kernels.around(compiler).cpp_pybinding(types, text) == "compiled"  # the library is gone
+    assert compiler.asked == ["long", "float*"]
+    assert cpp_kernels.around(compiler) is compiler
+    told = set(changed.splitlines()) - set(source.splitlines())
+    expecttest.TestCase().assertExpectedInline(
+        "\n".join(sorted(told)),
+        """\
+async_compile = _around(AsyncCompile())
+from multigraph_backend.cache.cpp_kernels import around as _around""",
     )
 
 
