@@ -3,7 +3,7 @@
 torch's own way there loads Inductor's lowerings, for a hook of its tests, and so does the text of generated code, whose
 imports are the same whether they are used or not.  Where code is loaded past Inductor (`past_inductor`), neither is.
 
-In:  code that a cache has unpickled.  Out: the same code, which can be called.
+In:  code that Inductor has made, and later what a cache has unpickled.  Out: the same code, which can be called.
 """
 
 from __future__ import annotations
@@ -22,8 +22,19 @@ from multigraph_backend.cache import cpp_kernels
 _lacks = bool(_compat.missing("stored code"))
 _OutputCode: Any = object if _lacks else _compat.OutputCode
 _StoredGraph: Any = object if _lacks else _compat.StoredGraph
+_OF_COMPILES = "get_decomp_fn"
 _INSTRUMENTS = "torch._inductor.debug"
 _past_inductor: ContextVar[bool] = ContextVar("past_inductor", default=False)
+
+
+def compile_by_inductor(gm: Any, example_inputs: Sequence[Any], **settings: Any) -> Any:
+    """Inductor's compile of one graph.  What loads its decompositions is not kept with the code, which has no use for
+    it any more: a cache would pickle it by its name, and import that in each process that loads the code."""
+    code = _compat.compile_fx_inner(gm, example_inputs, **settings)
+    given = getattr(code, "fx_kwargs", None)
+    if isinstance(given, dict) and _OF_COMPILES in given:
+        code.fx_kwargs = {name: value for name, value in given.items() if name != _OF_COMPILES}
+    return code
 
 
 @contextmanager

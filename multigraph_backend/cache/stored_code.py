@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 
 from multigraph_backend import _compat
@@ -50,18 +49,15 @@ class Stored:
 # ---------------------------------------------------------------- what a compile depends on
 
 
-def fingerprint(
-    module: torch.fx.GraphModule, inputs: Sequence[Any], floats: Mapping[sympy.Symbol, float], asked: object
-) -> str:
-    """Of a compile of `module` for `inputs`, fake tensors and symbols, in the state that is in force; `floats` are
-    constants to it, `asked` is what the user asked of it.  "" where it cannot be told from others."""
-    graphs = [part.code for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+def fingerprint(graphs: Sequence[str], inputs: Sequence[Any], known: object, asked: object) -> str:
+    """Of a compile of the graphs of these texts for `inputs`, fake tensors and symbols, in the state that is in force.
+    `known` is what is written into the graphs before, as data, `asked` what the user asked of them.  "" where it cannot
+    be told from others."""
     if any("triton_kernel_wrapper" in code for code in graphs):  # what the kernels say is not in the graph
         return ""
     try:
-        known = sorted((str(symbol), repr(value)) for symbol, value in floats.items())
         given = [_described(value) for value in inputs]
-        said = [graphs, given, known, _plain(asked), _configuration(), _state()]
+        said = [list(graphs), given, _plain(known), _plain(asked), _configuration(), _state()]
     except _NotPlain:
         return ""
     return hashlib.sha256(repr(said).encode()).hexdigest()

@@ -24,7 +24,7 @@ import sympy
 import torch
 
 from multigraph_backend.capture import size_names
-from multigraph_backend.capture.structure import copy_structure, held_tensors
+from multigraph_backend.capture.structure import copy_structure, graph_modules, held_tensors, uses_gpu
 from multigraph_backend.capture.user_code import UserCode
 
 
@@ -170,6 +170,16 @@ class CapturedGraph:
     def held(self) -> tuple[torch.Tensor, ...]:
         """Tensors that are attributes of the graph's modules: constants, and parameters that are no inputs."""
         return tuple(held_tensors(self.module))
+
+    @functools.cached_property
+    def codes(self) -> tuple[str, ...]:
+        """Its text, and that of each graph inside of it."""
+        return tuple(part.code for part in graph_modules(self.module))
+
+    @functools.cached_property
+    def holds_gpu(self) -> bool:
+        """Whether anything that it holds or computes is on a GPU, as far as it tells; its inputs are not asked."""
+        return uses_gpu(self.module)
 
     @property
     def once_because(self) -> str | None:

@@ -63,6 +63,12 @@ def graph_modules(gm: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
     return (module for module in gm.modules() if isinstance(module, torch.fx.GraphModule))
 
 
+def uses_gpu(gm: torch.fx.GraphModule) -> bool:
+    """Whether anything that it holds, or computes as far as its nodes tell, is on a GPU."""
+    values = [*gm.parameters(), *gm.buffers(), *(node.meta.get("example_value") for node in gm.graph.nodes)]
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+
+
 def held_tensors(gm: torch.fx.GraphModule) -> dict[torch.Tensor, list[torch.fx.Node]]:
     """Tensors that are attributes of the graph's modules, with the nodes that take them; in order."""
     found: dict[torch.Tensor, list[torch.fx.Node]] = {}  # tensors are equal as keys where they are the same

@@ -24,7 +24,7 @@ import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.allocator import sleeping
-from multigraph_backend.cache.revived import revived
+from multigraph_backend.cache.revived import compile_by_inductor, revived
 from multigraph_backend.cudagraphs import numbers, runtime
 from multigraph_backend.cudagraphs.limits import Limits, by_field
 from multigraph_backend.cudagraphs.opened import Opened
@@ -382,7 +382,7 @@ def _compile_inner(
     config = _compat.inductor_config
     cut = [*config.custom_should_partition_ops, *taken.cut_ops]
     with config.patch({"custom_should_partition_ops": cut, **(APART if cut or taken.graph.cuts else {})}):
-        code = _compat.compile_fx_inner(gm, inputs, **settings)
+        code = compile_by_inductor(gm, inputs, **settings)
     if not isinstance(code, _compat.CompiledFxGraph):
         if found is not None:
             raise RuntimeError(f"{label}: Inductor gave a {type(code).__name__}, which is not called as other code is")
@@ -403,7 +403,7 @@ def _compile_unrecorded(
     """Inductor's compile of a graph of which nothing is to be recorded, or no compile at all."""
     backward = bool(settings.get("is_backward"))
     taken = of_inductor.take(gm, settings.get("static_input_idxs") or (), backward, CutRules(device_type="none"))
-    code = _unattached if trace_only else _compat.compile_fx_inner(gm, example_inputs, **settings)
+    code = _unattached if trace_only else compile_by_inductor(gm, example_inputs, **settings)
     if not trace_only and not isinstance(code, _compat.CompiledFxGraph):
         return code
     spec = taken.graph if trace_only else of_inductor.from_inductor(code, taken)

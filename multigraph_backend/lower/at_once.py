@@ -17,7 +17,7 @@ import torch
 from multigraph_backend import _compat, events
 from multigraph_backend.capture import effects
 from multigraph_backend.capture.aliasing import parts_apart
-from multigraph_backend.capture.structure import copy_structure, held_tensors
+from multigraph_backend.capture.structure import copy_structure, held_tensors, uses_gpu
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.compilers import (
     CHANGES_INPUTS,
@@ -71,7 +71,7 @@ def _unless_parts_are_shared(
 def _compiled(module: torch.fx.GraphModule, inputs: list[Any], options: Options, name: str) -> CompiledFunction:
     options = options.reckoned_for(inputs) if torch.is_grad_enabled() else options
     options = dataclasses.replace(options, repeat=False)  # nothing is compiled once more where bodies fail
-    recorded_as = name if records(module, inputs, options) else None
+    recorded_as = name if records(uses_gpu(module), inputs, options) else None
     plain = recorded_as is None and not options.packing
     _refuse_where_torch_lacks(module, options, plain)
     if plain:

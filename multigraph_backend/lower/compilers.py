@@ -26,13 +26,11 @@ CHANGES_INPUTS = "the graph changes its inputs, what torch gets wrong there is n
 KEPT_RIGHT = ("inductor", "aot_eager")  # compilers under which it is
 
 
-def records(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> bool:
-    """Whether code for `module` is to be recorded: it is wanted, and something of the graph is on a GPU."""
+def records(holds_gpu: bool, inputs: Sequence[Any], options: Options) -> bool:
+    """Whether a graph's code is to be recorded: it is wanted, and something of the graph or its inputs is on a GPU."""
     if not options.cudagraphs or options.compiler != "inductor":
         return False
-    values = [*inputs, *module.parameters(), *module.buffers()]
-    values += [node.meta.get("example_value") for node in module.graph.nodes]
-    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+    return holds_gpu or any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
 
 
 def compile_module(

@@ -60,6 +60,7 @@ class FreshInputs:
     shape_env: Any
     fake_mode: Any
     module: torch.fx.GraphModule
+    alone: bool = False  # the inputs are made without the graph: the module is an empty one
     inputs: list[Any] = field(default_factory=list)
     text_of: dict[sympy.Symbol, str] = field(default_factory=dict)  # Python text of each new symbol over the arguments
     replaced: dict[sympy.Symbol, Any] = field(default_factory=dict)  # Dynamo's symbol -> expression over new ones
@@ -73,6 +74,7 @@ class FreshInputs:
     )  # argument positions of floats that the graph has as this zero
     # inputs of which views are returned and that have to be contiguous from the start of their memory
     windows: tuple[int, ...] = ()
+    numbers: dict[int, float] = field(default_factory=dict)  # what was written into the graph of Python floats' tensors
     known_guards: int = 0  # guards that hold already: Dynamo's and the declared facts
 
     def translate(self, expr: Any) -> Any:
@@ -84,13 +86,16 @@ def build(
     facts: Mapping[sympy.Symbol, Facts],
     args: Sequence[Any],
     floats: Mapping[sympy.Symbol, float],
+    inputs_alone: bool = False,
 ) -> FreshInputs:
     """Fake inputs for `args` under `facts`, with the Python floats in `floats` as constants (to the sign of a zero).
 
+    `inputs_alone`: nobody asks for the graph, and the module is an empty one.
     Raises `CannotLower` when a guard of Dynamo's trace does not hold under the facts or a size cannot be rebuilt.
     """
     shape_env = _compat.ShapeEnv(**{**graph.shape_env_settings, "duck_shape": False, "specialize_zero_one": False})
-    fresh = FreshInputs(shape_env, _compat.FakeTensorMode(shape_env=shape_env), graph.copy_module())
+    module = torch.fx.GraphModule({}, torch.fx.Graph()) if inputs_alone else graph.copy_module()
+    fresh = FreshInputs(shape_env, _compat.FakeTensorMode(shape_env=shape_env), module, inputs_alone)
     # inputs that are changed, or share memory with what is
     changed = set(graph.written)
     if graph.mutates_inputs:
@@ -140,9 +145,12 @@ def build(
     if floats or graph.zeros:
         known = {**fresh.replaced, **floats}  # an expression has no sign of zero
         fresh.zeros = {index: float(args[index].item()) for index in graph.zeros}
-        zeros = {index: float(arg.item()) for index, arg in enumerate(args) if graph.inputs[index].number}
-        write_known_items(fresh.module, graph.inputs, lambda expr: known.get(expr, fresh.translate(expr)), zeros)
-    fresh.module.recompile()
+        fresh.numbers = {index: float(arg.item()) for index, arg in enumerate(args) if graph.inputs[index].number}
+        if not inputs_alone:
+            read = graph.inputs, lambda expr: known.get(expr, fresh.translate(expr)), fresh.numbers
+            write_known_items(module, *read)
+    if not inputs_alone:
+        module.recompile()
     return fresh
 
 
@@ -330,13 +338,8 @@ def _fresh_number(
     if isinstance(entry.expr, sympy.Symbol) and entry.expr in multiples:
         # Inductor binds plain symbols only: the code takes k, and the graph multiplies
         factor, part = multiples[entry.expr]
-        graph = fresh.module.graph
-        nodes = graph.find_nodes(op="placeholder")
-        node = nodes[index]
-        with graph.inserting_after(nodes[-1]):
-            product = graph.call_function(operator.mul, (node, factor))
-        product.meta = {"stack_trace": node.meta.get("stack_trace", "")}
-        node.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
+        if not fresh.alone:
+            _multiply(fresh.module.graph, index, factor)
         fresh.divided[index] = factor
         return shape_env.create_symintnode(part, hint=arg // factor, source=entry.source)
     expr = fresh.translate(entry.expr)
@@ -358,7 +361,8 @@ def _fresh_number(
             return number
         number = int(expr) if expr.is_Integer else float(expr)
         # a compiler may take a number that is an argument for unknown: the graph says it
-        replace_with_number(fresh.module.graph.find_nodes(op="placeholder")[index], number)
+        if not fresh.alone:
+            replace_with_number(fresh.module.graph.find_nodes(op="placeholder")[index], number)
         return number
     types = _compat.SymT
     if any(_compat.symbol_is_type(symbol, types.UNBACKED_INT) for symbol in expr.free_symbols):
@@ -366,6 +370,16 @@ def _fresh_number(
     if any(_compat.symbol_is_type(symbol, (types.FLOAT, types.UNBACKED_FLOAT)) for symbol in expr.free_symbols):
         return shape_env.create_symfloatnode(expr, hint=float(arg), source=entry.source)
     return shape_env.create_symintnode(expr, hint=arg, source=entry.source)
+
+
+def _multiply(graph: torch.fx.Graph, index: int, factor: int) -> None:
+    """Let a graph use `factor` times the number that it is given at `index`."""
+    nodes = graph.find_nodes(op="placeholder")
+    node = nodes[index]
+    with graph.inserting_after(nodes[-1]):
+        product = graph.call_function(operator.mul, (node, factor))
+    product.meta = {"stack_trace": node.meta.get("stack_trace", "")}
+    node.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
 
 
 def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tensor) -> Any:

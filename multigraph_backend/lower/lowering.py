@@ -150,7 +150,7 @@ def _job(
     if options.compiler in KEPT_RIGHT and graph.mutates_inputs and (lacking := _compat.missing("changed inputs")):
         raise _compat.MissingSymbol(f"{CHANGES_INPUTS}: {lacking[0]}")
     known = {**facts, **{symbol: Facts(values=(value,)) for symbol, value in pinned.items()}}
-    recorded = records(graph.module, args, options)
+    recorded = records(graph.holds_gpu, args, options)
     unrepeated = None
     if options.repeat and (standing := _not_repeated(graph, options)) is not None:
         unrepeated = standing if options.repeat == "always" else None
@@ -370,7 +370,7 @@ class CompileJob:
             _compat.own_float_specializations(),
             saved_account.collecting() as saved,
         ):
-            fresh = fresh_inputs.build(graph, self.known, self.args, floats)
+            fresh = fresh_inputs.build(graph, self.known, self.args, floats, inputs_alone=bool(self.stored))
             told = self._fingerprint(fresh, floats) if noting else ""
             context = _compat.TracingContext(fresh.fake_mode)
             with _noting_floats(graph, fresh) as asked, _compat.tracing(context):
@@ -447,7 +447,10 @@ class CompileJob:
         """What the compile depends on, where it may be saved; "" else, or where that cannot be told."""
         if not self.state.saved:
             return ""
-        return stored_code.fingerprint(fresh.module, fresh.inputs, floats, self.options)
+        facts = [(str(symbol), facts.describe(str(symbol))) for symbol, facts in self.known.items()]
+        constants = [(str(symbol), value) for symbol, value in floats.items()]
+        known = [facts, constants, fresh.numbers, fresh.zeros, fresh.divided, fresh.offsets]
+        return stored_code.fingerprint(self.graph.codes, fresh.inputs, known, self.options)
 
     def _take_stored(self, told: str) -> Callable[..., CompiledFunction]:
         """In place of a compiler: past Inductor, the code that was compiled under the fingerprint `told`."""
@@ -534,7 +537,7 @@ def _identity(graph: CapturedGraph, args: Sequence[Any], options: Options, cache
         f"{arg.dtype}{arg.dim()}{arg.device}" if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in args
     ]
     knobs = [name for name, _ in options.inductor]
-    return repr((graph.module.code, layouts, cache_tag, options.recording, knobs, grad))
+    return repr((graph.codes[0], layouts, cache_tag, options.recording, knobs, grad))
 
 
 def _over_arguments(run: Any, fresh: FreshInputs) -> CompiledFunction:

@@ -40,6 +40,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat
+from multigraph_backend.cache.revived import compile_by_inductor
 from multigraph_backend.lower import donation, equal_steps, order_of_steps, repetition, traced_once
 from multigraph_backend.lower.block_operator import Bodies
 from multigraph_backend.lower.body_graphs import call_body, whatever_strides
@@ -136,7 +137,7 @@ def inner_compile(
     `cut_at`: why a graph is to be cut at a step, which no body can be.
     `traced`: bodies that the graph calls already; `why_not`: why it calls none.
     """
-    return functools.partial(_compile, inner or _compat.compile_fx_inner, lossless, cut_at, traced, why_not)
+    return functools.partial(_compile, inner or compile_by_inductor, lossless, cut_at, traced, why_not)
 
 
 def _compile(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.cache.revived import compile_by_inductor
 from multigraph_backend.lower.changes import changes_of, is_view
 
 InnerCompile = Callable[..., Any]
@@ -25,7 +26,7 @@ def compile_in_order(
     inner: InnerCompile | None, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Any:
     """Inductor's compile of one graph, in which no change of an input runs before a read of its old values."""
-    compile_inner = inner or _compat.compile_fx_inner
+    compile_inner = inner or compile_by_inductor
     moved = {
         changed: writes
         for changed, writes in changes_of(gm).items()

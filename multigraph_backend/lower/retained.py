@@ -34,7 +34,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from multigraph_backend import _compat, events
-from multigraph_backend.cache.revived import revived
+from multigraph_backend.cache.revived import compile_by_inductor, revived
 from multigraph_backend.lower import cache_keys, donation
 from multigraph_backend.lower.compile_thread import describe, reaching_the_caller
 from multigraph_backend.lower.first_compile import patch_back
@@ -67,7 +67,7 @@ def inner_compile(inner: InnerCompile | None, when_needed: CompileWhenNeeded | N
     """
     if _compat.without("virtualized"):
         when_needed = None
-    return functools.partial(_compile, inner or _compat.compile_fx_inner, when_needed)
+    return functools.partial(_compile, inner or compile_by_inductor, when_needed)
 
 
 def _compile(

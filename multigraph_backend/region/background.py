@@ -19,9 +19,7 @@ them first.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import operator
 import os
 import threading
 import time
@@ -47,12 +45,10 @@ from multigraph_backend.process import garbage
 from multigraph_backend.process.giving_way import MOST, GivesWay
 from multigraph_backend.process.short_turns import ShortTurns
 from multigraph_backend.region import warm_start
+from multigraph_backend.region.compile_options import may_use_gpu, options_for
 from multigraph_backend.region.variant import Variant
 
 log = logging.getLogger(__name__)
-
-_TUNING = ("max_autotune", "coordinate_descent_tuning")  # knobs that measure on the GPU
-_WHERE_COMPILED = "triton.autotune_at_compile_time"  # Inductor's knob: measure there, with tensors made for it
 
 
 class WorkerFailed(RuntimeError):
@@ -84,41 +80,6 @@ class Asked:
     values: Mapping[str, int]
     exact: int | None
     case: tuple[Any, Any]
-
-
-def options_for(options: Options, variant: Variant, args: Sequence[Any], grad: bool) -> Options:
-    """Under which `variant` is compiled, wherever that is: keys of torch's caches depend on them.
-
-    What a memory goal leaves is reckoned once for a variant, at its first compile, for `args`; without `grad` nothing
-    is saved.
-
-    Where a worker may use the GPU, it also tunes.  Else a variant's first call measures each kernel's configurations,
-    and the requests behind it wait for that.
-    """
-    if options.memory_goal is not None:
-        if not grad:
-            options = options.without_packs()
-        else:
-            variant.reckoned = variant.reckoned or options.reckoned_for(args)
-            options = variant.reckoned
-    if (
-        variant.generic
-        or options.compile != "background"
-        or options.compiler != "inductor"
-        or not _may_use_gpu(options)
-    ):
-        return options
-    if any(name == _WHERE_COMPILED for name, _ in options.inductor):
-        return options
-    knobs = {**dict(options.inductor), _WHERE_COMPILED: True}
-    return dataclasses.replace(options, inductor=tuple(sorted(knobs.items(), key=operator.itemgetter(0))))
-
-
-def _may_use_gpu(options: Options) -> bool:
-    """Whether a worker may take memory of a GPU."""
-    allowed = dict(options.workers).get("gpu")
-    tunes = any(value and name.startswith(_TUNING) for name, value in options.inductor)
-    return tunes if allowed is None else bool(allowed)
 
 
 _one_at_a_time = threading.Lock()
@@ -224,7 +185,7 @@ class Background:
         if sharing(self._graph, args):
             return "torch's caches do not keep code for inputs that share memory"
         tensors = [*(arg for arg in args if isinstance(arg, torch.Tensor)), *self._graph.held]
-        if any(tensor.is_cuda for tensor in tensors) and not _may_use_gpu(self._options):
+        if any(tensor.is_cuda for tensor in tensors) and not may_use_gpu(self._options):
             return (
                 "it is for a GPU, of which a worker would take some hundred MB of memory "
                 '("workers": {"gpu": true} allows that)'

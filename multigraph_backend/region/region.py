@@ -17,7 +17,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -39,14 +39,17 @@ from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.lower.only_cached import NotCached
 from multigraph_backend.lower.stand_ins import Likeness, stand_ins
 from multigraph_backend.options import Options
-from multigraph_backend.padding import padded
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.region import background, dispatch, gains, registry, rules, warm_start
-from multigraph_backend.region.background import Asked
+from multigraph_backend.region import dispatch, gains, registry, rules, warm_start
+from multigraph_backend.region.compile_options import options_for
 from multigraph_backend.region.dispatch import Ready
 from multigraph_backend.region.variant import Floats, Form, Variant
 from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
+
+if TYPE_CHECKING:
+    from multigraph_backend.padding.padded import Account
+    from multigraph_backend.region.background import Asked, Background
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +95,12 @@ class Region:
         if options.on_failure == "raise" and not graph.user_code.partial:
             rules.refuse_unknown_names(graph, options)
         conditions, notes = declared.resolve(graph, options.specialize)
-        self.padding, said, expected = padded.resolve(graph, options, conditions) if options.pad else (None, [], [])
+        self.padding: Account | None = None
+        said, expected = list[str](), list[str]()
+        if options.pad:
+            from multigraph_backend.padding import padded  # what pads nothing has no use for it
+
+            self.padding, said, expected = padded.resolve(graph, options, conditions)
         self.notes = list(dict.fromkeys([*graph.notes, *options.notes, *notes, *said]))
         self.variants = [Variant(number, condition) for number, condition in enumerate(conditions)]
         self.generic = Variant(len(conditions), None)
@@ -103,7 +111,11 @@ class Region:
         self._issued: Lowered | None = None  # what generic's first form issues: the reference for all others
         self._issued_lock = threading.Lock()
         self._warm_start = warm_start.of(graph, options, state)
-        self._background = background.of(graph, options, state)
+        self._background: Background | None = None
+        if options.compile == "background":
+            from multigraph_backend.region import background  # nor for workers
+
+            self._background = background.of(graph, options, state)
         self._first_call: tuple[Likeness, dict[sympy.Symbol, int]] | None = None
         if self._background is not None and self._background.cannot is not None:
             self.notes.append(f"compile='background': variants are compiled in calls: {self._background.cannot}")
@@ -137,6 +149,8 @@ class Region:
         run = dispatch.install(self.plan, self._ready, self.missed, self._checks, profiler, self._profiled)
         if self.padding is None:
             return run
+        from multigraph_backend.padding import padded
+
         return padded.install(self._graph, self.options, self._state, self.padding, run)
 
     def _profiled(self, target: int, args: tuple[Any, ...]) -> Any:
@@ -231,7 +245,7 @@ class Region:
         try:
             lowered = self._kept(variant, args)
             if lowered is None:
-                options = background.options_for(self.options, variant, args, self._state.grad)
+                options = options_for(self.options, variant, args, self._state.grad)
                 floats = self._new_name()
                 lowered = lowering.lower(
                     self._graph, variant.facts, args, options, self._state, pinned, variant.text, floats=floats
@@ -570,7 +584,7 @@ class Region:
     def _cached(self, variant: Variant, args: Sequence[Any], floats: str = "") -> Lowered:
         """Code for `args` out of torch's caches, of that name; raises what `lower` raises."""
         pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
-        options = background.options_for(self.options, variant, args, self._state.grad)
+        options = options_for(self.options, variant, args, self._state.grad)
         lowered = self._take(variant, args, options, pinned, floats)
         self._refuse_missed_goal(lowered)
         # of blocks that come again, which code does not tell

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -40,7 +41,7 @@ from multigraph_backend.lower.first_compile import CompileState
 from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.lower.stand_ins import Likeness
 from multigraph_backend.options import Options, disabled_pieces
-from multigraph_backend.process import sources
+from multigraph_backend.process import garbage, sources
 from multigraph_backend.process.interruptions import from_outside
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.region import Region
@@ -70,16 +71,21 @@ def save(region: Region | str) -> bytes:
     assert graph is not None
     _refuse(graph, region.options, region.state)
     marks, lost = _marks(graph)
+    module = _portable_module(graph)
     content = {
+        "module": (
+            module,
+            [getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")],
+        ),
         "graph": dataclasses.replace(
             graph,
-            module=_portable_module(graph),
+            module=None,  # type: ignore[arg-type]  # it is beside it
             marked_sizes=marks,
             user_code=dataclasses.replace(graph.user_code, owner=None),
             compile_id=None,
             notes=[*graph.notes, *lost],
         ),
-        "sources": [getattr(node, "_dynamo_source", None) for node in graph.module.graph.find_nodes(op="placeholder")],
+        "known": {"codes": graph.codes, "holds_gpu": graph.holds_gpu, "held": () if not graph.held else None},
         "options": region.options,
         "state": region.state.portable(),
         "used": {variant.text: _forms(variant) for variant in (*region.variants, region.generic) if variant.forms},
@@ -89,7 +95,8 @@ def save(region: Region | str) -> bytes:
         },
     }
     try:
-        payload: bytes = _compat.GraphPickler.dumps(content, _compat.GraphPicklerOptions(ops_filter=None))
+        content["module"] = _dumped(content["module"])
+        payload = _dumped(content)
     except Exception as error:
         if from_outside(error):
             raise
@@ -140,10 +147,15 @@ def _is_torch_here(header: Mapping[str, Any]) -> bool:
 
 def _unpicklable(part: object) -> bool:
     try:
-        _compat.GraphPickler.dumps(part, _compat.GraphPicklerOptions(ops_filter=None))
+        _dumped(part)
     except Exception:
         return True
     return False
+
+
+def _dumped(content: object) -> bytes:
+    made: bytes = _compat.GraphPickler.dumps(content, _compat.GraphPicklerOptions(ops_filter=None))
+    return made
 
 
 def _refuse(graph: CapturedGraph, options: Options, state: CompileState) -> None:
@@ -204,15 +216,9 @@ def load(data: bytes) -> Region:
     if _digest(header, payload) != digest:
         raise CannotLoad("the saved region is damaged: its bytes are not those that were saved")
     same_torch = _is_torch_here(header)
-    fake_mode = _compat.FakeTensorMode(shape_env=_compat.ShapeEnv())
     try:
-        content = _compat.GraphPickler.loads(payload, fake_mode)
-        graph: CapturedGraph = content["graph"]
-        graph.module.recompile()
-        placeholders = graph.module.graph.find_nodes(op="placeholder")
-        for node, source in zip(placeholders, content["sources"], strict=True):
-            if source is not None:
-                node._dynamo_source = source
+        content = _loaded(payload)
+        graph = _LoadedGraph.of(content["graph"], content["module"], content["known"])
         state = CompileState.from_portable(content["state"])
     except Exception as error:
         if from_outside(error):
@@ -223,6 +229,42 @@ def load(data: bytes) -> Region:
         graph = dataclasses.replace(graph, marked_sizes=())
     stored = content["stored"] if same_torch else {}
     return _LoadedRegion(graph, content["options"].without(disabled), state, content["used"], stored)
+
+
+def _loaded(data: bytes) -> Any:
+    return _compat.GraphPickler.loads(data, _compat.FakeTensorMode(shape_env=_compat.ShapeEnv()))
+
+
+class _LoadedGraph(CapturedGraph):
+    """A captured graph whose module is loaded when it is asked for: code of torch's caches runs without it."""
+
+    @classmethod
+    def of(cls, graph: CapturedGraph, module: bytes, known: Mapping[str, object]) -> CapturedGraph:
+        """`module`: as bytes; `known`: what would be asked of it, by the names of cached properties."""
+        made = cls.__new__(cls)
+        vars(made).update(
+            vars(graph), _module=module, **{name: value for name, value in known.items() if value is not None}
+        )
+        del vars(made)["module"]
+        if known["held"] is None:  # the tensors that it holds belong to the state in which it is loaded
+            _ = made.module
+        return made
+
+    @functools.cached_property
+    def module(self) -> torch.fx.GraphModule:  # type: ignore[override]
+        module: torch.fx.GraphModule
+        try:
+            with torch.inference_mode(False), garbage.paused():
+                module, names = _loaded(vars(self)["_module"])
+                module.recompile()
+        except Exception as error:
+            if from_outside(error):
+                raise
+            raise CannotLoad(f"the graph of {self.user_code} cannot be loaded here: {describe(error)}") from error
+        for node, source in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
+            if source is not None:
+                node._dynamo_source = source
+        return module
 
 
 class _LoadedRegion(Region):

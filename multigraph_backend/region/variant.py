@@ -75,7 +75,7 @@ class Variant:
         self.user_stack: str | None = None  # the user's lines that the last failure was about, where torch says so
         self.compile_seconds = 0.0
         self.gain = Gain()
-        self.reckoned: Options | None = None  # with what its memory goal comes to; see `background.options_for`
+        self.reckoned: Options | None = None  # with what its memory goal comes to; see `compile_options.options_for`
         self.exact: int | None = None  # the one value that an opaque condition is compiled for
         self.asked_caches = -math.inf  # when a call after `seal()` asked torch's caches in vain; under `lock`
         self._retry_at: dict[tuple[Sharing, Floats], float] = {}

@@ -152,11 +152,10 @@ def _identity(graph: CapturedGraph, options: Options, state: CompileState, args:
         else (str(entry.expr), type(arg).__name__)
         for entry, arg in zip(graph.inputs, args, strict=True)
     ]
-    inner = [module.code for module in graph.module.modules() if isinstance(module, torch.fx.GraphModule)]
     chosen = (options.recording, [name for name, _ in options.inductor], len(options.saved_tensors), options.packing)
     symbols = [(str(symbol), str(info.lower), str(info.upper)) for symbol, info in graph.symbols.items()]
     around = (state.grad, [(entry.device_type, entry.enabled, str(entry.dtype)) for entry in state.autocast])
-    said = (inner, inputs, symbols, graph.outputs, chosen, around, state.hooks is not None, options.name)
+    said = ([*graph.codes], inputs, symbols, graph.outputs, chosen, around, state.hooks is not None, options.name)
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 

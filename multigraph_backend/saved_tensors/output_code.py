@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.cache.revived import revived
+from multigraph_backend.cache.revived import compile_by_inductor, revived
 from multigraph_backend.saved_tensors import account
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.offload.operators import OFFLOAD, SETTLE
@@ -50,7 +50,7 @@ def _compile(
     inner: InnerCompile | None, runs: bool, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Any:
     offloads = bool(gm.graph.find_nodes(op="call_function", target=OFFLOAD))  # Inductor changes the graph
-    code = (inner or _compat.compile_fx_inner)(gm, example_inputs, **settings)
+    code = (inner or compile_by_inductor)(gm, example_inputs, **settings)
     if offloads and runs:
         check_offloads(getattr(getattr(code, "inner", code), "source_code", ""))
     found = account.latest()

@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import multigraph_backend
+from multigraph_backend.region import registry
 
 
 class Model(torch.nn.Module):
@@ -55,6 +56,7 @@ def main(what: str, path: str) -> None:
                 for rows, by in ((4, 7.25), (6, 2.5)):
                     check(compiled, rows, by)
     (region,) = multigraph_backend.explain().to_dict()["regions"]
+    (graph,) = (living.captured for living in registry.living())
     states = {entry["condition"]: entry["state"] for entry in region["variants"]}
     print(
         json.dumps(
@@ -65,6 +67,7 @@ def main(what: str, path: str) -> None:
                 "failures": multigraph_backend.stats()["failures"],
                 "eager_calls": multigraph_backend.stats()["eager_calls"],
                 "caches": dict(counters["aot_autograd"]),
+                "graph": graph is not None and "module" in vars(graph),
                 "compiler": "multigraph_backend.lower.inductor" in sys.modules,
             }
         )
