@@ -13,8 +13,9 @@ multigraph, saved  the same, saved by the first process (torch's `aot_compile`: 
 first s    from the start of the process, its imports and the models, to the first token of the first request
 ready s    until every declared size of each model has been called three times, so often that it is recorded on a GPU
 compiled   graphs that AOTAutograd's cache did not have, in that process
-warm/cold  ready of later processes over that of the first; "over eager", "over Inductor": first s of later processes
-           over that of processes that compile nothing, and of Inductor's later ones
+warm/cold  ready of later processes over that of the first
+over eager  first s of later processes over that of processes that compile nothing, the median of pairs of one turn;
+           "over Inductor" likewise over Inductor's later ones
 own        what ready of both is above eager's later processes, as a ratio: without what every process needs
 
 Where torch was installed without the bytecode of its modules, the processes share a folder for that, as they would
@@ -42,7 +43,7 @@ from typing import Any
 
 import serving
 import torch
-from measure import Column, Goal, Results, answer, arguments, goals_text, in_own_process
+from measure import Column, Goal, Results, answer, arguments, goals_text, in_own_process, paired_ratio
 from torch._dynamo.utils import counters
 
 COLUMNS = (
@@ -196,6 +197,7 @@ class Process:
         said = {f"cold_{key}": self.cold[key] for key in ("first_s", "ready_s", "compiled")}
         for key in ("first_s", "ready_s", "compiled"):
             said[key] = statistics.median(told[key] for told in self.warm)
+        said["each_first_s"] = [told["first_s"] for told in self.warm]
         return {**said, "processes": len(self.warm), "warm_over_cold": said["ready_s"] / said["cold_ready_s"]}
 
     def close(self) -> None:
@@ -267,7 +269,7 @@ def main() -> int:
             told["own_over_cold"] = own[0] / own[1]
         for key, other in (("over_eager", EAGER), ("over_inductor", INDUCTOR)):
             if form != other and other in first:
-                told[key] = told["first_s"] / first[other]["first_s"]
+                told[key] = paired_ratio(told["each_first_s"], first[other]["each_first_s"])
         if form in (OURS, SAVED) and not args.quick:
             told["goals"] = goals_text(GOALS[results.device], told)
         return told

@@ -67,9 +67,9 @@ def test_while_code_is_loaded_no_collection_of_all_that_is_alive_stops_calls(mon
     collects: list[bool] = []
     build = lowering.fresh_inputs.build
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **settings: Any) -> Any:
         collects.append(gc.isenabled())
-        return build(*args)
+        return build(*args, **settings)
 
     monkeypatch.setattr(lowering.fresh_inputs, "build", noted)
 
