@@ -45,8 +45,8 @@ class VariantReport:
     `gain`: how many times as fast as generic, over `gain_calls` calls under `measure_gains()`; None where not measured.
     `user_stack`: after a failure, the lines of the user's program that the compiler was at, where torch says so.
     `saved`: for each form, what became of the tensors that it saves for backward, where there are rules for them.
-    `loaded`: all of its code came from torch's caches before a call asked for it.  `by_worker`: some of it was compiled
-    in a worker process.
+    `loaded`: all of its code came from torch's caches before a call asked for it; `past_inductor`: as that of a saved
+    function, without loading Inductor.  `by_worker`: some of it was compiled in a worker process.
     `collectives`: what its newest form issues, forward and then backward; `collective_bytes`: of what goes into them,
     for the sizes of the compile.
     `memory`: what the recordings of all its forms take, where anything of it can be recorded.
@@ -68,6 +68,7 @@ class VariantReport:
     collective_bytes: int = 0
     memory: CodeMemory | None = None
     loaded: bool = False
+    past_inductor: bool = False
     by_worker: bool = False
     repeated: str | None = None
 
@@ -393,6 +394,7 @@ def _variant_report(
         collective_bytes=sum(entry.nbytes or 0 for entry in issued),
         memory=memory,
         loaded=bool(variant.forms) and all(form.loaded for form in variant.forms),
+        past_inductor=bool(variant.forms) and all(form.lowered.past_inductor for form in variant.forms),
         by_worker=any(form.by_worker for form in variant.forms),
         repeated=variant.forms[-1].lowered.repeated if variant.forms else None,
     )
@@ -453,7 +455,8 @@ def _region_text(entry: RegionReport) -> str:
     for variant in (*entry.variants, entry.generic):
         line = f"  {variant.condition:<{width}}  {variant.state:<9} {variant.calls:>8} calls"
         if variant.forms:
-            line += f"  {'loaded' if variant.loaded else 'compiled'} in {variant.compile_seconds:.2f} s"
+            how = "loaded past Inductor" if variant.past_inductor else "loaded" if variant.loaded else "compiled"
+            line += f"  {how} in {variant.compile_seconds:.2f} s"
             line += " by a worker" if variant.by_worker else ""
         if variant.gain is not None:
             line += f"  {variant.gain:.2f} times as fast as generic ({variant.gain_calls} calls)"

@@ -87,7 +87,8 @@ class Lowered:
     the C++ compiler made of kernels.
     `repeated`: what became of blocks that come again, where that was asked for.
     `floats`: where it computes with Python floats, the name under which torch's caches have it; see `_FloatsInCaches`.
-    `stored`: by what it is loaded past Inductor, where it may be saved, and torch's caches keep it as one.
+    `stored`: by what it is loaded past Inductor, where it may be saved, and torch's caches keep it as one;
+    `past_inductor`: so it was.
     """
 
     run: CompiledFunction
@@ -102,6 +103,7 @@ class Lowered:
     repeated: str | None = None
     floats: str = ""
     stored: Stored | None = None
+    past_inductor: bool = False
 
     @property
     def shortest(self) -> CompiledFunction:
@@ -397,6 +399,7 @@ class CompileJob:
             cached=cached,
             floats="" if kept is None else kept.name,
             stored=_stored(cached, told, kept, kernels),
+            past_inductor=bool(self.stored),
         )
         if not graph.communicates:
             return made

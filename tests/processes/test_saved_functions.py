@@ -34,6 +34,7 @@ def test_a_second_process_loads_what_the_first_has_saved_and_compiles_nothing(tm
     assert (second["graph"], second["compiler"]) == (False, False)  # nor loaded the graph, or what compiles
     by_inductor = run("load", tmp_path / "model", tmp_path / "cache", "stored_code")
     assert by_inductor["compiler"]
+    assert (second["past_inductor"], by_inductor["past_inductor"]) == ([True, True], [False, False])
     assert (by_inductor["caches"], by_inductor["stats"]) == (second["caches"], second["stats"])
     # without the caches it is compiled again, and right
     third = run("load", tmp_path / "model", tmp_path / "other")

@@ -57,6 +57,7 @@ def main(what: str, path: str) -> None:
                     check(compiled, rows, by)
     (region,) = multigraph_backend.explain().to_dict()["regions"]
     (graph,) = (living.captured for living in registry.living())
+    every = (*region["variants"], region["generic"])
     states = {entry["condition"]: entry["state"] for entry in region["variants"]}
     print(
         json.dumps(
@@ -67,6 +68,7 @@ def main(what: str, path: str) -> None:
                 "failures": multigraph_backend.stats()["failures"],
                 "eager_calls": multigraph_backend.stats()["eager_calls"],
                 "caches": dict(counters["aot_autograd"]),
+                "past_inductor": [entry["past_inductor"] for entry in every if entry["state"] == "ready"],
                 "graph": graph is not None and "module" in vars(graph),
                 "compiler": "multigraph_backend.lower.inductor" in sys.modules,
             }
