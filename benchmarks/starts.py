@@ -18,8 +18,8 @@ over eager  first s of later processes over that of processes that compile nothi
            "over Inductor" likewise over Inductor's later ones
 own        what ready of both is above eager's later processes, as a ratio: without what every process needs
 
-Where torch was installed without the bytecode of its modules, the processes share a folder for that, as they would
-have it elsewhere.
+Bytecode of modules is kept, as everywhere but where a variable forbids it; where torch was installed without its own,
+the processes share a folder for all of it.
 
     python benchmarks/starts.py --json starts.json         needs transformers (`pip install "multigraph[server]"`)
 
@@ -208,7 +208,7 @@ def all_started(forms: Sequence[str], args: argparse.Namespace, device: str) -> 
     """Each form's first process, then the later ones of all in turns; in place of a form that fails, its failure."""
     # a process that has ended may have left one of its own that still writes bytecode
     folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    bytecode = {"PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""} if without_bytecode() else {}
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "", **({"PYTHONPYCACHEPREFIX": folder.name} if without_bytecode() else {})}
     found: dict[str, Process | Exception] = {}
     models = args.models or (MODELS[1:2] if args.quick else MODELS)
     for turn in range(1 + args.processes):

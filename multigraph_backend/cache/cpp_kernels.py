@@ -41,9 +41,7 @@ def libraries_of(keys: Sequence[str]) -> dict[str, str]:
     for key in keys:
         for entry, *_ in _compat.StoredResults.iterate_over_candidates(True, None, key):
             for part in (getattr(entry, "compiled_fw", None), getattr(entry, "compiled_bw", None)):
-                code = getattr(part, "result", None)
-                source = getattr(getattr(code, "inner", code), "source_code", None) or ""
-                for types, text in _kernels_in(source):
+                for types, text in _kernels_in(_source_of(getattr(part, "result", None))):
                     name = _name(types, text)
                     if name not in found and (path := _library_of(types, text)) is not None:
                         found[name] = path
@@ -111,6 +109,13 @@ def _key(path: str) -> str:
 
 def _name(types: Sequence[str], source: str) -> str:
     return hashlib.sha256(repr((list(types), source)).encode()).hexdigest()
+
+
+def _source_of(code: Any) -> str:
+    """The text of Inductor's code, of which others of ours may be around."""
+    while (inner := getattr(code, "inner", None)) is not None:
+        code = inner
+    return getattr(code, "source_code", None) or ""
 
 
 def _kernels_in(source: str) -> list[tuple[list[str], str]]:
