@@ -99,7 +99,7 @@ def _plain(value: Any) -> str:
 
 
 #: of configurations: what says how a process does its work, and not what comes out
-_NOT_IN_CODE = re.compile(r"compile_threads|debug|.*_dir")
+_NOT_IN_CODE = re.compile(r"compile_threads|debug|.*_dir|cpp\.cxx")
 
 
 def _configuration() -> str:

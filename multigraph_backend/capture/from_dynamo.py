@@ -163,7 +163,15 @@ def _describe(node: torch.fx.Node, example: Any, context: Any, fakes: list[Any])
         memo=memo,
     )
     number = isinstance(tensor_source, _compat.FloatTensorSource)
-    return Input(node.name, source, layout=layout, static=static, number=number, into_subgraph=into_subgraph)
+    return Input(
+        node.name,
+        source,
+        layout=layout,
+        static=static,
+        number=number,
+        into_subgraph=into_subgraph,
+        grad=example.requires_grad and not number,
+    )
 
 
 def _static_wrapper(node: torch.fx.Node, example: Any, static: bool, context: Any) -> Any:

@@ -91,6 +91,7 @@ class Input:
     into_subgraph: bool = False  # operand of a higher-order operator
     wrapper: str | None = None  # the class of a parameter that is a tensor subclass of fixed sizes; it has no layout
     is_dtensor: bool = False  # whether such a parameter is a DTensor
+    grad: bool = False  # a tensor that required gradients in the trace
 
 
 @dataclass(frozen=True)

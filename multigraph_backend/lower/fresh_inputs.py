@@ -266,11 +266,14 @@ def _fill_inputs(
     for index in range(len(args)):
         _in_order(index, graph, args, position, set(), order)
     made: dict[int, Any] = {}
+    changes = graph.mutates_inputs  # then it counts which inputs share memory
     kept: list[Any] = []  # torch knows the fake of a tensor again while that lives
     for index in order:
         entry, arg = graph.inputs[index], args[index]
         if entry.layout is not None and (gradient := _gradient(arg)) is not None and id(gradient) not in position:
             kept.append(_fresh_gradient(fresh, entry, gradient))
+        if entry.grad and not arg.requires_grad and not (index in graph.written or (changes and arg.is_inference())):
+            arg = _requiring(arg)
         made[index] = _fresh_input(fresh, index, entry, arg, multiples)
     fresh.inputs.extend(made[index] for index in range(len(args)))
 
@@ -413,6 +416,21 @@ def _fresh_tensor(fresh: FreshInputs, index: int, entry: Input, arg: torch.Tenso
             if isinstance(expr, sympy.Symbol):
                 fresh.text_of.setdefault(expr, text)
     return fake
+
+
+def _requiring(tensor: torch.Tensor) -> torch.Tensor:
+    """The same that requires a gradient, as in the trace.
+
+    Dynamo's guards see to that, and where they were dropped code may come to be compiled in a call that needs no
+    gradient, and be run in one that does.
+    """
+    if tensor.is_inference():
+        made = without_memory(
+            tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, tensor.device
+        )
+    else:
+        made = tensor.detach()
+    return torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made.requires_grad_()
 
 
 def twin(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:

@@ -226,7 +226,7 @@ def load(data: bytes) -> Region:
         raise CannotLoad(f"the saved region cannot be loaded here: {describe(error)}") from error
     disabled = disabled_pieces(os.environ)
     if not disabled.isdisjoint({"variants", "all"}):
-        graph = dataclasses.replace(graph, marked_sizes=())
+        graph.marked_sizes = ()
     stored = content["stored"] if same_torch else {}
     return _LoadedRegion(graph, content["options"].without(disabled), state, content["used"], stored)
 

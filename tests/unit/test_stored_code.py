@@ -247,7 +247,7 @@ def test_other_options_have_another_one_and_options_that_were_pickled_the_same()
 
 def test_how_a_process_does_its_work_does_not_count() -> None:
     before = told()
-    with torch._inductor.config.patch(compile_threads=3, debug=True):
+    with torch._inductor.config.patch({"compile_threads": 3, "debug": True, "cpp.cxx": ("clang++",)}):
         assert told() == before
 
 

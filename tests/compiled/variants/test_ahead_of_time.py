@@ -6,9 +6,11 @@ In one process, and mostly with the compiler "aot_eager", which lowers as Induct
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +308,30 @@ def test_a_tensor_given_twice_and_changed_runs_as_eager_and_says_why(tmp_path: P
     a, b = torch.randn(5, 8), torch.randn(5, 8)
     expected = a + 1 + b
     torch.testing.assert_close(loaded(a, b), expected)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_without_guards_a_first_call_that_needs_no_gradient_leaves_it_to_others(
+    mode: Callable[[], AbstractContextManager[object]],
+) -> None:
+    """Code has gradients where the trace has, whatever the call needs that it is compiled in; as stock's."""
+
+    def squared(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x.square() * scale
+
+    example = dynamic(6).requires_grad_()
+    options = QUICK | {"specialize": [{"x[0]": 4}]}
+    compiled = torch.compile(squared, fullgraph=True, backend="multigraph", options=options)
+    made: Any = compiled.aot_compile(((example, torch.ones(8)), {}))  # type: ignore[attr-defined]
+    made.disable_guard_check()
+    for rows in (4, 5):
+        with mode():
+            x, scale = torch.randn(rows, 8), torch.randn(8)
+            torch.testing.assert_close(made(x, scale), squared(x, scale))
+        x, scale = torch.randn(rows, 8, requires_grad=True), torch.randn(8)
+        made(x, scale).sum().backward()
+        torch.testing.assert_close(x.grad, 2 * x.detach() * scale)
+    assert multigraph_backend.stats()["failures"] == 0
 
 
 def test_guards_on_sizes_alone_and_no_recompile_after_the_first_call() -> None:
