@@ -9,7 +9,7 @@ machine holds what belongs together.
     manifests.py  the folder of manifests, which several processes share
     shipping.py   torch's caches and manifests in one file, and back
     stored_code.py  code of saved functions out of torch's cache, without what `compile_fx` loads and hashes before
-    revived.py    what a cache has unpickled, callable again
+    revived.py    Inductor's code as caches keep it, and what one has unpickled, callable again
     cpp_kernels.py  its C++ kernels, loaded as the libraries that they are
     torch_files.py  which torch runs here, by what its installer wrote down of its files
 """

@@ -7,6 +7,8 @@ library it is in.
 
 In:  keys of AOTAutograd's cache, where they were compiled; generated code, where it is loaded.
 Out: libraries by kernel; the same code, which loads those that are named, and asks Inductor for all others.
+
+As Inductor does, it takes a library for whole and for the kernel's where it has its name.
 """
 
 from __future__ import annotations

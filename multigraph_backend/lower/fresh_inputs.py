@@ -147,8 +147,7 @@ def build(
         fresh.zeros = {index: float(args[index].item()) for index in graph.zeros}
         fresh.numbers = {index: float(arg.item()) for index, arg in enumerate(args) if graph.inputs[index].number}
         if not inputs_alone:
-            read = graph.inputs, lambda expr: known.get(expr, fresh.translate(expr)), fresh.numbers
-            write_known_items(module, *read)
+            write_known_items(module, graph.inputs, lambda expr: known.get(expr, fresh.translate(expr)), fresh.numbers)
     if not inputs_alone:
         module.recompile()
     return fresh

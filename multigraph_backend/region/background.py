@@ -277,11 +277,6 @@ class _Task:
         region.not_made(self.asked, error)
 
 
-def of(graph: CapturedGraph, options: Options, state: CompileState) -> Background | None:
-    """A region's part, None where its variants are not compiled in the background."""
-    return Background(graph, options, state) if options.compile == "background" else None
-
-
 def waited_for() -> contextlib.AbstractContextManager[None]:
     """Inside, variants are waited for: what compiles and loads them does not give way to calls."""
     return workers.pool.waited_for()

@@ -98,7 +98,7 @@ class Region:
         self.padding: Account | None = None
         said, expected = list[str](), list[str]()
         if options.pad:
-            from multigraph_backend.padding import padded  # what pads nothing has no use for it
+            from multigraph_backend.padding import padded  # a start without it is shorter
 
             self.padding, said, expected = padded.resolve(graph, options, conditions)
         self.notes = list(dict.fromkeys([*graph.notes, *options.notes, *notes, *said]))
@@ -113,9 +113,9 @@ class Region:
         self._warm_start = warm_start.of(graph, options, state)
         self._background: Background | None = None
         if options.compile == "background":
-            from multigraph_backend.region import background  # nor for workers
+            from multigraph_backend.region import background  # and without workers
 
-            self._background = background.of(graph, options, state)
+            self._background = background.Background(graph, options, state)
         self._first_call: tuple[Likeness, dict[sympy.Symbol, int]] | None = None
         if self._background is not None and self._background.cannot is not None:
             self.notes.append(f"compile='background': variants are compiled in calls: {self._background.cannot}")
@@ -208,8 +208,8 @@ class Region:
         beside = self._background is not None and self._background.cannot is None and not variant.generic
         if not variant.may_compile(*self._case(args)):
             return None
-        if stance() in _NO_COMPILE_STANCES and not beside:
-            return self._saved_form(variant, args)
+        if (in_force := stance()) in _NO_COMPILE_STANCES and not beside:
+            return None if in_force == "force_eager" else self._saved_form(variant, args)
         if sealing.sealed():
             form = self._from_caches(variant, args)
             if form is not None or sealing.refused(f"{self.user_code}: {variant.text} is compiled") is not None:

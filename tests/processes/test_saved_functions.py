@@ -54,10 +54,13 @@ def test_without_the_libraries_of_its_kernels_it_asks_the_compiler(tmp_path: Pat
 
 def test_where_nothing_may_be_compiled_it_is_loaded_all_the_same(tmp_path: Path) -> None:
     first = run("save", tmp_path / "model", tmp_path / "cache")
-    second = run("strictly", tmp_path / "model", tmp_path / "cache")
+    second = run("fail_on_recompile", tmp_path / "model", tmp_path / "cache")
     assert second["states"] == first["states"]
     assert second["caches"].get("autograd_cache_miss", 0) == second["eager_calls"] == second["failures"] == 0
     assert second["furthest"] < 1e-5
+    eagerly = run("force_eager", tmp_path / "model", tmp_path / "cache")
+    assert eagerly["eager_calls"] > 0  # until code was loaded beside the calls, which are no frames of Dynamo's
+    assert (eagerly["failures"], eagerly["furthest"] < 1e-5) == (0, True)
 
 
 def test_with_damaged_caches_it_is_right_and_asks_inductor(tmp_path: Path) -> None:
