@@ -301,7 +301,9 @@ def measured(
     return said
 
 
-def row(form: str, device: str, quick: bool, expected: list[list[int]], caches: Path, stalls: bool) -> dict[str, Any]:
+def row(
+    form: str, device: str, quick: bool, expected: list[list[int]], caches: Path, stalls: bool, compiling: bool
+) -> dict[str, Any]:
     cache, told = caches / form.split(",")[0], partial(in_process, form, device, quick)
     cold = {} if quick or cache.exists() else told("cold", cache)
     warm = told("warm", cache)
@@ -313,7 +315,7 @@ def row(form: str, device: str, quick: bool, expected: list[list[int]], caches: 
     if wrong > len(expected) // 20:  # a tie of two tokens may fall otherwise
         raise AssertionError(f"{wrong} of {len(expected)} answers are not eager's")
     renamed = {f"warm_{key}": warm.pop(key) for key in ("first_s", "ready_s")}
-    beside = while_compiling(device) if form == "multigraph" and not quick else {}
+    beside = while_compiling(device) if form == "multigraph" and compiling and not quick else {}
     return {**cold, **warm, **renamed, **stall, **beside, "wrong": wrong}
 
 
@@ -355,6 +357,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=FORMS, help="all; quick: multigraph and static loop")
     parser.add_argument("--while-compiling", action="store_true", help="requests while variants compile, nothing else")
     parser.add_argument("--no-stall", action="store_true", help="leave out the process that nothing was warmed up in")
+    parser.add_argument("--no-compiling", action="store_true", help="leave out requests while variants compile")
     parser.add_argument("--form", help=argparse.SUPPRESS)
     parser.add_argument("--phase", help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
@@ -378,8 +381,8 @@ def main() -> int:
         expected = in_process("eager", results.device, args.quick, "warm", Path(cache))["answers"]
     with tempfile.TemporaryDirectory() as caches:
         for form in args.only or (("multigraph", "static loop") if args.quick else FORMS):
-            made = partial(row, form, results.device, args.quick, expected, Path(caches), not args.no_stall)
-            results.row({"form": form}, made, headline=True)
+            said = (results.device, args.quick, expected, Path(caches), not args.no_stall, not args.no_compiling)
+            results.row({"form": form}, partial(row, form, *said), headline=True)
     return results.finish()
 
 
