@@ -1281,6 +1281,31 @@ def test_an_input_that_stays_at_one_address_for_all_keys_is_read_in_place() -> N
     assert (bench.recorded(), bench.device.calls("copy")) == (3, [])
 
 
+@pytest.mark.parametrize(("numbers", "recorded"), [(8, 1), (1 << 17, 2)], ids=["small", "large"])
+def test_a_small_input_is_read_in_place_where_its_storage_stays_and_not_where_its_address_comes_by_chance(
+    numbers: int, recorded: int
+) -> None:
+    """As where a warm-up makes its inputs for each call, and the allocator gives the same blocks again.  To copy a
+    large one costs more than a second recording."""
+    bench = Bench(pool_bytes=1 << 24)
+    piece = bench.piece(double, 1, 1)
+    memory = bytearray(4 * numbers)
+    for step in range(2):
+        call_right(piece, double, torch.frombuffer(memory, dtype=torch.float32).fill_(step))
+    for _ in range(3):
+        call_right(piece, double, values(numbers))
+    assert bench.recorded() == recorded
+    assert bench.unrecorded(piece) == {}
+
+    stays = values(numbers)
+    other = bench.piece(double, 1, 1)
+    copies = len(bench.device.calls("copy"))
+    for _ in range(4):
+        call_right(other, double, stays)
+    assert bench.recorded() == recorded + 1
+    assert len(bench.device.calls("copy")) == copies
+
+
 def test_an_input_that_moved_at_one_key_is_copied_at_each_further_one(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     piece = bench.piece(grown, 2, 2)
