@@ -25,6 +25,7 @@ import torch
 
 from multigraph_backend.lower import parcel
 from tests.support.quick_runs import positive, run
+from tests.support.simulated.pieces import Bench, values
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -89,6 +90,17 @@ def test_slopes(tmp_path: Path) -> None:
         for form in ("stock", "multigraph")
     ]
     assert all(len(row["points"].split()) == len(row["sizes"].split()) for row in rows)
+
+
+@pytest.mark.slow
+def test_call_parts(tmp_path: Path) -> None:
+    rows = run("call_parts", tmp_path)
+    assert [(row["of"], row["part"]) for row in rows] == [
+        (kind, part)
+        for kind in ("copied inputs", "static inputs", "outputs")
+        for part in ("Dynamo", "code", "sum", "whole")
+    ]
+    assert positive(rows, "share")
 
 
 @pytest.mark.slow
@@ -340,6 +352,26 @@ def test_a_slope_is_that_of_the_line_through_the_points(load: Callable[[str], An
     line = load("slopes").line
     assert line([1, 2, 4], [12.0, 14.0, 18.0]) == pytest.approx({"each_us": 2, "fixed_us": 10, "off_us": 0})
     assert line([0, 1, 2], [0.0, 3.0, 0.0]) == pytest.approx({"each_us": 0, "fixed_us": 1, "off_us": 2})
+
+
+def test_the_parts_of_a_recorded_call_are_those_that_it_runs(load: Callable[[str], Any]) -> None:
+    for native_calls in (False, True):
+        bench = Bench(native_calls=native_calls)
+        piece = bench.piece(lambda x, w: (x * w, x + w), 2, 2, static=[1])
+        w = values()
+        with pytest.raises(RuntimeError, match="no recording answers"):
+            load("call_parts").inside(piece, [values(), w])
+        for _ in range(3):
+            piece([values(), w])
+        replays = bench.replays()
+        parts = load("call_parts").inside(piece, [values(), w])
+        assert bench.replays() == replays + 1
+        assert parts["checks"]() is True
+        for part, launches in (("checks", 0), ("launch", 1), ("run", 1), ("piece", 1)):
+            before = bench.replays()
+            parts[part]()
+            assert (part, bench.replays() - before) == (part, launches)
+        assert bench.unrecorded(piece) == {}
 
 
 @pytest.fixture
