@@ -1,7 +1,8 @@
 """Where the microseconds of a recorded call go, before the GPU has anything to do: its parts, and their sum.
 
-Dynamo      guards, and the frame that it runs in place of the user's: `torch.compile` with code that hands out tensors
-            that are there
+Dynamo      the frame that it runs in place of the user's, and what finds that: `torch.compile` with code that hands out
+            tensors that are there, while no guards are checked
+guards      what it takes longer where they are
 dispatch    which variant it is, and the way past AOTAutograd's wrappers
 entry       whose turn it is, step, stream and thread, and the recording behind the last one
 checks      whether that may be replayed: addresses of inputs, what is alive of what it writes over
@@ -31,7 +32,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import Call, Column, Results, arguments, attempt, host_us, interleaved, own_code, wait, worst_difference
+from measure import (
+    Call,
+    Column,
+    Results,
+    arguments,
+    attempt,
+    host_us,
+    interleaved,
+    own_code,
+    unguarded,
+    wait,
+    worst_difference,
+)
 from slopes import Program, copied_inputs, line, outputs, static_inputs
 
 import multigraph_backend
@@ -40,8 +53,9 @@ from multigraph_backend.cudagraphs import output_code
 from multigraph_backend.cudagraphs.recordings.nodes import Node
 from multigraph_backend.cudagraphs.recordings.piece import Piece
 
-DYNAMO, DISPATCH, ENTRY, CHECKS, LAUNCH, OUTPUTS = "Dynamo", "dispatch", "entry", "checks", "launch", "outputs"
-CODE = "code"  # in place of the last four where nothing is recorded
+DYNAMO, GUARDS, DISPATCH, ENTRY, CHECKS = "Dynamo", "guards", "dispatch", "entry", "checks"
+LAUNCH, OUTPUTS = "launch", "outputs"
+CODE = "code"  # in place of all but the first two where nothing is recorded
 SUM, WHOLE = "sum", "whole"
 COLUMNS = (
     Column("of", "of"),
@@ -158,8 +172,9 @@ def measured(program: Program, rounds: int) -> dict[str, float]:
         calls |= inside(codes[-1].pieces[0], arguments)
     wait()
     passes = {name: host_us(call, [()], CALLS) for name, call in calls.items()}
+    passes["unguarded"] = unguarded(passes[DYNAMO])
     taken = {name: statistics.median(found) for name, found in interleaved(passes, rounds).items()}
-    found = {DYNAMO: taken[DYNAMO]}
+    found = {DYNAMO: taken["unguarded"], GUARDS: taken[DYNAMO] - taken["unguarded"]}
     if codes:
         found[DISPATCH] = taken["function"] - taken["piece"]
         found[ENTRY] = taken["piece"] - taken[CHECKS] - taken["run"]

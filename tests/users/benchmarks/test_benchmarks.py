@@ -98,7 +98,7 @@ def test_call_parts(tmp_path: Path) -> None:
     assert [(row["of"], row["part"]) for row in rows] == [
         (kind, part)
         for kind in ("copied inputs", "static inputs", "outputs")
-        for part in ("Dynamo", "code", "sum", "whole")
+        for part in ("Dynamo", "guards", "code", "sum", "whole")
     ]
     assert positive(rows, "share")
 
