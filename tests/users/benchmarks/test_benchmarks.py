@@ -100,7 +100,7 @@ def test_call_parts(tmp_path: Path) -> None:
         for kind in ("copied inputs", "static inputs", "outputs")
         for part in ("Dynamo", "guards", "code", "sum", "whole")
     ]
-    assert positive(rows, "share")
+    assert positive([row for row in rows if row["part"] != "guards"], "share")  # that is a difference
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_replay(tmp_path: Path) -> None:
     rows = run("replay", tmp_path)
     forms, parts = ("eager", "inductor", "stock", "multigraph"), ("guards + wrappers", "input copy")
     named = [(row["program"], row["form"]) for row in rows]
-    order = (*forms[:3], *parts, "multigraph")  # what a GPU records by hand is not there
+    order = (*forms[:3], *parts, "multigraph", "multigraph, sealed")  # what a GPU records by hand is not there
     assert named == [(program, form) for program in ("tiny function", "32 copied inputs") for form in order]
     assert positive(rows, "host_us")
     whole = [row for row in rows if row["form"] in forms]
