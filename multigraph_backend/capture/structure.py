@@ -15,6 +15,7 @@ import torch
 from multigraph_backend import _compat
 
 _KEPT_ATTRIBUTES = ("_param_name_to_source", "_backend_id", "compile_subgraph_reason")
+_TRIES = 3  # such code is written once
 KEPT_META = ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn", "backend_id", "cudagraph_annotation")
 _TRACER_META = ("example_value", "grapharg", "unbacked_bindings", "val")
 
@@ -30,7 +31,7 @@ def _shared_objects(gm: torch.fx.GraphModule) -> dict[int, Any]:
 
 
 def copy_structure(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    new = copy.deepcopy(gm, _shared_objects(gm))
+    new = _deep_copy(gm)
     for old_node, node in zip(gm.graph.nodes, new.graph.nodes, strict=True):
         # a copied node keeps its meta and loses its attributes
         if hasattr(old_node, "_dynamo_source"):
@@ -40,6 +41,17 @@ def copy_structure(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
         if name in vars(gm):
             setattr(new, name, vars(gm)[name])
     return new
+
+
+def _deep_copy(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Once more where another thread, which runs the graph as it is for the first time, writes its code into it."""
+    for _ in range(_TRIES):
+        try:
+            return copy.deepcopy(gm, _shared_objects(gm))
+        except RuntimeError as error:
+            if "changed size during iteration" not in str(error):
+                raise
+    return copy.deepcopy(gm, _shared_objects(gm))
 
 
 def forget_tracer(gm: torch.fx.GraphModule) -> None:

@@ -28,6 +28,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
+from multigraph_backend.capture import signs_of_zero
 from multigraph_backend.capture.aliasing import any_overlap, sharing, wrappers_apart, writes_beside_wrappers
 from multigraph_backend.capture.graph import CapturedGraph, Input, TensorLayout
 from multigraph_backend.capture.known_numbers import replace_with_number, write_known_items
@@ -51,6 +52,10 @@ VIEW_OF_CHANGED = (
 
 class CannotLower(Exception):
     """This compile cannot be made right; the message says why."""
+
+
+class LosesSign(CannotLower):
+    """The sign of a zero among Python floats would be lost; not where all floats are constants, maybe."""
 
 
 @dataclass
@@ -148,6 +153,8 @@ def build(
         fresh.numbers = {index: float(arg.item()) for index, arg in enumerate(args) if graph.inputs[index].number}
         if not inputs_alone:
             write_known_items(module, graph.inputs, lambda expr: known.get(expr, fresh.translate(expr)), fresh.numbers)
+            if 0 in fresh.numbers.values() and (lost := signs_of_zero.keep(module, fresh.inputs)) is not None:
+                raise LosesSign(lost)
     if not inputs_alone:
         module.recompile()
     return fresh

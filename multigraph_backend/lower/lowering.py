@@ -343,6 +343,12 @@ class CompileJob:
                 # a Python float is used where no tensor can stand for it: Dynamo would trace anew with its value
                 self.graph.floats_are_constants = True
                 process_wide.close()
+            except fresh_inputs.LosesSign:  # for these values alone
+                floats = all_floats(self.graph, self.args)
+                if len(floats) == len(constant_floats(self.graph, self.args)):
+                    raise
+                process_wide.close()
+                return self._attempt(process_wide, floats)
         return self._attempt(process_wide, constant_floats(self.graph, self.args))
 
     def _attempt(self, process_wide: contextlib.ExitStack, floats: Mapping[sympy.Symbol, float]) -> Lowered:
@@ -575,13 +581,18 @@ def constant_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Sym
     Those that a symbol cannot stand for: all, where the graph needs them as numbers; infinities, not-a-number and -0.0;
     and 0.0 where the graph computes with floats.
     """
-    if not graph.floats:
-        return {}
-    values = graph.values(args)
-    floats = {symbol: float(values[symbol]) for symbol in graph.floats}
+    floats = all_floats(graph, args)
     if graph.floats_are_constants:
         return floats
     return {symbol: value for symbol, value in floats.items() if not _is_symbolic(value, graph.computes_floats)}
+
+
+def all_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Symbol, float]:
+    """The Python floats of a call, with their values."""
+    if not graph.floats:
+        return {}
+    values = graph.values(args)
+    return {symbol: float(values[symbol]) for symbol in graph.floats}
 
 
 def telling_floats(graph: CapturedGraph, args: Sequence[Any]) -> dict[sympy.Symbol, float]:

@@ -224,17 +224,20 @@ def _repeated(
 ) -> tuple[list[Node], repetition.Repetition]:
     """The steps of a graph and what comes again in it: of a forward graph in the order in which less is compiled."""
     told: Told = {}
-    steps, nodes = steps_of(graph, cut_at, told)
-    found = repetition.find(steps, lossless)
-    if label == "forward" and (late := order_of_steps.make_early(graph, told)):
+
+    def found() -> tuple[list[Node], repetition.Repetition]:
         steps, nodes = steps_of(graph, cut_at, told)
-        better = repetition.find(steps, lossless)
-        if better.compiled < found.compiled:
+        made = repetition.find(steps, lossless)
+        return nodes, made.worth() if lossless else made
+
+    nodes, as_it_is = found()
+    if label == "forward" and (late := order_of_steps.make_early(graph, told)):
+        nodes, better = found()
+        if better.compiled < as_it_is.compiled:
             return nodes, better
         order_of_steps.make_late(graph, late)
-        steps, nodes = steps_of(graph, cut_at, told)
-        found = repetition.find(steps, lossless)
-    return nodes, found
+        return found()
+    return nodes, as_it_is
 
 
 def _read_sizes_of_inputs(graph: Graph) -> None:

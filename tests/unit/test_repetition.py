@@ -247,6 +247,29 @@ def test_values_of_one_step_are_not_cut_apart() -> None:
                 assert (index in inside) == (step.operands[0] in inside)
 
 
+def body(weight: int, calls: int) -> repetition.Body:
+    return repetition.Body(weight, tuple(repetition.Call(at, ()) for at in range(calls)), (0,), weight)
+
+
+@pytest.mark.parametrize(
+    ("bodies", "kept"),
+    [
+        ([(50, 3)], [(50, 3)]),  # 100 of 200 steps are spared
+        ([(30, 3)], []),  # 60
+        ([(35, 3)], [(35, 3)]),  # 70, just enough
+        ([(49, 2), (35, 3)], [(35, 3)]),  # twice is enough for large ones alone
+        ([(60, 2)], []),
+        ([(80, 2)], [(80, 2)]),
+        ([(49, 2), (49, 2)], []),
+        ([], []),
+    ],
+)
+def test_bodies_that_spare_little_are_not_worth_it(bodies: list[tuple[int, int]], kept: list[tuple[int, int]]) -> None:
+    found = Repetition(200, tuple(body(*one) for one in bodies)).worth()
+    assert [(one.weight, len(one.calls)) for one in found.bodies] == kept
+    assert found.steps == 200
+
+
 def test_calls_that_lose_nothing_begin_and_end_beside_kernels_of_their_own() -> None:
     steps = chain(6).steps
     found = find(steps, lossless=True)

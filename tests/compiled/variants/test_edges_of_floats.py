@@ -53,6 +53,51 @@ def test_every_edge_gives_its_own_result(program: Program, first: float) -> None
     assert ran["variant_calls"] >= 4  # it has four forms at most, and generic more
 
 
+WithSizes = Callable[[torch.Tensor, float, float], torch.Tensor]
+#: sizes, and a second float, meet the first: expressions of theirs have no sign of zero
+WITH_SIZES: dict[str, WithSizes] = {
+    "times a size": lambda x, s, t: x + x.shape[0] * s,
+    "over a size": lambda x, s, t: x * (s / x.shape[0]),
+    "halved, over a size": lambda x, s, t: x * (s / 2.0 / x.shape[1]),
+    "over a float": lambda x, s, t: x * (s / t if t else s),
+    "times a float": lambda x, s, t: x * (s * t),
+    "times less than nothing": lambda x, s, t: x * (-x.shape[0] * s),
+    "times both": lambda x, s, t: x * (s * x.shape[0] * t),
+    "negated": lambda x, s, t: x * -(s * x.shape[0]),
+    "times what may be of either sign": lambda x, s, t: x * (s * (x.shape[0] - 4)),
+    "to the third": lambda x, s, t: x * ((s * s * s) * x.shape[0]),
+    "added": lambda x, s, t: x * (s + x.shape[0] * s),
+    "taken off": lambda x, s, t: x * (s - x.shape[0] * t),
+    "a size taken off": lambda x, s, t: x * (s - (x.shape[0] - 4)),
+    "all elements": lambda x, s, t: x * (x.numel() * s),
+    "two sizes": lambda x, s, t: x * (s * x.shape[0] + s * x.shape[1]),
+}
+PAIRS = ((0.5, 2.0), (-0.0, 2.0), (-0.0, -3.0), (0.0, 2.0), (0.0, -3.0), (2.0, -0.0), (-1.5, 0.0), (-0.0, math.inf))
+
+
+@pytest.mark.parametrize("program", WITH_SIZES.values(), ids=WITH_SIZES)
+def test_zeros_keep_their_signs_where_they_meet_sizes_and_other_floats(program: WithSizes) -> None:
+    options = {"compiler": "aot_eager", "specialize": [{"x[0]": 5}]}
+    compiled = torch.compile(program, backend=multigraph, dynamic=True, options=options)
+    for s, t in PAIRS:
+        for rows in (5, 3, 4):
+            x = torch.tensor([[-0.0, 0.0, 1.0, -1.0]]).repeat(rows, 1)
+            assert_same(compiled(x, s, t), program(x, s, t))
+    assert multigraph_backend.stats()["variant_calls"] >= 1, str(multigraph_backend.explain())
+
+
+def test_a_zero_whose_sign_is_not_known_runs_eagerly_and_is_said() -> None:
+    def program(x: torch.Tensor, s: float) -> torch.Tensor:
+        return x * (s * (x.shape[0] - 9))
+
+    compiled = torch.compile(program, backend=multigraph, dynamic=True, options={"compiler": "aot_eager"})
+    for s in (0.5, -0.0, 0.5):
+        x = torch.ones(3, 2)
+        assert_same(compiled(x, s), program(x, s))
+    assert multigraph_backend.stats()["eager_calls"] == 1
+    assert "the sign of a zero is not known of mul" in str(multigraph_backend.explain())
+
+
 def test_edges_through_inductor() -> None:
     def program(x: torch.Tensor, n: float) -> torch.Tensor:
         return torch.cat([x.masked_fill(x > 0, n), 1 / torch.full((3,), n)])

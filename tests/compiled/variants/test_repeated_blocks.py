@@ -371,7 +371,7 @@ class Attends(nn.Module):
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Attends() for _ in range(4))
+        self.layers = nn.ModuleList(Attends() for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(x.shape[1])
