@@ -67,24 +67,31 @@ def _write_item(module: torch.fx.GraphModule, node: torch.fx.Node, number: int |
 def _inside(
     module: torch.fx.GraphModule, call: torch.fx.Node, operand: torch.fx.Node
 ) -> Iterator[tuple[torch.fx.GraphModule, torch.fx.Node]]:
-    """The body of a higher-order operator, and what `operand` is called there.
+    """The body of a higher-order operator, and what `operand` is called there; see `body_of`."""
+    if (found := body_of(module, call)) is not None:
+        body, operands = found
+        yield from ((body, placeholder) for placeholder, given in operands.items() if given is operand)
+
+
+def body_of(
+    module: torch.fx.GraphModule, call: torch.fx.Node
+) -> tuple[torch.fx.GraphModule, dict[torch.fx.Node, Any]] | None:
+    """The body of a higher-order operator, and what each placeholder of its is given.
 
     Understood are operators with one body, whose operands come last.  A body that several calls share may get different
-    operands from them, and is left alone.
+    operands from them, and is left alone: None.
     """
     named = [arg for arg in call.args if isinstance(arg, torch.fx.Node) and arg.op == "get_attr"]
     if len(named) != 1:
-        return
+        return None
     target = str(named[0].target)
     body = getattr(module, target, None)
     calls = [user for entry in module.graph.find_nodes(op="get_attr", target=target) for user in entry.users]
     if not isinstance(body, torch.fx.GraphModule) or calls != [call]:
-        return
+        return None
     placeholders = body.graph.find_nodes(op="placeholder")
     operands = call.args[len(call.args) - len(placeholders) :]
-    for given, placeholder in zip(operands, placeholders, strict=True):
-        if given is operand:
-            yield body, placeholder
+    return body, dict(zip(placeholders, operands, strict=True))
 
 
 def replace_with_number(node: torch.fx.Node, number: int | float) -> None:

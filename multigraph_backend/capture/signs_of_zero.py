@@ -22,8 +22,7 @@ import sympy
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.capture.known_numbers import replace_with_number
-from multigraph_backend.capture.structure import graph_modules
+from multigraph_backend.capture.known_numbers import body_of, replace_with_number
 
 POSITIVE, NOT_NEGATIVE, NEGATIVE, UNKNOWN = "positive", "not negative", "negative", "unknown"
 _NOT_NEGATIVE = (POSITIVE, NOT_NEGATIVE)
@@ -44,19 +43,20 @@ Number = int | float
 
 def keep(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> str | None:
     """See the module's text.  `inputs`: of the module, in order.  What cannot be told, as text; None: all is."""
-    for graph_module in graph_modules(module):
-        given = inputs if graph_module is module else ()
-        lost = _keep(graph_module.graph, given)
-        if lost is not None:
-            return f"the sign of a zero is not known of {getattr(lost.target, '__name__', lost.target)}{lost.args}"
-    return None
+    signs = {
+        node: _sign_of_input(value)
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        if isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    }
+    lost = _keep(module, signs)
+    if lost is None:
+        return None
+    return f"the sign of a zero is not known of {getattr(lost.target, '__name__', lost.target)}{lost.args}"
 
 
-def _keep(graph: torch.fx.Graph, inputs: Sequence[Any]) -> torch.fx.Node | None:
-    signs: dict[torch.fx.Node, str] = {}
-    for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=False):
-        if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-            signs[node] = _sign_of_input(value)
+def _keep(module: torch.fx.GraphModule, signs: dict[torch.fx.Node, str]) -> torch.fx.Node | None:
+    """`signs`: of placeholders that are numbers."""
+    graph = module.graph
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "item":
             signs[node] = UNKNOWN
@@ -66,6 +66,9 @@ def _keep(graph: torch.fx.Graph, inputs: Sequence[Any]) -> torch.fx.Node | None:
             signs[node] = NOT_NEGATIVE
         elif node.op == "call_function" and node.target is operator.getitem and node.args[0] in signs:
             signs[node] = signs[node.args[0]]  # a size out of several
+        elif isinstance(node.target, _compat.HigherOrderOperator):
+            if (lost := _keep_inside(module, node, signs)) is not None:
+                return lost
         elif node.op == "call_function" and node.target in _ARITHMETIC and _of_numbers(node, signs):
             known = _known(node, signs)
             if isinstance(known, Number):
@@ -75,6 +78,26 @@ def _keep(graph: torch.fx.Graph, inputs: Sequence[Any]) -> torch.fx.Node | None:
             else:
                 signs[node] = known
     return None
+
+
+def _keep_inside(
+    module: torch.fx.GraphModule, call: torch.fx.Node, signs: Mapping[torch.fx.Node, str]
+) -> torch.fx.Node | None:
+    """The same in the body of a higher-order operator; the call itself where it gets a zero and is not understood."""
+    if (found := body_of(module, call)) is None:
+        return call if any(isinstance(arg, float) and arg == 0 for arg in call.args) else None
+    body, operands = found
+    for placeholder, given in operands.items():
+        if isinstance(given, float):
+            replace_with_number(placeholder, given)
+    inside = {
+        placeholder: signs[given]
+        for placeholder, given in operands.items()
+        if isinstance(given, torch.fx.Node) and given in signs
+    }
+    lost = _keep(body, inside)
+    body.recompile()
+    return lost
 
 
 def _sign_of_input(value: int | torch.SymInt) -> str:

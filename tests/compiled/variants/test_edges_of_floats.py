@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import multigraph_backend
 from multigraph_backend.backend import multigraph
@@ -71,6 +72,8 @@ WITH_SIZES: dict[str, WithSizes] = {
     "a size taken off": lambda x, s, t: x * (s - (x.shape[0] - 4)),
     "all elements": lambda x, s, t: x * (x.numel() * s),
     "two sizes": lambda x, s, t: x * (s * x.shape[0] + s * x.shape[1]),
+    "in a checkpoint": lambda x, s, t: checkpoint(lambda y: y * (s * y.shape[0]), x, use_reentrant=False),
+    "given to a checkpoint": lambda x, s, t: checkpoint(lambda y, z: y * z, x, s * x.shape[0], use_reentrant=False),
 }
 PAIRS = ((0.5, 2.0), (-0.0, 2.0), (-0.0, -3.0), (0.0, 2.0), (0.0, -3.0), (2.0, -0.0), (-1.5, 0.0), (-0.0, math.inf))
 
