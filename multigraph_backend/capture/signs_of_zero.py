@@ -64,7 +64,7 @@ def _keep(module: torch.fx.GraphModule, signs: dict[torch.fx.Node, str]) -> torc
             node.op == "call_function" and node.target in _SIZES
         ):
             signs[node] = NOT_NEGATIVE
-        elif node.op == "call_function" and node.target is operator.getitem and node.args[0] in signs:
+        elif node.op == "call_function" and node.target is operator.getitem and _has_sign(node.args[0], signs):
             signs[node] = signs[node.args[0]]  # a size out of several
         elif isinstance(node.target, _compat.HigherOrderOperator):
             if (lost := _keep_inside(module, node, signs)) is not None:
@@ -90,11 +90,7 @@ def _keep_inside(
     for placeholder, given in operands.items():
         if isinstance(given, float):
             replace_with_number(placeholder, given)
-    inside = {
-        placeholder: signs[given]
-        for placeholder, given in operands.items()
-        if isinstance(given, torch.fx.Node) and given in signs
-    }
+    inside = {placeholder: signs[given] for placeholder, given in operands.items() if _has_sign(given, signs)}
     lost = _keep(body, inside)
     body.recompile()
     return lost
@@ -109,7 +105,11 @@ def _sign_of_input(value: int | torch.SymInt) -> str:
 
 
 def _of_numbers(node: torch.fx.Node, signs: Mapping[torch.fx.Node, str]) -> bool:
-    return not node.kwargs and all(isinstance(arg, Number) or arg in signs for arg in node.args)
+    return not node.kwargs and all(isinstance(arg, Number) or _has_sign(arg, signs) for arg in node.args)
+
+
+def _has_sign(arg: Any, signs: Mapping[torch.fx.Node, str]) -> bool:
+    return isinstance(arg, torch.fx.Node) and arg in signs
 
 
 def _known(node: torch.fx.Node, signs: Mapping[torch.fx.Node, str]) -> Number | str | None:
