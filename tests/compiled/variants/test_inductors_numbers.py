@@ -299,7 +299,7 @@ class Block(torch.nn.Module):
 @pytest.mark.parametrize("repeat", ["auto", "always"])
 def test_bodies_of_repeated_blocks_have_eagers_numbers(repeat: str) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[Block() for _ in range(4)])
+    model = torch.nn.Sequential(*[Block() for _ in range(8)])
     x = torch.randn(6, 8)
     compiled = torch.compile(model, backend="multigraph", options={"repeat": repeat, "on_failure": "raise"})
     with no_code_from_caches():
