@@ -99,8 +99,8 @@ class Repetition:
 
         A compiler takes little time for steps that it has seen in the same graph, and none for a kernel that it has;
         and a kernel at the end of a body may be another one than for the same steps elsewhere, for what a body is given
-        is written over nowhere.  Of four stages of ConvNeXt with 3, 3, 9 and 3 blocks, calls of one body a stage spare
-        47 % of the steps; they take a compiler of C++ 4 kernels more than the 17 that there are, and Inductor as long.
+        is written over nowhere.  ConvNeXt has stages of few blocks; with a body for each its first call takes longer
+        than with none (`benchmarks/first_calls.py`).
         """
         bodies = tuple(body for body in self.bodies if len(body.calls) > 2 or body.weight >= TWICE * self.steps)
         found = Repetition(self.steps, bodies)
