@@ -56,8 +56,7 @@ def keep(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 def _keep(module: torch.fx.GraphModule, signs: dict[torch.fx.Node, str]) -> torch.fx.Node | None:
     """`signs`: of placeholders that are numbers."""
-    graph = module.graph
-    for node in list(graph.nodes):
+    for node in list(module.graph.nodes):
         if node.op == "call_method" and node.target == "item":
             signs[node] = UNKNOWN
         elif (node.op == "call_method" and node.target in ("size", "numel", "dim")) or (
@@ -73,11 +72,23 @@ def _keep(module: torch.fx.GraphModule, signs: dict[torch.fx.Node, str]) -> torc
             known = _known(node, signs)
             if isinstance(known, Number):
                 replace_with_number(node, known)
-            elif known is None:
-                return node  # type: ignore[no-any-return]
-            else:
+            elif known is not None:
                 signs[node] = known
+            elif _sign_is_nothing(node):
+                signs[node] = UNKNOWN
+            else:
+                return node  # type: ignore[no-any-return]
     return None
+
+
+def _sign_is_nothing(node: torch.fx.Node) -> bool:
+    """Whether a zero over something is used in sums with numbers that are not zero alone, as in `1 - decay / rate`.
+
+    A zero times a float has all floats as constants in any case: torch would have them so for good."""
+    over = node.target in _QUOTIENTS and isinstance(node.args[0], Number) and node.args[0] == 0
+    return over and all(
+        user.target in _SUMS and any(isinstance(arg, Number) and arg != 0 for arg in user.args) for user in node.users
+    )
 
 
 def _keep_inside(

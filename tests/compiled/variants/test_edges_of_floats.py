@@ -89,6 +89,21 @@ def test_zeros_keep_their_signs_where_they_meet_sizes_and_other_floats(program: 
     assert multigraph_backend.stats()["variant_calls"] >= 1, str(multigraph_backend.explain())
 
 
+def test_a_zero_over_a_float_that_is_added_to_other_numbers_has_one_form_for_all_floats() -> None:
+    """As where a rate changes at each step of a training that decays nothing."""
+
+    def program(x: torch.Tensor, rate: float, decay: float) -> torch.Tensor:
+        return x * (1 - decay / rate)
+
+    compiled = torch.compile(program, backend=multigraph, dynamic=True, options={"compiler": "aot_eager"})
+    for decay in (0.0, -0.0):
+        for rate in (0.5, -0.25, 0.125, 3.0):
+            x = torch.tensor([-0.0, 0.0, 1.5])
+            assert_same(compiled(x, rate, decay), program(x, rate, decay))
+    ran = multigraph_backend.stats()
+    assert (ran["generic_compiled"], ran["eager_calls"]) == (2, 0), str(multigraph_backend.explain())
+
+
 def test_a_zero_whose_sign_is_not_known_runs_eagerly_and_is_said() -> None:
     def program(x: torch.Tensor, s: float) -> torch.Tensor:
         return x * (s * (x.shape[0] - 9))
