@@ -23,7 +23,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import sys
 import threading
 from types import CodeType
 
@@ -118,10 +117,4 @@ def destroying() -> frozenset[CodeType]:
 
 def _inside(codes: frozenset[CodeType]) -> bool:
     """Whether any thread runs one of them."""
-    with frames.without_collections():
-        for frame in sys._current_frames().values():
-            while frame is not None:
-                if frame.f_code in codes:
-                    return True
-                frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return any(place.code in codes for stack in frames.stacks().values() for place in stack)

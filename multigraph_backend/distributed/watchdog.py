@@ -21,14 +21,12 @@ from __future__ import annotations
 import linecache
 import logging
 import re
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 
 from multigraph_backend import _compat, events
 from multigraph_backend.distributed import communicating, sequence
@@ -186,30 +184,13 @@ def _listed(issued: Sequence[Collective]) -> str:
 def _inside_generated_code() -> Iterator[tuple[int, int, int, str]]:
     """For each thread in generated code that communicates: the thread, its frame, where in it, and that as text."""
     sources = {source: code for code in communicating.codes() if (source := getattr(code.inner, "source_code", None))}
-    for thread, stack in _stacks().items() if sources else ():
-        for frame, at, name, line in stack:
-            text = "".join(linecache.getlines(name))
+    for thread, stack in frames.stacks().items() if sources else ():
+        for place in stack:
+            text = "".join(linecache.getlines(place.code.co_filename))
             code = sources.get(text)
             if code is not None:
-                yield thread, frame, at, f"{code.label}: {_at(code, text, line)}"
+                yield thread, place.frame, place.at, f"{code.label}: {_at(code, text, place.line)}"
                 break
-
-
-def _stacks() -> dict[int, list[tuple[int, int, str, int]]]:
-    """Of each thread, innermost first: the frame as a number, where in it, its file and line.
-
-    Frames are let go of before another thread can run: one that outlived its function here would end here what that
-    function had, such as a state of torch that belongs to its thread.
-    """
-    found: dict[int, list[tuple[int, int, str, int]]] = {}
-    with frames.without_collections():
-        for thread, start in sys._current_frames().items():
-            stack = found[thread] = []
-            frame: FrameType | None = start
-            while frame is not None:
-                stack.append((id(frame), frame.f_lasti, frame.f_code.co_filename, frame.f_lineno))
-                frame = frame.f_back
-    return found
 
 
 _OPERATOR = re.compile(r"torch\.ops\.([A-Za-z_]\w*\.\w+(?:\.\w+)?)\((.*)")

@@ -55,18 +55,13 @@ def _look(thread: int, waiting: threading.Lock) -> None:
 
 
 def _beginnings() -> dict[int, _Beginning | None]:
-    """Each other thread, and where it is if that is the beginning of a function.
-
-    Frames are let go of before another thread can run: one that outlived its function here would end here what that
-    function had, such as a state of torch that belongs to its thread.
-    """
-    own, found = _thread.get_ident(), dict[int, _Beginning | None]()
-    with frames.without_collections():
-        for ident, frame in sys._current_frames().items():
-            if ident != own:
-                at = frame.f_lasti
-                found[ident] = (ident, id(frame), at) if frame.f_code.co_code[at] == _RESUME else None
-    return found
+    """Each other thread, and where it is if that is the beginning of a function."""
+    own = _thread.get_ident()
+    return {
+        thread: (thread, place.frame, place.at) if place.code.co_code[place.at] == _RESUME else None
+        for thread, place in frames.innermost().items()
+        if thread != own
+    }
 
 
 def _take_down() -> None:

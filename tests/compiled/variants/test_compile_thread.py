@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 
 import pytest
@@ -162,17 +161,15 @@ def test_a_program_can_be_profiled_while_a_compile_that_was_given_up_is_in_c_cod
 
 def _parked() -> bool:
     """Whether a thread of this test's compile waits for good."""
-    with frames.without_collections():
-        return any(
-            [entry.name for entry in traceback.extract_stack(frame)][-5:-2] == ["compile", "__init__", "noticed"]
-            for frame in sys._current_frames().values()
-        )
+    return any(
+        [place.code.co_name for place in stack[2:5]] == ["noticed", "__init__", "compile"]
+        for stack in frames.stacks().values()
+    )
 
 
 def _sleeps_in(thread: threading.Thread, function: str) -> bool:
-    with frames.without_collections():
-        frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and frame.f_code.co_name == function and frame.f_code.co_filename == __file__
+    place = frames.innermost().get(thread.ident or 0)
+    return place is not None and place.code.co_name == function and place.code.co_filename == __file__
 
 
 def test_waiting_for_another_compile_does_not_count_against_the_limit() -> None:
