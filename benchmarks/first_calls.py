@@ -10,6 +10,8 @@ inductor, by blocks       what regional compile is: each layer by itself, the re
 multigraph                options={"repeat": False}: without bodies
 multigraph, repeat        options={"repeat": "always"}: blocks that come again are compiled once
 multigraph, auto          as it is by default: where no kernel is cut in two by that
+multigraph, tiers         the same with "compile": "background": once calls have shown whether the whole graph, which a worker
+                          compiles after them, is faster, and the faster one is there; `first` is as before
 multigraph, by blocks     each layer by itself
 inductor, 8 sizes         eight batch sizes, a static compile each
 multigraph, 8 sizes       the same sizes declared, each with its variant, and the generic graph
@@ -64,6 +66,9 @@ from measure import (
     worst_difference,
 )
 from zoo import loss_of, tensors
+
+import multigraph_backend
+from multigraph_backend.region import background, tiers
 
 COLUMNS = (
     Column("model", "model"),
@@ -180,11 +185,25 @@ def _deduplicated() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Form:
-    """`make` compiles a model, given the name of its first argument; `around` is in force while it is called first."""
+    """`make` compiles a model, given the name of its first argument; `around` is in force while it is called first;
+    `settle` is given a call that is made until later ones are timed."""
 
     make: Callable[[torch.nn.Module, str], Call]
     sizes: tuple[int, ...] = ROWS[:1]
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    settle: Callable[[Callable[[], object]], None] = lambda call: None
+
+
+def _until_tried(call: Callable[[], object]) -> None:
+    """Until it is known which of two tiers stays; at most as long as that takes where there are two."""
+    for _ in range(tiers.CALLS + 8):
+        call()
+    background.wait()
+    for _ in range(tiers.MOST):
+        counts = multigraph_backend.stats()
+        if counts["whole_graphs_taken"] + counts["whole_graphs_refused"]:
+            return
+        call()
 
 
 FORMS: dict[str, Form] = {
@@ -194,6 +213,9 @@ FORMS: dict[str, Form] = {
     "multigraph": Form(lambda module, argument: _whole(module, **_ours(repeat=False))),
     "multigraph, repeat": Form(lambda module, argument: _whole(module, **_ours(repeat="always"))),
     "multigraph, auto": Form(lambda module, argument: _whole(module, **_ours(repeat="auto"))),
+    "multigraph, tiers": Form(
+        lambda module, argument: _whole(module, **_ours(compile="background")), settle=_until_tried
+    ),
     "multigraph, by blocks": Form(lambda module, argument: _by_blocks(module, **_ours())),
     "inductor, 8 sizes": Form(lambda module, argument: _whole(module, dynamic=False), ROWS),
     "multigraph, 8 sizes": Form(lambda module, argument: _whole(module, **_sizes(argument, repeat=False)), ROWS),
@@ -243,6 +265,7 @@ def measured(device: str, name: str, training: bool, rounds: int, quick: bool, f
             }
             given = inputs(form.sizes[0])
             row["error_to_eager"] = worst_difference(step(module, run, given), step(original, original, given))
+            form.settle(partial(step, module, run, given))
         return row, partial(step, module, run, inputs(form.sizes[0]))
 
     first(FORMS["inductor"])  # imports, and what torch prepares once

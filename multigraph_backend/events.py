@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 CallKind = Literal["generic_calls", "variant_calls", "padded_calls"]
 Event = Literal[
     "regions", "generic_compiled", "variants_compiled", "loaded_ahead", "worker_compiles", "refused_manifests",
+    "whole_graphs_taken", "whole_graphs_refused",
     "eager_calls", "failures",
     "recordings", "failed_recordings", "evicted_recordings", "unprofitable_recordings",
     "recordings_that_gave_way", "pool_loans",
@@ -161,7 +162,8 @@ def stats() -> dict[str, int]:
     `late_collectives`: warnings that this rank waits in a collective for others;
     `unpacked_retries`: compiles that failed with packs and were done again without;
     `body_calls`: calls of bodies in compiled graphs, in place of blocks that come again; `repeat_retries`: compiles
-    that failed with them and were done again without;
+    that failed with them and were done again without; `whole_graphs_taken`, `whole_graphs_refused`: how often the whole
+    graph's code, compiled in the background, took the place of code that calls bodies, and how often it did not;
     `retained_backwards`: backwards compiled once more, for calls after which the graph stays; `copied_backwards`: such
     calls that ran on copies, because there was no such code.
 

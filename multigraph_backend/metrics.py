@@ -43,6 +43,8 @@ _HELP = {
     "variants_compiled": "Compiles of variants",
     "loaded_ahead": "Compiled code taken from torch's caches alone",
     "worker_compiles": "Variants that worker processes compiled",
+    "whole_graphs_taken": "Whole graphs, compiled in the background, that took the place of code that calls bodies",
+    "whole_graphs_refused": "Whole graphs, compiled in the background, that did not",
     "refused_manifests": "Manifests and files of caches that were not to be trusted",
     "generic_calls": "Calls run by generic graphs",
     "variant_calls": "Calls run by variants",

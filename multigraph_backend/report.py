@@ -396,7 +396,7 @@ def _variant_report(
         loaded=bool(variant.forms) and all(form.loaded for form in variant.forms),
         past_inductor=bool(variant.forms) and all(form.lowered.past_inductor for form in variant.forms),
         by_worker=any(form.by_worker for form in variant.forms),
-        repeated=variant.forms[-1].lowered.repeated if variant.forms else None,
+        repeated=variant.repeated,
     )
 
 

@@ -75,6 +75,17 @@ def graph_modules(gm: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
     return (module for module in gm.modules() if isinstance(module, torch.fx.GraphModule))
 
 
+def with_paths_alone(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same, which is a copy, with modules that nodes were traced in by their paths: their classes are the program's
+    own, and cannot be sent to other processes.  Rules for saved tensors and blocks that come again go by paths."""
+    for module in graph_modules(gm):
+        for node in module.graph.nodes:
+            if stack := node.meta.get("nn_module_stack"):
+                paths = {str(key): (str(entry[0]), torch.nn.Module) for key, entry in stack.items()}
+                node.meta = {**node.meta, "nn_module_stack": paths}
+    return gm
+
+
 def uses_gpu(gm: torch.fx.GraphModule) -> bool:
     """Whether anything that it holds, or computes as far as its nodes tell, is on a GPU."""
     values = [*gm.parameters(), *gm.buffers(), *(node.meta.get("example_value") for node in gm.graph.nodes)]

@@ -27,7 +27,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.capture.graph import CapturedGraph
-from multigraph_backend.capture.structure import graph_modules
+from multigraph_backend.capture.structure import graph_modules, with_paths_alone
 from multigraph_backend.capture.user_code import UserCode
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.lower import fresh_inputs
@@ -231,7 +231,7 @@ def _packed_graph(graph: CapturedGraph) -> bytes:
     code = graph.user_code
     bare = dataclasses.replace(
         graph,
-        module=graph.copy_module(),  # pickling a graph writes to it
+        module=with_paths_alone(graph.copy_module()),  # pickling a graph writes to it
         marked_sizes=(),
         user_code=UserCode(code.function, code.file, code.line, code.models, code.name, partial=code.partial),
         compile_id=None,
@@ -334,7 +334,7 @@ def _torchs_own(name: str) -> bool:
 
 
 def _picklable_meta(key: str) -> bool:
-    return key in ("tensor_dict", "example_value", "stack_trace", "is_wrapped", "user_cache_hash")
+    return key in ("tensor_dict", "example_value", "stack_trace", "nn_module_stack", "is_wrapped", "user_cache_hash")
 
 
 # ---------------------------------------------------------------- the state of torch

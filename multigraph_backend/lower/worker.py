@@ -13,6 +13,7 @@ runs out, and gives them what calls leave.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import itertools
 import os
@@ -61,7 +62,7 @@ class Outcome:
     """What became of a job: the code is in torch's caches now ("made"), or was there before ("found"), the compile
     failed, or cannot be done there.
 
-    "done": no worker was needed.  `floats`: see `lowering.Lowered`.
+    "done": no worker was needed.  `floats`, `repeated`: see `lowering.Lowered`.
     """
 
     kind: Literal["made", "found", "failed", "cannot", "done"]
@@ -69,6 +70,7 @@ class Outcome:
     reason: str = ""
     details: str = ""
     floats: str = ""
+    repeated: str | None = None
 
 
 def send(stream: int, message: object) -> None:
@@ -113,8 +115,8 @@ def _done(job: Job) -> Outcome:
         faulthandler.dump_traceback_later(job.seconds + _TO_END, exit=True)
     try:
         with _memory_limit(job.memory):
-            kind, problem, floats = _compile(job)
-        return Outcome(kind, time.perf_counter() - began, problem, floats=floats)
+            made = _compile(job)
+        return dataclasses.replace(made, seconds=time.perf_counter() - began)
     except Exception as error:
         from multigraph_backend.lower.compile_thread import describe
 
@@ -126,9 +128,8 @@ def _done(job: Job) -> Outcome:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str, str]:
-    """Compile; with the reason why torch's caches do not take such code, if so, and the name that they have it under
-    where it computes with Python floats."""
+def _compile(job: Job) -> Outcome:
+    """Compile; raises what a compile raises."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = job.folder
     from multigraph_backend import _compat
     from multigraph_backend.lower import lowering, parcel
@@ -137,7 +138,7 @@ def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str, str]:
     try:
         read = parcel.unpack(job.parcel)
     except Exception as error:
-        return "cannot", f"a worker cannot read it: {describe(error)}", ""
+        return Outcome("cannot", reason=f"a worker cannot read it: {describe(error)}")
     counts = _compat.counters["aot_autograd"]
     past, hits = counts["autograd_cache_bypass"], counts["autograd_cache_hit"]
     sent = read.sent
@@ -148,14 +149,14 @@ def _compile(job: Job) -> tuple[Literal["made", "found", "cannot"], str, str]:
             read.graph, sent.facts, args, sent.options, state, sent.pinned, sent.name, floats=of_floats
         )
     if counts["autograd_cache_hit"] > hits:
-        return "found", "", ""
+        return Outcome("found")
     for kind, key in made.cached:
         if kind == "aot_autograd" and _written(_compat.cache_entry(kind, key)):
-            return "made", "", made.floats
+            return Outcome("made", floats=made.floats, repeated=made.repeated)
     if counts["autograd_cache_bypass"] > past:
-        return "cannot", "torch's caches do not take its code", ""
+        return Outcome("cannot", reason="torch's caches do not take its code")
     if len(lowering.constant_floats(read.graph, read.arguments())) < len(read.graph.floats):
-        return "cannot", "torch's caches do not keep its code, which takes Python floats", ""
+        return Outcome("cannot", reason="torch's caches do not keep its code, which takes Python floats")
     raise OSError(f"torch's caches in {job.folder} have not kept its code: is there room, and may it be written to?")
 
 

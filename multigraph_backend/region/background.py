@@ -46,6 +46,7 @@ from multigraph_backend.process.giving_way import MOST, GivesWay
 from multigraph_backend.process.short_turns import ShortTurns
 from multigraph_backend.region import warm_start
 from multigraph_backend.region.compile_options import may_use_gpu, options_for
+from multigraph_backend.region.tiers import Tier
 from multigraph_backend.region.variant import Variant
 
 log = logging.getLogger(__name__)
@@ -60,9 +61,8 @@ class Swaps(Protocol):
 
     notes: list[str]
 
-    def swap_in(self, asked: Asked, seconds: float | None = None, floats: str = "") -> None:
-        """Take a form from torch's caches; raises where they do not have it.  `seconds`: what a worker has needed;
-        `floats`: the name that it has given it (`lowering.Lowered`)."""
+    def swap_in(self, asked: Asked, made: Outcome | None = None) -> None:
+        """Take a form from torch's caches; raises where they do not have it.  `made`: what a worker says of it."""
 
     def not_made(self, asked: Asked, error: Exception | None) -> None:
         """It is not there: a failure, or (None) it is left to calls."""
@@ -73,6 +73,7 @@ class Asked:
     """What a call has asked for: a variant, for values like these; nothing of the call is kept alive.
 
     `exact`: the one value that an opaque condition is compiled for.  `case`: what a failure speaks for.
+    `tier`: of code that calls bodies, where it is asked for without.
     """
 
     variant: Variant
@@ -80,6 +81,7 @@ class Asked:
     values: Mapping[str, int]
     exact: int | None
     case: tuple[Any, Any]
+    tier: Tier | None = None
 
 
 _one_at_a_time = threading.Lock()
@@ -152,16 +154,20 @@ class Background:
         likeness: Likeness | None,
         exact: int | None,
         case: tuple[Any, Any],
+        tier: Tier | None = None,
     ) -> bool:
         """Have a form compiled for calls with such `args`; False where a call has to.
 
-        The caller holds the variant's lock.  `likeness`: of `args`, where it is known.
+        The caller holds the variant's lock.  `likeness`: of `args`, where it is known.  `tier`: whose calls have code
+        that calls bodies, and go on with that.
         """
         if self.cannot is not None:
             return False
         problem = self._not_for(args)
         if problem is None and likeness is None:
             likeness = Likeness.of(self._graph, args)
+        if tier is not None and (problem is not None or likeness is None):
+            return False
         if problem is not None or likeness is None:
             self._said(region, f"{variant.text} is compiled in calls: {problem or 'its inputs cannot be made up'}")
             return False
@@ -170,11 +176,11 @@ class Background:
             for symbol, value in self._graph.values(args).items()
             if isinstance(value, int) and not isinstance(value, bool)
         }
-        asked = Asked(variant, likeness, values, exact, case)
+        asked = Asked(variant, likeness, values, exact, case, tier)
         packed = self._packed() or PackedGraph(self._graph)  # there as long as a compile waits
         self._packed = weakref.ref(packed)
         task = _Task(weakref.ref(region), packed, self._options, self._state, asked, self)
-        variant.in_background = True
+        variant.in_background = tier is None
         if not workers.pool.submit(workers.Task(task.job, task.done), dict(self._options.workers).get("count")):
             variant.in_background = False
             return True  # the process ends
@@ -237,7 +243,7 @@ class _Task:
         condition = variant.condition
         pinned = {} if condition is None else declared.exact_values(condition, graph.values(args))
         on_gpu = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
-        options = options_for(self.options, variant, args, self.state.grad)
+        options = options_for(self.options, variant, args, self.state.grad, self.asked.tier is not None)
         try:
             content = parcel.pack(self.packed, variant.facts, args, options, self.state, pinned, variant.text, on_gpu)
         except CannotSend as reason:
@@ -256,17 +262,16 @@ class _Task:
         error: Exception | None = None
         if outcome.kind == "done":
             return
-        if outcome.kind == "cannot":
+        if outcome.kind == "cannot" and self.asked.tier is None:
             self.background.left_to_calls(region, outcome.reason)
-        elif outcome.kind == "failed":
+        elif outcome.kind in ("cannot", "failed"):
             error = WorkerFailed(outcome.reason)
             if outcome.details:
                 error.add_note(outcome.details)
         else:
             try:
                 with _beside_calls(self.options.compile_timeout):
-                    made = outcome.kind == "made"
-                    region.swap_in(self.asked, outcome.seconds if made else None, outcome.floats)
+                    region.swap_in(self.asked, outcome)
                 return
             except Exception as problem:
                 log.debug("%s of a worker is not taken", text, exc_info=True)

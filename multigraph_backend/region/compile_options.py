@@ -17,8 +17,10 @@ _TUNING = ("max_autotune", "coordinate_descent_tuning")  # knobs that measure on
 _WHERE_COMPILED = "triton.autotune_at_compile_time"  # Inductor's knob: measure there, with tensors made for it
 
 
-def options_for(options: Options, variant: Variant, args: Sequence[Any], grad: bool) -> Options:
+def options_for(options: Options, variant: Variant, args: Sequence[Any], grad: bool, whole: bool = False) -> Options:
     """Under which `variant` is compiled, wherever that is: keys of torch's caches depend on them.
+
+    `whole`: without bodies for blocks that come again (see `tiers`).
 
     What a memory goal leaves is reckoned once for a variant, at its first compile, for `args`; without `grad` nothing
     is saved.
@@ -26,6 +28,8 @@ def options_for(options: Options, variant: Variant, args: Sequence[Any], grad: b
     Where a worker may use the GPU, it also tunes.  Else a variant's first call measures each kernel's configurations,
     and the requests behind it wait for that.
     """
+    if whole:
+        options = dataclasses.replace(options, repeat=False)
     if options.memory_goal is not None:
         if not grad:
             options = options.without_packs()

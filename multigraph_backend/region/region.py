@@ -40,14 +40,16 @@ from multigraph_backend.lower.only_cached import NotCached
 from multigraph_backend.lower.stand_ins import Likeness, stand_ins
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.region import dispatch, gains, registry, rules, warm_start
+from multigraph_backend.region import dispatch, gains, registry, rules, tiers, warm_start
 from multigraph_backend.region.compile_options import options_for
 from multigraph_backend.region.dispatch import Ready
+from multigraph_backend.region.tiers import Tier
 from multigraph_backend.region.variant import Floats, Form, Variant
 from multigraph_backend.saved_tensors import account as saved_account
 from multigraph_backend.saved_tensors.account import SavedTensors
 
 if TYPE_CHECKING:
+    from multigraph_backend.lower.worker import Outcome
     from multigraph_backend.padding.padded import Account
     from multigraph_backend.region.background import Asked, Background
 
@@ -344,6 +346,8 @@ class Region:
             wrong = self._wrong_outputs(outputs)
             if wrong is None:
                 form.proven = True
+                if self._may_be_better(form, args):
+                    form.tier = Tier(form.lowered, variant, self)
                 self._publish(variant)
                 variant.tick()
                 if self._warm_start is not None:
@@ -412,7 +416,7 @@ class Region:
                         self._ready[other.number] = self._entry(other)
 
     def _entry(self, variant: Variant) -> Ready:
-        forms = [form.lowered for form in variant.forms if form.proven]
+        forms = [form for form in variant.forms if form.proven]
         if gains.measuring() and not variant.generic:
             return _NOT_READY
         rests = not variant.generic and (variant.resting or variant.failed_floats or variant.in_background)
@@ -423,12 +427,12 @@ class Region:
         if not forms:
             return _NOT_READY
         if len(forms) == 1:
-            return forms[0].guards.check, variant.tick, forms[0].shortest
+            return forms[0].lowered.guards.check, variant.tick, forms[0].run
         return None, lambda: None, self._chooser(variant, forms)
 
-    def _chooser(self, variant: Variant, forms: Sequence[Lowered], past: Ready | None = None) -> Callable[..., Any]:
+    def _chooser(self, variant: Variant, forms: Sequence[Form], past: Ready | None = None) -> Callable[..., Any]:
         """Tries one form after the other, then `past`."""
-        entries = [(form.guards.check, variant.tick, form.shortest) for form in forms]
+        entries = [(form.lowered.guards.check, variant.tick, form.run) for form in forms]
         choices = (*entries, *(() if past is None or past[2] is None else ((past[0], past[1], past[2]),)))
         number, missed = variant.number, weakref.WeakMethod(self.missed)
 
@@ -467,33 +471,42 @@ class Region:
         self._publish(variant)  # generic's code, until it is there
         return True
 
-    def swap_in(self, asked: Asked, seconds: float | None = None, floats: str = "") -> None:
+    def swap_in(self, asked: Asked, made: Outcome | None = None) -> None:
         """In a worker's thread: take what it, or another process, has compiled out of torch's caches.
 
-        `seconds`: what the worker has needed, `floats`: the name that it has given it.  Raises where they do not have
-        it.
+        `made`: what the worker says of it, where it has.  Raises where they do not have it.
         """
-        variant = asked.variant
+        variant, tier = asked.variant, asked.tier
         args = asked.likeness.with_values(self._graph, asked.values)
         if args is None:
             raise CannotLower("a parameter is gone")
         with variant.lock:
-            lowered = self._cached(variant, args, floats) if floats else self._if_cached(variant, args)
+            how = (variant, args, tier is not None)
+            lowered = self._cached(*how, made.floats) if made and made.floats else self._if_cached(*how)
             if lowered is None:
                 raise NotCached("it is not there")
             form = Form(lowered, loaded=True)
-            if seconds is not None:
-                form = Form(dataclasses.replace(lowered, seconds=lowered.seconds + seconds), by_worker=True)
-            variant.exact = asked.exact
-            variant.add(form, *asked.case)
-            variant.in_background = False
+            if made is not None and made.kind == "made":
+                seconds = lowered.seconds + made.seconds
+                repeated = made.repeated or lowered.repeated
+                form = Form(dataclasses.replace(lowered, seconds=seconds, repeated=repeated), by_worker=True)
+            if tier is not None:
+                tier.begin_trial(form)
+            else:
+                variant.exact = asked.exact
+                variant.add(form, *asked.case)
+                variant.in_background = False
         self._publish(variant)
-        what = "loaded" if seconds is None else "a worker compiled"
-        log.info("%s: %s %s in %.2f s", self.user_code, what, variant.text, form.lowered.seconds)
+        what = "a worker compiled" if form.by_worker else "loaded"
+        whole = "" if tier is None else ", whole"
+        log.info("%s: %s %s%s in %.2f s", self.user_code, what, variant.text, whole, form.lowered.seconds)
 
     def not_made(self, asked: Asked, error: Exception | None) -> None:
         """In a worker's thread: there is no code.  `error`: the failure; None: calls compile it."""
         variant = asked.variant
+        if asked.tier is not None:
+            asked.tier.refuse(f"the whole graph could not be compiled ({describe(error) if error else 'by no worker'})")
+            return
         with variant.lock:
             variant.in_background = False
             if error is not None:
@@ -525,6 +538,71 @@ class Region:
                 continue
             if variant.may_compile(*self._case(made)) and not sealing.sealed():
                 self._begin_beside(variant, made, likeness)
+
+    # ---------------------------------------------------------------- bodies first, the whole graph later: `tiers`
+
+    def _may_be_better(self, form: Form, args: Sequence[Any]) -> bool:
+        """Whether the whole graph's code is to be tried in place of new code that calls bodies."""
+        return (
+            self._background is not None
+            and self._background.cannot is None
+            and self.options.repeat == "auto"
+            and tiers.calls_bodies(form.lowered.repeated)
+            and not any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
+        )
+
+    def compile_whole(self, tier: Tier, args: Sequence[Any]) -> bool | None:
+        variant = tier.variant
+        if self._background is None:
+            return False
+        if not variant.lock.acquire(blocking=False):
+            return None  # another form of it is compiled
+        try:
+            exact = rules.exact(variant, args)
+            return self._background.begin(self, variant, args, None, exact, self._case(args), tier)
+        finally:
+            variant.lock.release()
+
+    def first_of_whole(self, tier: Tier, whole: Form, args: Sequence[Any]) -> Any:
+        once = self._graph.once_because
+        draw_again = _draw_again(args) if once is None else None
+        try:
+            outputs = whole.lowered.run(*args)
+        except (torch.OutOfMemoryError, Asleep):
+            raise
+        except Exception as error:
+            if from_outside(error):
+                raise
+            tier.refuse(f"the whole graph's code raised {describe(error)}")
+            if draw_again is None:
+                raise
+        else:
+            wrong = self._wrong_outputs(outputs)
+            if wrong is None:
+                whole.proven = True
+                return outputs
+            tier.refuse(f"the whole graph's code is wrong ({wrong})")
+            if draw_again is None:
+                what = f"{self.user_code}: {tier.variant.text}: {wrong}"
+                raise WrongOutputs(f"{what}; the graph {once}, so it cannot be run again")
+        draw_again()
+        return tier.first.run(*args)
+
+    def decided(self, tier: Tier) -> bool:
+        variant = tier.variant
+        if tier.taken is not None:
+            if not variant.lock.acquire(blocking=False):
+                return False  # another form of it is compiled
+            try:
+                form = next((form for form in variant.forms if form.tier is tier), None)
+                whole, tier.whole, tier.run = tier.whole, None, None
+                if tier.taken and whole is not None and form is not None:
+                    variant.replace(form, whole)
+                    tier.first, form.tier, whole.tier = whole.lowered, None, tier
+            finally:
+                variant.lock.release()
+        self._publish(variant)
+        return True
 
     # ---------------------------------------------------------------- before a call asks for it
 
@@ -569,24 +647,26 @@ class Region:
         """Whether torch's caches are likely to have code of `variant`."""
         return self._warm_start is not None and self._warm_start.kept(variant, args)
 
-    def _if_cached(self, variant: Variant, args: Sequence[Any]) -> Lowered | None:
-        """Code for `args` out of torch's caches, None where they have none."""
+    def _if_cached(self, variant: Variant, args: Sequence[Any], whole: bool = False) -> Lowered | None:
+        """Code for `args` out of torch's caches, None where they have none; `whole`: without bodies."""
         found = lowering.kept_by_caches(self._graph, args)
         for floats in ("",) if found else warm_start.names_of_floats(self._noted(variant, args)):
             try:
-                return self._cached(variant, args, floats)
+                return self._cached(variant, args, whole, floats)
             except Exception as error:  # it says nothing of the code: a call that needs it compiles it
                 if from_outside(error):
                     raise
                 log.debug("%s: %s is not in torch's caches: %s", self.user_code, variant.text, describe(error))
         return None
 
-    def _cached(self, variant: Variant, args: Sequence[Any], floats: str = "") -> Lowered:
+    def _cached(self, variant: Variant, args: Sequence[Any], whole: bool = False, floats: str = "") -> Lowered:
         """Code for `args` out of torch's caches, of that name; raises what `lower` raises."""
         pinned = {} if variant.condition is None else self._pinned(variant.condition, args)
-        options = options_for(self.options, variant, args, self._state.grad)
+        options = options_for(self.options, variant, args, self._state.grad, whole)
         lowered = self._take(variant, args, options, pinned, floats)
         self._refuse_missed_goal(lowered)
+        if whole:
+            return lowered
         # of blocks that come again, which code does not tell
         repeated = warm_start.repeated_in(self._noted(variant, args))
         return dataclasses.replace(lowered, repeated=repeated or lowered.repeated)

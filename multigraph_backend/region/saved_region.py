@@ -34,7 +34,7 @@ from multigraph_backend.cache.manifest import UsedForm
 from multigraph_backend.cache.stored_code import Stored
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.graph import CapturedGraph, MarkedSize
-from multigraph_backend.capture.structure import copy_structure, held_tensors
+from multigraph_backend.capture.structure import copy_structure, held_tensors, with_paths_alone
 from multigraph_backend.lower import lowering
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.first_compile import CompileState
@@ -154,7 +154,9 @@ def _unpicklable(part: object) -> bool:
 
 
 def _dumped(content: object) -> bytes:
-    made: bytes = _compat.GraphPickler.dumps(content, _compat.GraphPicklerOptions(ops_filter=None))
+    made: bytes = _compat.GraphPickler.dumps(
+        content, _compat.GraphPicklerOptions(ops_filter=None, node_metadata_key_filter=None)
+    )
     return made
 
 
@@ -178,11 +180,11 @@ def _refuse(graph: CapturedGraph, options: Options, state: CompileState) -> None
 
 
 def _portable_module(graph: CapturedGraph) -> torch.fx.GraphModule:
-    module = copy_structure(graph.module)
+    module = with_paths_alone(copy_structure(graph.module))
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             for node in part.graph.nodes:
-                for key in ("nn_module_stack", "source_fn_stack", "fwd_source_fn_stack"):
+                for key in ("source_fn_stack", "fwd_source_fn_stack"):
                     node.meta.pop(key, None)
     return module
 

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import sympy
 
@@ -26,6 +26,7 @@ from multigraph_backend import events
 from multigraph_backend.capture.aliasing import Sharing
 from multigraph_backend.capture.declared import Condition
 from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.lower.compilers import CompiledFunction
 from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.options import Options
 from multigraph_backend.region.gains import Gain
@@ -39,17 +40,33 @@ MOST_FAILED_FLOATS = 4  # so many values may rest, each by itself; then failures
 _FIRST_RETRY = 60.0  # seconds after a failure before another try, doubled each time
 
 
+class Tried(Protocol):
+    """See `tiers.Tier`."""
+
+    @property
+    def run(self) -> CompiledFunction | None: ...
+    @property
+    def said(self) -> str: ...
+
+
 @dataclass
 class Form:
     """Compiled code and where it is right.  `proven` once a call's outputs had the expected structure.
 
     `loaded`: it came from torch's caches before a call asked for it.  `by_worker`: a worker process compiled it.
+    `tier`: what becomes, or became, of one that calls bodies.
     """
 
     lowered: Lowered
     proven: bool = False
     loaded: bool = False
     by_worker: bool = False
+    tier: Tried | None = None
+
+    @property
+    def run(self) -> CompiledFunction:
+        """What runs its calls."""
+        return (None if self.tier is None else self.tier.run) or self.lowered.shortest
 
     def holds(self, args: Sequence[Any]) -> bool:
         return self.lowered.guards.hold(args)
@@ -117,6 +134,12 @@ class Variant:
     def facts(self) -> Mapping[sympy.Symbol, Any]:
         return {} if self.condition is None else self.condition.facts
 
+    @property
+    def repeated(self) -> str | None:
+        """What became of blocks that come again, in the newest form, and of forms that call bodies."""
+        newest = [form.lowered.repeated for form in self.forms[-1:]]
+        return "; ".join(filter(None, (*newest, *(form.tier.said for form in self.forms if form.tier)))) or None
+
     def fitting(self, args: Sequence[Any]) -> Form | None:
         """The first form whose guards hold."""
         return next((form for form in self.forms if form.holds(args)), None)
@@ -173,6 +196,12 @@ class Variant:
             events.count("generic_compiled" if self.generic else "variants_compiled")
             if form.by_worker:
                 events.count("worker_compiles")
+
+    def replace(self, form: Form, by: Form) -> None:
+        """Another form is there, which is faster, and right for the same calls, or for fewer: then both stay."""
+        kept = (by,) if by.lowered.guards.text == form.lowered.guards.text else (by, form)
+        self.forms = tuple(one for entry in self.forms for one in (kept if entry is form else (entry,)))
+        self.compile_seconds += by.lowered.seconds
 
     def drop(self, form: Form, error: BaseException, sharing: Sharing, floats: Floats = ()) -> None:
         """A form turned out wrong on its first call."""

@@ -19,6 +19,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import multigraph_backend
+from multigraph_backend import Match, Rule, Scaled
 from multigraph_backend.lower import parcel, workers
 from multigraph_backend.region import background, variant
 
@@ -156,6 +157,44 @@ def test_a_worker_plans_for_the_memory_that_this_process_holds() -> None:
     for parameter, wanted in zip(model.parameters(), expected, strict=True):
         assert parameter.grad is not None
         assert (parameter.grad - wanted).norm() <= 0.03 * wanted.norm()
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(24, 48), torch.nn.Linear(48, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.down(torch.nn.functional.silu(self.up(x).cos() + 0.5))) * 2
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks(x)
+        return y
+
+
+def test_rules_by_modules_hold_in_a_worker() -> None:
+    """It has the paths of modules, though not their classes.  That it cuts blocks by them is in `test_tiers`."""
+    model = Blocks()
+    rules = [Rule(Match(module="blocks.0.down", min_bytes=1), Scaled("int8"))]
+    run = compiled(model, specialize=[{"x[0]": 8}], saved_tensors=rules)
+    for size in (5, 8):
+        run(torch.randn(size, 24, requires_grad=True))
+    assert background.wait(120)
+    found = told()
+    assert found["x[0] == 8"]["by_worker"], notes()
+    packed = {text: [entry["packed"] for entry in entry["saved"][0]["tensors"]] for text, entry in found.items()}
+    assert packed["generic"] == packed["x[0] == 8"]
+    assert len(list(filter(None, packed["generic"]))) == 1
+    x = torch.randn(8, 24, requires_grad=True)
+    (gradient,) = torch.autograd.grad(run(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert (gradient - expected).norm() <= 0.03 * expected.norm()
 
 
 def test_a_graph_is_packed_once_for_the_compiles_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:

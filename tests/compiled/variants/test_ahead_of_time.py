@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import multigraph_backend
+from multigraph_backend import Match, Rule, Scaled
 from multigraph_backend.region.saved_region import CannotLoad, CannotSave
 from multigraph_backend.region.serializable import SerializableRegion
 
@@ -117,6 +118,28 @@ def test_gradients_of_a_loaded_model(tmp_path: Path) -> None:
     model(x, 2).square().sum().backward()
     torch.testing.assert_close(got, x.grad)
     torch.testing.assert_close(got_of_weight, model.inner.weight.grad)
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x))
+        return y
+
+
+def test_rules_by_modules_hold_for_what_is_compiled_after_loading(tmp_path: Path) -> None:
+    model = Two()
+    rules = [Rule(Match(module="first.*", min_bytes=1), Scaled("int8"))]
+    options = {"specialize": [{"x[0]": [4, 5]}], "saved_tensors": rules, "compiler": "inductor"}
+    loaded = saved(ahead(model.forward, dynamic(6), options=options), tmp_path / "f")
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(loaded(model, x), model(x))
+    told = [entry for region in multigraph_backend.explain().regions for entry in region.variants]
+    (found,) = [entry.saved for entry in told if entry.condition == "x[0] == 5" and entry.calls]
+    assert found[0].packed == 1
 
 
 def test_several_saved_functions_in_one_process(tmp_path: Path) -> None:

@@ -1,0 +1,217 @@
+"""Code that calls bodies is there soon; whether the whole graph's is faster is measured on calls, and then it stays.
+
+    first tier    blocks that come again compiled once (`"repeat": "auto"`), in a part of the time
+    64 calls on   a worker compiles the graph whole (`"compile": "background"`); calls go on
+    trial         each call takes one of the two by lot, and is timed
+    second tier   the whole graph's code, where it takes less than 0.99 x the time; else the first stays
+
+Compiles in tiers are what machines for Java and JavaScript do; here the measure is time, not how often code runs.
+
+In:  a form that calls bodies, in an inference graph: of a graph that is trained, a call is only half of what it costs.
+Out: which code runs each call, and in the end which form stays.
+
+Guarantees: no call runs twice, and none waits for a compile.  Times are compared among calls that are given the same
+numbers, so that sizes which come by turns are no bias; where too few calls are alike, the first form stays.  Nothing is
+measured once the process is sealed.  Of code on a GPU nothing is: there the time of a call is not that of its work.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from multigraph_backend import events, sealing
+from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.process.interruptions import from_outside
+
+if TYPE_CHECKING:
+    from multigraph_backend.lower.lowering import Lowered
+    from multigraph_backend.region.variant import Form, Variant
+
+log = logging.getLogger(__name__)
+
+CALLS = 64  # of the first form, before the graph is compiled whole
+COLD = 3  # calls of each form with the same numbers that do not count
+ALIKE = 8  # timed calls of each form with the same numbers, before these count
+TIMED = 48  # such calls of each form, before the trial is decided
+LOOKS = 16  # calls between two looks at what was timed
+MOST = 4096  # calls of a trial
+FASTER = 0.99  # of the first form's time: what takes less takes its place
+
+
+def calls_bodies(repeated: str | None) -> bool:
+    """Whether code is of an inference graph and calls bodies, by what is said of its blocks that come again."""
+    return repeated is not None and re.search(r"\binference: \d+ calls of one body", repeated) is not None
+
+
+class Region(Protocol):
+    """A region, as far as it is known here."""
+
+    def compile_whole(self, tier: Tier, args: Sequence[Any]) -> bool | None:
+        """Have the whole graph compiled in the background, for calls like this one; False where it cannot be, None
+        where it cannot be asked for now."""
+
+    def first_of_whole(self, tier: Tier, whole: Form, args: Sequence[Any]) -> Any:
+        """Outputs of a call that the whole graph's code runs first: it is checked."""
+
+    def decided(self, tier: Tier) -> bool:
+        """Let calls run what `tier` says from now on; False where that cannot be done now."""
+
+
+@dataclass
+class _Times:
+    """Seconds of calls with the same numbers, of the first form's and of the whole graph's code; `cold`: how many calls
+    of each did not count."""
+
+    taken: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    cold: list[int] = field(default_factory=lambda: [0, 0])
+
+    def add(self, which: int, seconds: float) -> None:
+        if self.cold[which] < COLD:
+            self.cold[which] += 1
+        else:
+            self.taken[which].append(seconds)
+
+    @property
+    def alike(self) -> int:
+        """How many calls of each form count."""
+        least = min(map(len, self.taken))
+        return least if least >= ALIKE else 0
+
+
+class Tier:
+    """What becomes of a form of `variant` that calls bodies; `first` is its code.
+
+    `run`: what runs its calls, None where that is its code alone.  `whole`: the form that is tried in its place.
+    `taken`: whether that one stays; None until it is known.  `said`: what became of it, for reports.
+    """
+
+    def __init__(self, first: Lowered, variant: Variant, region: Region) -> None:
+        self.first, self._variant = first, weakref.ref(variant)
+        self.whole: Form | None = None
+        self.taken: bool | None = None
+        self.said = ""
+        self.run: Callable[..., Any] | None = self._counted
+        self._region = weakref.ref(region)
+        self._calls = 0
+        self._times: dict[tuple[int, ...], _Times] = {}
+        self._lot = random.Random(0)
+        self._told = False
+        self._lock = threading.Lock()
+
+    @property
+    def region(self) -> Region:
+        region = self._region()
+        assert region is not None  # the dispatcher that called keeps it
+        return region
+
+    @property
+    def variant(self) -> Variant:
+        variant = self._variant()
+        assert variant is not None  # the region has it
+        return variant
+
+    # ---------------------------------------------------------------- the first calls
+
+    def _counted(self, *args: Any) -> Any:
+        self._calls += 1
+        if self._calls >= CALLS:
+            self._begin(args)
+        return self.first.shortest(*args)
+
+    def _begin(self, args: Sequence[Any]) -> None:
+        with self._lock:
+            if self.run != self._counted:  # another thread is here
+                return
+            self.run = None
+        begun: bool | None = False
+        try:
+            begun = not sealing.sealed() and self.region.compile_whole(self, args)
+        except Exception as error:
+            if from_outside(error):
+                raise
+            log.debug("the whole graph is not compiled: %s", describe(error))
+        if begun is None:
+            self._calls, self.run = 0, self._counted
+            return
+        if not begun:
+            self.taken = False
+        self.region.decided(self)
+
+    # ---------------------------------------------------------------- the trial
+
+    def begin_trial(self, whole: Form) -> None:
+        """Calls take one of the two from now on."""
+        if self.taken is not None:
+            return
+        self._calls = 0
+        self.whole = whole
+        self.run = self._tried
+
+    def _tried(self, *args: Any) -> Any:
+        whole = self.whole
+        if sealing.sealed():
+            self.refuse("the process was sealed before the whole graph was measured")
+        if whole is None or self.taken is not None:
+            self._tell()
+            return self.first.shortest(*args)
+        which = int(self._lot.random() < 0.5 and whole.holds(args))
+        if which and not whole.proven:
+            return self.region.first_of_whole(self, whole, args)
+        run = (whole.lowered if which else self.first).shortest
+        started = time.perf_counter()
+        outputs = run(*args)
+        self._add(tuple([arg for arg in args if type(arg) is int]), which, time.perf_counter() - started)
+        return outputs
+
+    def _add(self, numbers: tuple[int, ...], which: int, seconds: float) -> None:
+        with self._lock:
+            self._calls += 1
+            self._times.setdefault(numbers, _Times()).add(which, seconds)
+            if self._calls % LOOKS or self.taken is not None or not self._decide():
+                return
+        self._tell()
+
+    def _decide(self) -> bool:
+        """Whether it is known now which one stays.  Under the lock."""
+        counting = [times for times in self._times.values() if times.alike]
+        calls = sum(times.alike for times in counting)
+        if calls < TIMED:
+            if self._calls < MOST:
+                return False
+            self.taken, self.said = False, "too few calls were alike for the whole graph to be measured: bodies stay"
+            return True
+        first, whole = (
+            sum(times.alike * statistics.median(times.taken[which]) for times in counting) for which in (0, 1)
+        )
+        self.taken = whole < FASTER * first
+        what = "it has taken their place" if self.taken else "bodies stay"
+        self.said = f"the whole graph takes {whole / first:.2f} x the time of bodies ({calls} calls of each): {what}"
+        return True
+
+    def refuse(self, why: str) -> None:
+        """The first form stays."""
+        with self._lock:
+            if self.taken is not None:
+                return
+            self.taken, self.said = False, f"{why}: bodies stay"
+        self._tell()
+
+    def _tell(self) -> None:
+        """Have the region do what was decided; where it cannot now, the next call asks again."""
+        if not self.region.decided(self):
+            return
+        with self._lock:
+            first, self._told = not self._told, True
+            self._times.clear()
+        if first:
+            events.count("whole_graphs_taken" if self.taken else "whole_graphs_refused")
+            log.info("%s: %s", self.variant.text, self.said)
