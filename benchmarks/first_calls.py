@@ -10,8 +10,8 @@ inductor, by blocks       what regional compile is: each layer by itself, the re
 multigraph                options={"repeat": False}: without bodies
 multigraph, repeat        options={"repeat": "always"}: blocks that come again are compiled once
 multigraph, auto          as it is by default: where no kernel is cut in two by that
-multigraph, tiers         the same with "compile": "background"; later calls are timed when it is known whether the code of
-                          the whole graph, which a worker compiles, is faster, and the faster one is there
+multigraph, tiers         the same with "compile": "background"; later calls are timed when it is known whether the
+                          code of the whole graph, which a worker compiles, is faster, and the faster one is there
 multigraph, by blocks     each layer by itself
 inductor, 8 sizes         eight batch sizes, a static compile each
 multigraph, 8 sizes       the same sizes declared, each with its variant, and the generic graph
