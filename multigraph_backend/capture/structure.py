@@ -78,11 +78,13 @@ def graph_modules(gm: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
 def with_paths_alone(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """The same, which is a copy, with modules that nodes were traced in by their paths: their classes are the program's
     own, and cannot be sent to other processes.  Rules for saved tensors and blocks that come again go by paths."""
+    known: dict[tuple[tuple[str, str], ...], dict[str, tuple[str, type]]] = {}  # equal ones are pickled once
     for module in graph_modules(gm):
         for node in module.graph.nodes:
             if stack := node.meta.get("nn_module_stack"):
-                paths = {str(key): (str(entry[0]), torch.nn.Module) for key, entry in stack.items()}
-                node.meta = {**node.meta, "nn_module_stack": paths}
+                paths = tuple((str(key), str(entry[0])) for key, entry in stack.items())
+                told = known.setdefault(paths, {key: (path, torch.nn.Module) for key, path in paths})
+                node.meta = {**node.meta, "nn_module_stack": told}
     return gm
 
 
