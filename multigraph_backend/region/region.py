@@ -552,6 +552,7 @@ class Region:
         )
 
     def compile_whole(self, tier: Tier, args: Sequence[Any]) -> bool | None:
+        """See `tiers.Region`, as of the next two."""
         variant = tier.variant
         if self._background is None:
             return False
