@@ -28,11 +28,10 @@ MOST_NOTED = 16  # unrecorded calls of a backward whose gradients are watched
 class KeyedPiece:
     """A piece at one key (the numbers among its inputs): what the tree records.
 
-    `addresses`: where inputs that may stay in place lay at the last call off the recorded paths; `storages`: what small
-    ones that are not static were over.  `copied`: static inputs that came at too many addresses.  `rests`: positions of
-    static inputs, and addresses at which they have come to rest (see `settling`).  `reasons`: skip reasons, why calls
-    ran unrecorded, counted; `refused`: the skip reason of all calls to come; `unprofitable`: it is that a recording
-    costs more than it saves.
+    `addresses`: where inputs that may stay in place lay at the last call off the recorded paths.  `copied`: static
+    inputs that came at too many addresses.  `rests`: positions of static inputs, and addresses at which they have come
+    to rest (see `settling`).  `reasons`: skip reasons, why calls ran unrecorded, counted; `refused`: the
+    skip reason of all calls to come; `unprofitable`: it is that a recording costs more than it saves.
     `warms_up`: its next call is to run in the pool, as it is.
     `nodes`: recordings of it that may be found; `needs`: bytes that one was seen to need of an empty pool.
     `nbytes`: bytes of its inputs; `gave_way`: recordings of it that gave way to larger ones and were not made again
@@ -52,7 +51,6 @@ class KeyedPiece:
         self.unprofitable = False
         self.warms_up = False
         self.addresses: dict[int, int] = {}
-        self.storages: dict[int, StorageWeakRef] = {}
         self.copied: set[int] = set()
         self.rests: set[tuple[int, int]] = set()
         self.reasons: Counter[str] = Counter()
@@ -84,9 +82,8 @@ class PieceState:
         self.again: Counter[str] = Counter()
         self.moved = 0
         self.stacks: dict[str, str] = {}
-        #: where inputs lay at the last call off the recorded paths, and what small ones were over
+        #: where inputs lay at the last call off the recorded paths
         self.addresses: dict[int, int] = {}
-        self.storages: dict[int, StorageWeakRef] = {}
         #: inputs that are not static, were read where they lay by a recording, and came elsewhere then
         self.moving: set[int] = set()
         #: whether it is called unrecorded first at a new key: until one was recorded, and always once that went wrong

@@ -9,12 +9,11 @@ For each input the first line that fits decides:
                                                     twice; else not recorded
     a parameter or buffer                           fixed where it lies.  At another address the piece is recorded again
                                                     for that one, up to a limit; then it is copied at each call
+    any other small tensor                          copied: that costs a launch at most, and what comes twice in a
+                                                    warm-up, be it the same tensor, may be another one ever after
     any other tensor                                fixed by the first recording if it came at the same address twice,
-                                                    a small one in the same storage (else the allocator has merely
-                                                    given that address again, as where a warm-up lets go of what it
-                                                    calls with), and was not seen to move behind such a recording, at
-                                                    whatever key; else copied; not recorded where its elements share
-                                                    memory
+                                                    and was not seen to move behind such a recording, at whatever key;
+                                                    else copied; not recorded where its elements share memory
     a generator; a number, None                     the same one; part of the key
     what is not on the device and is not read       as it comes
     anything else (a CPU tensor, a list)            not recorded
@@ -39,7 +38,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigraph_backend import events
 from multigraph_backend.cudagraphs.devices.device import Device, Layout
@@ -61,16 +59,11 @@ _SMALL = 256 << 10  # bytes of an input that is copied in little more than the t
 
 
 def look(device: Device, keyed: KeyedPiece, inputs: Sequence[Any]) -> None:
-    """Note where the inputs lie, and the storages of small ones: some may turn out to stay there."""
+    """Note where the inputs lie: some may turn out to stay there."""
     keyed.addresses = keyed.piece.addresses = {
         index: device.address(value)
         for index, value in enumerate(inputs)
         if isinstance(value, torch.Tensor) and device.is_on_device(value)
-    }
-    keyed.storages = keyed.piece.storages = {
-        index: StorageWeakRef(inputs[index].untyped_storage())
-        for index in keyed.addresses
-        if index not in keyed.piece.spec.static and inputs[index].nbytes <= _SMALL
     }
 
 
@@ -78,9 +71,7 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
     """See the module's text; `first`: this is its first call.  Raises `NotRecorded`."""
     piece, device, limit = keyed.piece, tree.device, keyed.piece.spec.most
     slots = {slot.handle: slot for node in tree.path for slot in node.slots}
-    before, storages = keyed.addresses, keyed.storages
-    if not before:  # of another key, for this one is new
-        before, storages = piece.addresses, piece.storages
+    before = keyed.addresses or piece.addresses  # of another key where this one is new
     look(device, keyed, inputs)
     depth = parent.depth + 1
     siblings = parent.children.get(keyed, ())
@@ -111,8 +102,7 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
         if slot is not None and not slot.holds(address):  # its storage was resized, and is the user's own now
             slot = None
         lasts = address in tree.lasting
-        came = before.get(index) == address and _same_storage(inputs[index], storages.get(index))
-        stays = came or lasts or (index, address) in keyed.rests
+        stays = before.get(index) == address or lasts or (index, address) in keyed.rests
         if index not in piece.spec.static and any(known[index] not in (None, address) for known in read_at):
             piece.moving.add(index)
         if slot is not None:
@@ -135,7 +125,7 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
                 reason = f"it changes input {piece.spec.names[index]}, which came at more than {limit} addresses"
                 raise NotRecorded(reason, index=index)
             fixed.append(index)
-        elif _may_be_fixed(keyed, index, stays, lasts, tried, limit) and not (
+        elif _may_be_fixed(keyed, index, inputs[index].nbytes, stays, lasts, tried, limit) and not (
             as_deep >= limit and keyed.moves(index, depth, address)
         ):
             fixed.append(index)
@@ -159,21 +149,18 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
     )
 
 
-def _same_storage(value: torch.Tensor, before: StorageWeakRef | None) -> bool:
-    """Whether `value` is over the storage that is referred to, which is alive then; or nothing is known of it."""
-    return before is None or before.cdata == value.untyped_storage()._cdata
-
-
 def _refuse_overlaps(piece: PieceState, index: int, value: torch.Tensor) -> None:
     if overlaps_otherwise(Layout.of(value)):
         reason = f"elements of input {piece.spec.names[index]} overlap in memory"
         raise NotRecorded(reason, always=True, index=index)
 
 
-def _may_be_fixed(keyed: KeyedPiece, index: int, stays: bool, lasts: bool, tried: int, limit: int) -> bool:
+def _may_be_fixed(
+    keyed: KeyedPiece, index: int, nbytes: int, stays: bool, lasts: bool, tried: int, limit: int
+) -> bool:
     if index not in keyed.piece.spec.static:
-        fresh = index in keyed.piece.moving or (keyed.piece.spec.fresh and not lasts)
-        return stays and tried == 0 and not fresh
+        may_move = nbytes <= _SMALL or keyed.piece.spec.fresh
+        return stays and tried == 0 and index not in keyed.piece.moving and (lasts or not may_move)
     # what a backward takes for static may be a tensor that an unrecorded forward has saved
     return tried < limit and index not in keyed.copied and (stays or not keyed.piece.spec.is_backward)
 
