@@ -155,9 +155,7 @@ def _refuse_overlaps(piece: PieceState, index: int, value: torch.Tensor) -> None
         raise NotRecorded(reason, always=True, index=index)
 
 
-def _may_be_fixed(
-    keyed: KeyedPiece, index: int, nbytes: int, stays: bool, lasts: bool, tried: int, limit: int
-) -> bool:
+def _may_be_fixed(keyed: KeyedPiece, index: int, nbytes: int, stays: bool, lasts: bool, tried: int, limit: int) -> bool:
     if index not in keyed.piece.spec.static:
         may_move = nbytes <= _SMALL or keyed.piece.spec.fresh
         return stays and tried == 0 and index not in keyed.piece.moving and (lasts or not may_move)
