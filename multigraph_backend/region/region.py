@@ -327,41 +327,26 @@ class Region:
 
     def _first_run(self, variant: Variant, form: Form, args: Sequence[Any]) -> Any:
         """The first call of new code: its outputs are checked for structure, and an error is held against eager."""
-        problem: Exception
-        once = self._graph.once_because
-        draw_again = _draw_again(args) if once is None else None
-        try:
-            outputs = form.lowered.run(*args)
-        except (torch.OutOfMemoryError, Asleep):
-            raise
-        except Exception as error:
-            if from_outside(error):  # it says nothing of the code, and does not come again where the call is run again
-                raise
-            if draw_again is None:  # the inputs may have changed, other ranks have gone on, the user's code has run
-                raise
-            draw_again()
-            outputs = self._run_eagerly(args, "the first run of new code raised")  # raises the program's own error
-            problem = error
-        else:
-            wrong = self._wrong_outputs(outputs)
-            if wrong is None:
-                form.proven = True
-                if self._may_be_better(form, args):
-                    form.tier = Tier(form.lowered, variant, self)
-                self._publish(variant)
-                variant.tick()
-                if self._warm_start is not None:
-                    self._warm_start.ran(self, variant, form, args)
-                if self._background is not None and self._first_call is None:
-                    self._first_call = _as_first(self._graph, args)
-                return outputs
-            problem = WrongOutputs(wrong)
-            if draw_again is None:
+        draw_again = self._draw_again(args)
+        outputs, problem = self._run_checked(form, args)
+        if problem is None:
+            if self._may_be_better(form, args):
+                form.tier = Tier(form.lowered, variant, self)
+            self._publish(variant)
+            variant.tick()
+            if self._warm_start is not None:
+                self._warm_start.ran(self, variant, form, args)
+            if self._background is not None and self._first_call is None:
+                self._first_call = _as_first(self._graph, args)
+            return outputs
+        is_wrong = isinstance(problem, WrongOutputs)
+        if draw_again is None:
+            if is_wrong:
                 variant.drop(form, problem, *self._case(args))
-                what = f"{self.user_code}: {variant.text}: {wrong}"
-                raise WrongOutputs(f"{what}; the graph {once}, so it cannot be run again")
-            draw_again()
-            outputs = self._run_eagerly(args, wrong)
+            raise self._not_again(variant, problem)
+        draw_again()
+        # eager raises the program's own error
+        outputs = self._run_eagerly(args, str(problem) if is_wrong else "the first run of new code raised")
         variant.drop(form, problem, *self._case(args))
         self._publish(variant)
         events.warn_once(
@@ -375,6 +360,33 @@ class Region:
             what = f"{self.user_code}: the compiled {variant.text}"
             raise VariantFailed(f"{what} is wrong: {variant.reason}") from problem
         return outputs
+
+    def _run_checked(self, form: Form, args: Sequence[Any]) -> tuple[Any, Exception | None]:
+        """The outputs of new code, or what speaks against it; what does not is raised."""
+        try:
+            outputs = form.lowered.run(*args)
+        except (torch.OutOfMemoryError, Asleep):
+            raise
+        except Exception as error:
+            if from_outside(error):  # it says nothing of the code, and does not come again where the call is run again
+                raise
+            return None, error
+        if (wrong := self._wrong_outputs(outputs)) is not None:
+            return None, WrongOutputs(wrong)
+        form.proven = True
+        return outputs, None
+
+    def _draw_again(self, args: Sequence[Any]) -> Callable[[], None] | None:
+        """What a call of new code is preceded by if it is to be run again; None: it cannot be, for the inputs may have
+        changed then, other ranks have gone on, or the user's code has run."""
+        return _draw_again(args) if self._graph.once_because is None else None
+
+    def _not_again(self, variant: Variant, problem: Exception) -> Exception:
+        """What is raised where code met with `problem`, and the call cannot be run again."""
+        if not isinstance(problem, WrongOutputs):
+            return problem
+        what = f"{self.user_code}: {variant.text}: {problem}"
+        return WrongOutputs(f"{what}; the graph {self._graph.once_because}, so it cannot be run again")
 
     def _wrong_outputs(self, outputs: Any) -> str | None:
         """What is wrong with the structure of `outputs`, None if nothing is."""
@@ -565,27 +577,14 @@ class Region:
             variant.lock.release()
 
     def first_of_whole(self, tier: Tier, whole: Form, args: Sequence[Any]) -> Any:
-        once = self._graph.once_because
-        draw_again = _draw_again(args) if once is None else None
-        try:
-            outputs = whole.lowered.run(*args)
-        except (torch.OutOfMemoryError, Asleep):
-            raise
-        except Exception as error:
-            if from_outside(error):
-                raise
-            tier.refuse(f"the whole graph's code raised {describe(error)}")
-            if draw_again is None:
-                raise
-        else:
-            wrong = self._wrong_outputs(outputs)
-            if wrong is None:
-                whole.proven = True
-                return outputs
-            tier.refuse(f"the whole graph's code is wrong ({wrong})")
-            if draw_again is None:
-                what = f"{self.user_code}: {tier.variant.text}: {wrong}"
-                raise WrongOutputs(f"{what}; the graph {once}, so it cannot be run again")
+        draw_again = self._draw_again(args)
+        outputs, problem = self._run_checked(whole, args)
+        if problem is None:
+            return outputs
+        what = f"is wrong ({problem})" if isinstance(problem, WrongOutputs) else f"raised {describe(problem)}"
+        tier.refuse(f"the whole graph's code {what}")
+        if draw_again is None:
+            raise self._not_again(tier.variant, problem)
         draw_again()
         return tier.first.run(*args)
 
