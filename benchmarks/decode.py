@@ -8,6 +8,8 @@ multigraph          one trace, a variant for each number of rows, CUDA graphs on
 multigraph, sealed  the same compiled in place (`model.compile`), without torch's own record of its overhead, and with
                     guards that all calls have met checked no more while it is timed
                     (`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), as a static loop checks none
+multigraph, inputs guarded   as the first, with guards of what comes with a call alone, none of modules and parameters
+                    (`"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe`)
 multigraph, whole   as the first, every layer compiled (`"repeat": False`)
 multigraph, ahead   what torch's `aot_compile` makes of multigraph: one for a single row and one for all other numbers
                     of rows, called without guards, and past Dynamo; the caller tells the two apart
@@ -73,9 +75,10 @@ COLUMNS = (
     Column("goals", "goals"),
 )
 SEALED = "multigraph, sealed"
+INPUTS_GUARDED = "multigraph, inputs guarded"
 AHEAD = "multigraph, ahead"
 WHOLE = "multigraph, whole"
-OURS = ("multigraph", SEALED, AHEAD, WHOLE)
+OURS = ("multigraph", SEALED, INPUTS_GUARDED, AHEAD, WHOLE)
 STATIC = "static loop"
 DYNAMIC = "inductor dynamic"
 FORMS = (*OURS, DYNAMIC, "reduce-overhead", STATIC)
@@ -123,6 +126,8 @@ def compiled_as(form: str, model: Any, rows: tuple[int, ...], device: str, quick
         }
         if form == WHOLE:
             options["repeat"] = False
+        if form == INPUTS_GUARDED:
+            options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
         if form == SEALED:
             mine.compile(backend="multigraph", dynamic=True, options=options)
             return mine  # type: ignore[no-any-return]
@@ -184,7 +189,7 @@ def measured(name: str, rows: tuple[int, ...], device: str, quick: bool) -> list
     with torch.inference_mode():
         forms = {form: compiled_as(form, model, rows, device, quick) for form in FORMS}
         first = steps(3, vocabulary, device)[0]
-        for form in ("multigraph", SEALED, WHOLE, DYNAMIC):
+        for form in ("multigraph", SEALED, INPUTS_GUARDED, WHOLE, DYNAMIC):
             forms[form](*first)
         for count in reversed(rows):
             calls = steps(count, vocabulary, device)
