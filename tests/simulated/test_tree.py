@@ -1297,6 +1297,20 @@ def test_a_small_input_is_copied_though_a_warm_up_calls_with_the_same_tensor() -
     assert bench.unrecorded(piece) == {}
 
 
+def test_many_small_inputs_that_stay_are_read_in_place() -> None:
+    """As where a model's parameters are arguments (torch.func.functional_call); the last one is made for each call."""
+
+    def summed(*numbers: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.stack(numbers).sum(0),)
+
+    bench = Bench()
+    weights = [values() for _ in range(17)]
+    piece = bench.piece(summed, 18, 1)
+    for _ in range(4):
+        call_right(piece, summed, *weights, values())
+    assert (bench.recorded(), bench.device.calls("copy")) == (1, [1, 1, 1])
+
+
 def test_a_large_input_is_recorded_once_more_where_its_address_came_twice_by_chance() -> None:
     bench = Bench(pool_bytes=1 << 24)
     piece = bench.piece(double, 1, 1)

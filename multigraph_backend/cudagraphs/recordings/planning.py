@@ -9,8 +9,9 @@ For each input the first line that fits decides:
                                                     twice; else not recorded
     a parameter or buffer                           fixed where it lies.  At another address the piece is recorded again
                                                     for that one, up to a limit; then it is copied at each call
-    any other small tensor                          copied: that costs a launch at most, and what comes twice in a
-                                                    warm-up, be it the same tensor, may be another one ever after
+    any other small tensor, if such are few         copied: that costs a launch at most, and what comes twice in a
+                                                    warm-up, be it the same tensor, may be another one ever after.
+                                                    Many that stay are weights, of `torch.func.functional_call` say
     any other tensor                                fixed by the first recording if it came at the same address twice,
                                                     and was not seen to move behind such a recording, at whatever key;
                                                     else copied; not recorded where its elements share memory
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 
 OTHERS_ALIVE = "something else is alive than before"
 _SMALL = 256 << 10  # bytes of an input that is copied in little more than the time of a launch
+_FEW = 16  # of these, each a quarter of a microsecond of the host
 
 
 def look(device: Device, keyed: KeyedPiece, inputs: Sequence[Any]) -> None:
@@ -77,6 +79,7 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
     siblings = parent.children.get(keyed, ())
     tried, as_deep = len(siblings), keyed.recorded_at[depth]
     read_at = [node.recording.plan.addresses for node in siblings if node.recording is not None]
+    small = _small_ones(keyed, before, inputs)
     fixed: list[int] = []
     copied: list[int] = []
     managed: dict[int, Slot] = {}
@@ -125,7 +128,7 @@ def plan(tree: Nodes, parent: Node, keyed: KeyedPiece, inputs: list[Any], first:
                 reason = f"it changes input {piece.spec.names[index]}, which came at more than {limit} addresses"
                 raise NotRecorded(reason, index=index)
             fixed.append(index)
-        elif _may_be_fixed(keyed, index, inputs[index].nbytes, stays, lasts, tried, limit) and not (
+        elif _may_be_fixed(keyed, index, index in small, stays, lasts, tried, limit) and not (
             as_deep >= limit and keyed.moves(index, depth, address)
         ):
             fixed.append(index)
@@ -155,9 +158,23 @@ def _refuse_overlaps(piece: PieceState, index: int, value: torch.Tensor) -> None
         raise NotRecorded(reason, always=True, index=index)
 
 
-def _may_be_fixed(keyed: KeyedPiece, index: int, nbytes: int, stays: bool, lasts: bool, tried: int, limit: int) -> bool:
+def _small_ones(keyed: KeyedPiece, before: Mapping[int, int], inputs: Sequence[Any]) -> Set[int]:
+    """Inputs that are copied though they came at the address of `before`: small ones that are no parameters, if few."""
+    spec = keyed.piece.spec
+    found = {
+        index
+        for index, address in keyed.addresses.items()
+        if before.get(index) == address
+        and index not in spec.static
+        and index not in spec.mutated
+        and inputs[index].nbytes <= _SMALL
+    }
+    return found if len(found) <= _FEW else frozenset()
+
+
+def _may_be_fixed(keyed: KeyedPiece, index: int, small: bool, stays: bool, lasts: bool, tried: int, limit: int) -> bool:
     if index not in keyed.piece.spec.static:
-        may_move = nbytes <= _SMALL or keyed.piece.spec.fresh
+        may_move = small or keyed.piece.spec.fresh
         return stays and tried == 0 and index not in keyed.piece.moving and (lasts or not may_move)
     # what a backward takes for static may be a tensor that an unrecorded forward has saved
     return tried < limit and index not in keyed.copied and (stays or not keyed.piece.spec.is_backward)
