@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 OTHERS_ALIVE = "something else is alive than before"
 _SMALL = 256 << 10  # bytes of an input that is copied in little more than the time of a launch
-_FEW = 16  # of these, each a quarter of a microsecond of the host
+_FEW = 16  # of these: one launch copies them all
 
 
 def look(device: Device, keyed: KeyedPiece, inputs: Sequence[Any]) -> None:
