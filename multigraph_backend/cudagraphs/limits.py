@@ -41,6 +41,8 @@ class Limits:
         the new one is not made; None: no limit
     failures: failed recordings of a piece at one key before it is not tried again there
     copied_bytes: bytes of inputs from which on their copies count; fewer take no longer than a launch or two
+    small_bytes: of an input that is copied although it came at the same address twice, where such are few; to copy it
+        takes little more than a launch
     unreplayed: recordings of one piece in a row, hardly replayed, before it is only recorded what comes again
     idle: seconds without a call of all threads but one, after which that one's outputs are no copies any more
     patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it
@@ -52,6 +54,7 @@ class Limits:
     pool_bytes: float | None = None
     failures: int = 2
     copied_bytes: int = 16 << 20
+    small_bytes: int = 256 << 10
     unreplayed: int = 32
     idle: float = 10.0
     patience: float = 1.0

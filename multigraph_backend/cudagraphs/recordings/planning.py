@@ -56,8 +56,7 @@ from multigraph_backend.cudagraphs.recordings.slot import Slot
 log = logging.getLogger(__name__)
 
 OTHERS_ALIVE = "something else is alive than before"
-_SMALL = 256 << 10  # bytes of an input that is copied in little more than the time of a launch
-_FEW = 16  # of these: one launch copies them all
+_FEW = 16  # small inputs: one launch copies them all
 
 
 def look(device: Device, keyed: KeyedPiece, inputs: Sequence[Any]) -> None:
@@ -167,7 +166,7 @@ def _small_ones(keyed: KeyedPiece, before: Mapping[int, int], inputs: Sequence[A
         if before.get(index) == address
         and index not in spec.static
         and index not in spec.mutated
-        and inputs[index].nbytes <= _SMALL
+        and inputs[index].nbytes <= keyed.piece.limits.small_bytes
     }
     return found if len(found) <= _FEW else frozenset()
 

@@ -340,6 +340,10 @@ class Program:
         many = gives_way and giving.random() < 0.8  # recordings of several sizes, most of them dead at the next call
         if many:
             self.limits = replace(self.limits, per_device=1024, pool_bytes=None, unreplayed=32)
+        if (
+            random.Random(f"{seed}, small inputs").random() < 0.5
+        ):  # all are small here; then what stays is read in place
+            self.limits = replace(self.limits, small_bytes=0)
         capacity = rng.choice([1 << 11, 1 << 13, 1 << 13])
         segments = Segments(64, 128, 512, 256, 128) if gives_way and capacity > 1 << 11 else None
         #: memory that ends, and code that needs some besides while it runs; drawn apart, too
@@ -1220,6 +1224,13 @@ class Program:
             not set(node.keyed.piece.spec.static).isdisjoint(node.recording.plan.fixed)
             for node in nodes
             if node.keyed is not None and node.recording is not None
+        )
+        counts["recordings that read what stays in place"] += sum(
+            not {*made.plan.managed, *node.keyed.piece.spec.static, *node.keyed.piece.spec.mutated}.issuperset(
+                made.plan.fixed
+            )
+            for node, made in ((node, node.recording) for node in nodes)
+            if node.keyed is not None and made is not None
         )
         counts["recordings that copy what is gathered"] += sum(bool(made.plan.gathered) for made in recordings)
         counts["programs with several threads"] += tree.shared
