@@ -91,21 +91,32 @@ class Tier:
     """What becomes of a form of `variant` that calls bodies; `first` is its code.
 
     `run`: what runs its calls, None where that is its code alone.  `whole`: the form that is tried in its place.
-    `taken`: whether that one stays; None until it is known.  `said`: what became of it, for reports.
+    `taken`: whether that one stays; None until it is known.
     """
 
     def __init__(self, first: Lowered, variant: Variant, region: Region) -> None:
         self.first, self._variant = first, weakref.ref(variant)
         self.whole: Form | None = None
         self.taken: bool | None = None
-        self.said = ""
         self.run: Callable[..., Any] | None = self._counted
         self._region = weakref.ref(region)
         self._calls = 0
         self._times: dict[tuple[int, ...], _Times] = {}
         self._lot = random.Random(0)
+        self._outcome = ""
         self._told = False
         self._lock = threading.Lock()
+
+    @property
+    def said(self) -> str:
+        """What became of it, or how far it is, for reports."""
+        if self.taken is not None:
+            return self._outcome
+        if self.whole is not None:
+            return f"the whole graph is tried beside bodies ({self._calls} calls so far)"
+        if self.run is not None:
+            return f"the whole graph is compiled after {CALLS} calls ({self._calls} so far)"
+        return "the whole graph is being compiled"
 
     @property
     def region(self) -> Region:
@@ -187,14 +198,15 @@ class Tier:
         if calls < TIMED:
             if self._calls < MOST:
                 return False
-            self.taken, self.said = False, "too few calls were alike for the whole graph to be measured: bodies stay"
+            self.taken, self._outcome = False, "too few calls were alike for the whole graph to be measured: bodies stay"
             return True
         first, whole = (
             sum(times.alike * statistics.median(times.taken[which]) for times in counting) for which in (0, 1)
         )
-        self.taken = whole < FASTER * first
-        what = "it has taken their place" if self.taken else "bodies stay"
-        self.said = f"the whole graph takes {whole / first:.2f} x the time of bodies ({calls} calls of each): {what}"
+        taken = whole < FASTER * first
+        what = "it has taken their place" if taken else "bodies stay"
+        self._outcome = f"the whole graph takes {whole / first:.2f} x the time of bodies ({calls} calls of each): {what}"
+        self.taken = taken
         return True
 
     def refuse(self, why: str) -> None:
@@ -202,7 +214,7 @@ class Tier:
         with self._lock:
             if self.taken is not None:
                 return
-            self.taken, self.said = False, f"{why}: bodies stay"
+            self.taken, self._outcome = False, f"{why}: bodies stay"
         self._tell()
 
     def _tell(self) -> None:
@@ -214,4 +226,4 @@ class Tier:
             self._times.clear()
         if first:
             events.count("whole_graphs_taken" if self.taken else "whole_graphs_refused")
-            log.info("%s: %s", self.variant.text, self.said)
+            log.info("%s: %s", self.variant.text, self._outcome)

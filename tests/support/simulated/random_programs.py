@@ -340,9 +340,7 @@ class Program:
         many = gives_way and giving.random() < 0.8  # recordings of several sizes, most of them dead at the next call
         if many:
             self.limits = replace(self.limits, per_device=1024, pool_bytes=None, unreplayed=32)
-        if (
-            random.Random(f"{seed}, small inputs").random() < 0.5
-        ):  # all are small here; then what stays is read in place
+        if random.Random(f"{seed}, small inputs").random() < 0.5:  # all are small here: what stays is read in place
             self.limits = replace(self.limits, small_bytes=0)
         capacity = rng.choice([1 << 11, 1 << 13, 1 << 13])
         segments = Segments(64, 128, 512, 256, 128) if gives_way and capacity > 1 << 11 else None

@@ -94,8 +94,10 @@ def test_the_whole_graph_is_asked_for_after_so_many_calls_and_once(clock: Clock)
     region = Region(clock, lambda size: 1.0, lambda size: 0.5)
     region.call(*[4] * (CALLS - 1))
     assert region.asked == 0
+    assert region.tier.said == f"the whole graph is compiled after {CALLS} calls ({CALLS - 1} so far)"
     region.call(4, 4, 4)
     assert region.asked == 1
+    assert region.tier.said == "the whole graph is being compiled"
     assert region.tier.run is None
     assert region.ends == [None]  # calls run the first code alone meanwhile
 
@@ -116,7 +118,9 @@ def test_where_it_cannot_be_asked_for_now_it_is_later(clock: Clock) -> None:
 @pytest.mark.parametrize(("takes", "taken"), [(0.5, True), (0.98, True), (0.995, False), (1.0, False), (2.0, False)])
 def test_the_whole_graph_stays_where_it_takes_less_time(clock: Clock, takes: float, taken: bool) -> None:
     region = tried(clock, lambda size: 1.0, lambda size: takes)
-    region.call(*[4] * 400)
+    region.call(*[4] * 5)
+    assert region.tier.said == "the whole graph is tried beside bodies (4 calls so far)"  # the first of them was checked
+    region.call(*[4] * 395)
     assert region.tier.taken is taken
     assert region.ends == [None, taken]
     assert f"{takes:.2f} x the time of bodies" in region.tier.said
