@@ -198,14 +198,15 @@ class Tier:
         if calls < TIMED:
             if self._calls < MOST:
                 return False
-            self.taken, self._outcome = False, "too few calls were alike for the whole graph to be measured: bodies stay"
+            self.taken, self._outcome = False, "too few calls were alike to measure the whole graph: bodies stay"
             return True
         first, whole = (
             sum(times.alike * statistics.median(times.taken[which]) for times in counting) for which in (0, 1)
         )
         taken = whole < FASTER * first
         what = "it has taken their place" if taken else "bodies stay"
-        self._outcome = f"the whole graph takes {whole / first:.2f} x the time of bodies ({calls} calls of each): {what}"
+        ratio = whole / first
+        self._outcome = f"the whole graph takes {ratio:.2f} x the time of bodies ({calls} calls of each): {what}"
         self.taken = taken
         return True
 

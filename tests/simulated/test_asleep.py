@@ -20,6 +20,10 @@ def weighted(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
     return (x * w + 1,)
 
 
+def double(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x * 2,)
+
+
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A tree that hears of what sleeps, as those of the runtime do."""
@@ -56,6 +60,25 @@ def test_a_recording_whose_parameter_sleeps_is_not_replayed_and_others_are(bench
     for _ in range(3):
         call_right(piece, weighted, values(), one)
     assert (bench.recorded(), bench.replays()) == (recorded, replays + 6)  # nothing was recorded again
+
+
+def test_one_behind_a_recording_that_was_given_up_is_not_replayed_either(bench: Bench) -> None:
+    w = values()
+    first, second = bench.piece(double, 1, 1), bench.piece(weighted, 2, 1, static=(1,))
+    for _ in range(4):
+        call_right(second, weighted, call_right(first, double, values())[0], w)
+    held = call_right(first, double, values())[0]
+    bench.tree.drop([first])
+    assert bench.tree.size == 0  # and what is behind `first` is found as long as that is on the path
+    replays = bench.replays()
+    call_right(second, weighted, held, w)
+    fall_asleep("pool", sleeper(bench, w))
+    with pytest.raises(Asleep, match="called while memory that it reads sleeps"):
+        second([held, w])
+    assert bench.replays() == replays + 1
+    sleeping.woken("pool")
+    call_right(second, weighted, held, w)
+    assert bench.replays() == replays + 2
 
 
 def test_code_that_was_not_recorded_yet_is_refused_too(bench: Bench) -> None:

@@ -13,6 +13,7 @@ from multigraph_backend.allocator.sleeping import Asleep
 from multigraph_backend.cudagraphs.devices.device import DeviceFailed
 from multigraph_backend.cudagraphs.devices.simulated.loans import Loan
 from multigraph_backend.cudagraphs.recordings import lending
+from multigraph_backend.cudagraphs.recordings.piece_state import PieceState
 from tests.support.simulated.pieces import Bench, assert_equal, call_right, values
 
 NBYTES = 4096
@@ -96,6 +97,29 @@ def test_what_was_moved_meanwhile_is_built_again(bench: Bench) -> None:
     del held
     for _ in range(3):
         call_right(piece, wide, values(64))
+
+
+def behind_one_that_was_given_up(bench: Bench) -> tuple[torch.Tensor, PieceState]:
+    """An output that is alive, of a recording that was given up, and a piece that is recorded behind it."""
+    recorded(bench)
+    first, second = bench.piece(narrow, 1, 1), bench.piece(wide, 1, 1)
+    for _ in range(4):
+        call_right(second, wide, call_right(first, narrow, values(64))[0])
+    held = call_right(first, narrow, values(64))[0]
+    bench.tree.drop([first])
+    assert bench.tree.size == 1  # what is behind `first` is found as long as that is on the path
+    return held, second
+
+
+def test_what_is_recorded_behind_one_that_was_given_up_is_not_replayed_while_memory_is_lent(bench: Bench) -> None:
+    held, second = behind_one_that_was_given_up(bench)
+    replays = bench.replays()
+    call_right(second, wide, held)
+    assert bench.replays() == replays + 1
+    loan = lent(bench)
+    call_right(second, wide, held)
+    assert loan.intact()
+    assert bench.unrecorded(second)[lending.LENT] == 1
 
 
 def test_outputs_that_are_alive_are_not_lent(bench: Bench) -> None:

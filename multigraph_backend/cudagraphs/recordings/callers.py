@@ -73,8 +73,7 @@ class Callers:
             self._nodes.device.index,
         )
         self._nodes.shared = True
-        # on the path are also recordings that were given up, and those behind them
-        for node in {node for first in (self._nodes.root, *self._nodes.path) for node in first.below()}:
+        for node in self._nodes.reachable():
             if any(slot.visible and not slot.copied for slot in node.slots):
                 self._hand_out_copies(node)
 
@@ -106,7 +105,7 @@ class Callers:
         log.info(
             "one thread calls recordings of device %d again: outputs are no copies any more", self._nodes.device.index
         )
-        for node in {node for first in (self._nodes.root, *self._nodes.path) for node in first.below()}:
+        for node in self._nodes.reachable():
             if node.keyed is None or node.keyed.piece.spec.copies:
                 continue
             if any(slot.copied and slot.movable for slot in node.slots):

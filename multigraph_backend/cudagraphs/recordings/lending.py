@@ -71,7 +71,7 @@ class Lending:
             return False
         if not self.on:
             return False
-        everything = {id(node): node for node in (*nodes.root.below(), *nodes.path)}.values()
+        everything = nodes.reachable()
         self._put_off = [(weakref.ref(node), _storages(node)) for node in everything if node.ready]
         for node in everything:
             node.ready = False

@@ -224,6 +224,11 @@ class Nodes:
             for node in list(nodes):
                 self.unlink(node)
 
+    def reachable(self) -> Sequence[Node]:
+        """All nodes that a call may find: those that are linked, and what was given up while it was on the path, with
+        what was recorded behind it."""
+        return list(dict.fromkeys(node for first in (self.root, *self.path) for node in first.below()))
+
     def linked(self, node: Node) -> bool:
         """Whether `node` can be found from the root."""
         while node is not self.root:

@@ -811,7 +811,7 @@ class Tree(Nodes):
                 return False
             self.device.take(calls)
             self.calls, self.shorten = calls, calls.shorten
-            for node in {id(node): node for node in (*self.root.below(), *self.path)}.values():
+            for node in self.reachable():
                 if node.recording is None or node.destroyed or (node.holds is never and node.slept is None):
                     continue  # given up
                 if node.slept is None:
@@ -862,7 +862,7 @@ class Tree(Nodes):
                 raise Asleep("a call of compiled code is under way")
             if self.lending.on and now and not self.lending.over():
                 raise Asleep("memory of recordings is lent to others")
-            self.sleepers.change({id(node): node for node in (*self.root.below(), *self.path)}.values(), now)
+            self.sleepers.change(self.reachable(), now)
             if idle and self.forgets and not self.sleepers.all:  # it was asked for meanwhile
                 self._forget()
 

@@ -118,8 +118,8 @@ def test_where_it_cannot_be_asked_for_now_it_is_later(clock: Clock) -> None:
 @pytest.mark.parametrize(("takes", "taken"), [(0.5, True), (0.98, True), (0.995, False), (1.0, False), (2.0, False)])
 def test_the_whole_graph_stays_where_it_takes_less_time(clock: Clock, takes: float, taken: bool) -> None:
     region = tried(clock, lambda size: 1.0, lambda size: takes)
-    region.call(*[4] * 5)
-    assert region.tier.said == "the whole graph is tried beside bodies (4 calls so far)"  # the first of them was checked
+    region.call(*[4] * 5)  # one of them, the first of the whole graph's, was only checked
+    assert region.tier.said == "the whole graph is tried beside bodies (4 calls so far)"
     region.call(*[4] * 395)
     assert region.tier.taken is taken
     assert region.ends == [None, taken]
