@@ -122,6 +122,20 @@ def test_what_is_recorded_behind_one_that_was_given_up_is_not_replayed_while_mem
     assert bench.unrecorded(second)[lending.LENT] == 1
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_what_is_recorded_behind_one_that_was_given_up_leaves_the_pool_to_loans_that_stay(
+    bench: Bench, built: bool
+) -> None:
+    held, second = behind_one_that_was_given_up(bench)
+    if not built:
+        (node,) = bench.tree.path[-1].children[second.keyed_for([held])]
+        node.unbuild()
+    loan = lent(bench)
+    for _ in range(lending.MOST_CALLS + 3):
+        call_right(second, wide, held)
+        assert loan.intact()
+
+
 def test_outputs_that_are_alive_are_not_lent(bench: Bench) -> None:
     piece, x = bench.piece(wide, 1, 1), values(64)
     for _ in range(3):

@@ -107,8 +107,9 @@ class Lending:
         if not self.on:
             return
         self._left = self._device.generation
-        for reference, _ in self._put_off:
-            if (node := reference()) is not None:
+        # also those that were not built: they would be, for the calls that ask for them
+        for node in (*self._nodes.reachable(), *(reference() for reference, _ in self._put_off)):
+            if node is not None:
                 node.holds, node.slept = never, None
         self._end()
 
