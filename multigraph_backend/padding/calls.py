@@ -209,7 +209,7 @@ def _output(number: int, output: Output) -> str:
         case "copy":
             return f"copied({value}, {size}, {stride})"
         case "view":
-            return f"a[{output.of}].as_strided({size}, {stride}, {output.offset})"
+            return f"a[{output.of}].as_strided({size}, {stride}, a[{output.of}].storage_offset() + {output.offset})"
         case "argument":
             return f"a[{output.of}]"
         case "number":

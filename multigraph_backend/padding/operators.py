@@ -663,6 +663,11 @@ def view_dtype(call: Call) -> None:
     call.apart("self", [-1], "reads as another type along")
 
 
+def by_memory(call: Call) -> None:
+    """A padded input lies in other memory than the window that a caller gives: what its trial reads says nothing."""
+    raise NotKept("reads memory by its place, and padded inputs lie elsewhere")
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A rule, and which operands may be sizes that depend on the padded one."""
@@ -704,6 +709,7 @@ RULES: dict[str, _Entry] = _table({
     "arange": (arange, ("end",)),
     "prims::iota": (by_place, ("length",)),
     "tril triu": by_place,
+    "as_strided as_strided_copy as_strided_scatter": (by_memory, ("size", "stride", "storage_offset")),
     "eye": (by_place, ("n", "m")),
     "sum mean amax amin prod any all argmax argmin var std var_mean std_mean logsumexp linalg_vector_norm": along(),
     "norm median nanmedian mode kthvalue topk sort argsort cumsum cumprod cummax cummin logcumsumexp nansum": along(),

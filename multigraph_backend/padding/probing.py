@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.padding.calls import PaddedCall
 
 Run = Callable[..., Any]
@@ -44,7 +45,13 @@ def difference(
             except Exception as error:
                 return f"with {kind} behind them it raised {type(error).__name__}: {error}"
             for number, (one, other) in enumerate(zip(outputs, first or plain, strict=True)):
-                if not (_close if first is None else _identical)(one, other):
+                try:
+                    same = (_close if first is None else _identical)(one, other)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:  # quantized tensors cannot be, for one
+                    return f"output {number} cannot be compared: {describe(error)}"
+                if not same:
                     return f"output {number} is another with {kind} behind the real rows"
             first = first or outputs
     return None

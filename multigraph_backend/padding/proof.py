@@ -63,8 +63,8 @@ class Output:
     """How one output is cut back: `kind`, and text over the arguments `a` of the real call.
 
     "as it is": nothing of it depends on a padded size.  "slice": the first `size[dim]` entries along each of `dims`.
-    "copy": the same in a tensor of its own with these strides.  "view": of argument `of`.  "argument": that argument
-    itself.  "number": `offset` is the text of it.  "same": the output of number `of`.
+    "copy": the same in a tensor of its own with these strides.  "view": of argument `of`, `offset` elements behind its
+    first.  "argument": that argument itself.  "number": `offset` is the text of it.  "same": the output of number `of`.
     """
 
     kind: Literal["as it is", "slice", "copy", "view", "argument", "number", "same"]
@@ -382,7 +382,7 @@ class _Outputs:
         if value.dtype != given.dtype or value.is_conj() != given.is_conj() or value.is_neg() != given.is_neg():
             raise CannotPad(f"an output is a view of {self.graph.inputs[at].name} as another type")
         texts = [tuple(self._text(self._expr(entry)) for entry in entries) for entries in (value.shape, value.stride())]
-        offset = self._text(self._expr(value.storage_offset()))
+        offset = self._text(self._expr(value.storage_offset()) - self._expr(given.storage_offset()))
         return Output("view", at, size=texts[0], stride=texts[1], offset=offset)
 
     def _expr(self, number: Any) -> Any:

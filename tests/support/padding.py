@@ -97,7 +97,8 @@ class Program:
 
     def arguments(self, rows: int, seed: int) -> tuple[torch.Tensor, ...]:
         g = torch.Generator().manual_seed(seed)
-        x = torch.randn(rows, 6, generator=g)
+        before = (seed + 1) % 3  # rows of a longer tensor that `x` is a window into; of a first call with 5 rows none
+        x = torch.randn(before + rows + 1, 6, generator=g)[before:-1]
         n = torch.randint(0, 7, (rows,), generator=g)
         tables = (torch.randn(6, 6, generator=g) / 3, torch.randn(4, 6, generator=g), torch.randn(6, generator=g))
         return (x, n, *tables, torch.randn(7, 6, generator=g))
@@ -113,5 +114,6 @@ def draw(choose: random.Random, mixing: float) -> Program:
         text = step.format(a=choose.choice(names[-2:]), b=choose.choice(names), n="n")
         lines.append(f"    v{number} = {text}")
         names.append(f"v{number}")
-    returned = choose.choice([names[-1], f"{names[-1]}, {choose.choice(names)} * 2", f"({names[-1]}.sum(1), n + 1)"])
+    returned = choose.choice([names[-1], f"{names[-1]}, {choose.choice(names)} * 2", f"({names[-1]}.sum(1), n + 1)",
+                              f"{names[-1]}, x[:, 1:], x.view(-1, 2, 3)"])  # fmt: skip
     return Program("\n".join([*lines, f"    return {returned}", ""]), mixes)
