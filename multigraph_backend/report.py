@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,8 @@ class Explanation:
     of them that came after graphs had been traced;
     `unmatched_options`: keys of `MULTIGRAPH_OPTIONS` that no model has had as a name so far;
     `recordings`: CUDA graphs of each device, of all models; `graphs`: compiled graphs on GPUs, with what their
-    recordings leave out; `rank`, `world_size`: of this process among others, None where it is alone.
+    recordings leave out; `rank`, `world_size`: of this process among others, None where it is alone; `others`: names of
+    what was compiled, where nothing of it is of the model that was asked for.
     """
 
     regions: tuple[RegionReport, ...] = field(default_factory=tuple)
@@ -131,6 +133,7 @@ class Explanation:
     graphs: tuple[GraphReport, ...] = ()
     rank: int | None = None
     world_size: int | None = None
+    others: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, as JSON has them."""
@@ -157,7 +160,7 @@ class Explanation:
         }
         text = page.render(self.to_dict(), events.stats(), title, about, said)
         if path is not None:
-            beside = f"{os.fspath(path)}.{os.getpid()}.new"
+            beside = f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.new"
             try:
                 with open(beside, "w", encoding="utf-8") as file:
                     file.write(text)
@@ -170,8 +173,13 @@ class Explanation:
                 raise
         return text
 
+    def _nothing(self) -> str:
+        if not self.others:
+            return "multigraph: nothing compiled yet"
+        return f"multigraph: nothing that was compiled is of this model; names were: {', '.join(self.others)}"
+
     def __str__(self) -> str:
-        lines = [_region_text(entry) for entry in self.regions] or ["multigraph: nothing compiled yet"]
+        lines = [_region_text(entry) for entry in self.regions] or [self._nothing()]
         if self.rank is not None:
             lines.insert(0, f"rank {self.rank} of {self.world_size}")
         lines += [str(entry) for entry in self.recordings if entry.pieces]
@@ -211,7 +219,7 @@ def explain(model: object = None) -> Explanation:
     traces a submodule on its own after a graph break), and not for those with another `multigraph_name`.
     """
     alive = [entry for entry in registry.living() if isinstance(entry, regions.Region)]
-    entries = sorted(alive, key=lambda entry: (entry.user_code.file, entry.user_code.line, entry.serial))
+    entries = everything = sorted(alive, key=lambda entry: (entry.user_code.file, entry.user_code.line, entry.serial))
     if model is not None:
         wanted = _names_of(model)
         entries = [
@@ -233,6 +241,7 @@ def explain(model: object = None) -> Explanation:
         graphs=_graphs(),
         rank=None if where is None else where.rank,
         world_size=None if where is None else where.world_size,
+        others=() if entries else tuple(dict.fromkeys(name for entry in everything for name in entry.user_code.names)),
     )
 
 

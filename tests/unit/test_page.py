@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,10 @@ def test_a_page_is_a_file_that_is_replaced_whole(tmp_path: Path) -> None:
     path.write_text("the last one")
     text = accounts.hostile().to_html(path)
     assert path.read_text() == text
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+    with ThreadPoolExecutor(8) as pool:  # a server's handlers
+        list(pool.map(lambda _: accounts.hostile().to_html(path), range(64)))
+    assert path.read_text().endswith(text[-100:])
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
     for place, error in ((tmp_path, IsADirectoryError), (tmp_path / "no" / "page.html", FileNotFoundError)):
         with pytest.raises(error, match=re.escape(f"'{place}'")):

@@ -76,6 +76,11 @@ def test_the_same_account_as_plain_data() -> None:
 
 def test_nothing_compiled_is_said_plainly() -> None:
     assert str(multigraph_backend.explain()) == "multigraph: nothing compiled yet"
+    assert str(multigraph_backend.explain("g")) == "multigraph: nothing compiled yet"
+    torch.compile(f, backend=multigraph, options={"compiler": "aot_eager"})(torch.randn(8, 3), 3)
+    of_none = "multigraph: nothing that was compiled is of this model; names were: f"
+    assert str(multigraph_backend.explain("g")) == of_none
+    assert multigraph_backend.explain("f").others == ()
 
 
 def test_torch_s_own_switch_turns_on_the_log() -> None:
