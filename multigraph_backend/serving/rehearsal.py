@@ -381,6 +381,10 @@ def _ran(region: Region, before: Sequence[int]) -> Iterator[str]:
             yield variant.text
 
 
+_NONE_FOUND = "no size was found that meets it and no earlier condition"
+_APART = "it is traced apart, after a graph break, where the call's sizes may be others: call the model with such sizes"
+
+
 def _missing(regions: Sequence[Region], covered: set[_Asked], tried: Mapping[_Asked, Rehearsed]) -> dict[str, str]:
     missing: dict[str, str] = {}
     everywhere = _living()
@@ -402,7 +406,9 @@ def _missing(regions: Sequence[Region], covered: set[_Asked], tried: Mapping[_As
             ):
                 continue
             called = tried.get((region.serial, number))
-            why = "no size was found that meets it and no earlier condition" if called is None else called.said
+            why = _NONE_FOUND if called is None else called.said
+            if called is None and region.user_code.partial:
+                why = _APART
             missing[f"{region.user_code}: {variant.text}"] = variant.reason or why
     return missing
 

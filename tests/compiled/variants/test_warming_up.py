@@ -175,6 +175,37 @@ def test_what_an_earlier_condition_answers_is_not_missing() -> None:
     assert account.ready, account
 
 
+class _Doubles(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * 2
+
+
+class _Broken(torch.nn.Module):
+    """Dynamo leaves the loop to Python, and traces what it calls by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([_Doubles(), _Doubles()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_a_condition_of_what_is_traced_apart_is_missing_and_says_why() -> None:
+    options = {"specialize": [{"x[0]": 8}], "compiler": "eager"}
+    call = torch.compile(_Broken(), backend="multigraph", dynamic=True, options=options)
+    account = multigraph_backend.warmup(call, torch.randn(5, 6))
+    assert not account.ready
+    ((what, why),) = account.missing.items()
+    assert "x[0] == 8" in what
+    assert "traced apart, after a graph break" in why
+    call(torch.randn(8, 6))
+    assert multigraph_backend.explain().regions[0].variants[0].calls == 2
+
+
 def test_a_condition_that_cannot_be_met_is_missing_and_says_why() -> None:
     account = warmup(compiled(Model().eval(), [{"idss[0]": 4}]), call(4, 10))
     assert not account.ready
