@@ -79,7 +79,8 @@ class Multigraph:
         disabled = disabled_pieces(os.environ)
         accepted = accepted.without(disabled)
         try:
-            sealing.refused(f"{traced} is traced")  # Dynamo has done so; what is refused is its compile, when it comes
+            # Dynamo has done so; what is refused is its compile, when it comes
+            sealing.refused(f"{traced} is traced (TORCH_LOGS=recompiles says why)")
             if "all" in disabled:
                 return _compile_at_once(gm, example_inputs, accepted, traced, "MULTIGRAPH_DISABLE=all")
             if "variants" in disabled:
