@@ -198,7 +198,7 @@ class Tier:
         if calls < TIMED:
             if self._calls < MOST:
                 return False
-            self.taken, self._outcome = False, "too few calls were alike to measure the whole graph: bodies stay"
+            self._outcome, self.taken = "too few calls were alike to measure the whole graph: bodies stay", False
             return True
         first, whole = (
             sum(times.alike * statistics.median(times.taken[which]) for times in counting) for which in (0, 1)
@@ -215,7 +215,7 @@ class Tier:
         with self._lock:
             if self.taken is not None:
                 return
-            self.taken, self._outcome = False, f"{why}: bodies stay"
+            self._outcome, self.taken = f"{why}: bodies stay", False
         self._tell()
 
     def _tell(self) -> None:

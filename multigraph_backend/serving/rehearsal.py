@@ -406,9 +406,8 @@ def _missing(regions: Sequence[Region], covered: set[_Asked], tried: Mapping[_As
             ):
                 continue
             called = tried.get((region.serial, number))
-            why = _NONE_FOUND if called is None else called.said
-            if called is None and region.user_code.partial:
-                why = _APART
+            not_called = _APART if region.user_code.partial else _NONE_FOUND
+            why = not_called if called is None else called.said
             missing[f"{region.user_code}: {variant.text}"] = variant.reason or why
     return missing
 
