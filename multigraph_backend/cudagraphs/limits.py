@@ -15,8 +15,8 @@ from typing import Any
 
 #: the limits by the names that users give them, with the least that each may be
 LEAST: Mapping[str, int] = {
-    "count": 1, "pool_bytes": 1, "depth": 1, "failures": 1, "copied_bytes": 0, "unreplayed": 1,
-    "idle": 0, "patience": 0, "keep_free": 0,
+    "count": 1, "pool_bytes": 1, "depth": 1, "failures": 1, "copied_bytes": 0, "small_bytes": 0,
+    "unreplayed": 1, "idle": 0, "patience": 0, "keep_free": 0,
 }  # fmt: skip
 
 #: of `idle`, `patience`, and of how long a compile may take: 31 years; no lock waits for more than some 292

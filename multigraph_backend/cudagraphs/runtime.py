@@ -120,6 +120,7 @@ def limit_recordings(
     depth: int | None = None,
     failures: int | None = None,
     copied_bytes: int | None = None,
+    small_bytes: int | None = None,
     unreplayed: int | None = None,
     idle: float | None = None,
     patience: float | None = None,
@@ -131,11 +132,13 @@ def limit_recordings(
     given up; each is made again when it is needed again.  What does not fit into `pool_bytes` beside what is there runs
     unrecorded, until it is worth more than those that would have to go for it.  depth: recordings that follow one
     another in a step (64).  failures: failed recordings of one function before it is not tried again (2).
-    copied_bytes: bytes of inputs from which on their copies are measured with care (16 MiB).  unreplayed: recordings of
-    one piece, hardly replayed, before only what comes again is recorded (32).  idle: seconds without a call of other
-    threads after which outputs are no copies any more (10).  patience: seconds that a call waits for one of another
-    thread, before it runs unrecorded beside it (1).  keep_free: memory of the device that recordings leave to others:
-    where one would leave less, its call runs unrecorded (0.05).
+    copied_bytes: bytes of inputs from which on their copies are measured with care (16 MiB).
+    small_bytes: of an input that is copied although it came at the same address twice, where such are few (256 KiB).
+    unreplayed: recordings of one piece, hardly replayed, before only what comes again is recorded (32).
+    idle: seconds without a call of other threads after which outputs are no copies any more (10).
+    patience: seconds that a call waits for one of another thread, before it runs unrecorded beside it (1).
+    keep_free: memory of the device that recordings leave to others: where one would leave less, its call runs
+    unrecorded (0.05).
 
     `pool_bytes` and `keep_free` are bytes, or a fraction of the device as a float (0.5 is half of it).
     What is None, or not named, has its default.  `options={"limits": {...}}` says the same of one model.
@@ -143,8 +146,9 @@ def limit_recordings(
     """
     global _limits
     given = {
-        "count": count, "pool_bytes": pool_bytes, "depth": depth, "failures": failures, "copied_bytes": copied_bytes,
-        "unreplayed": unreplayed, "idle": idle, "patience": patience, "keep_free": keep_free,
+        "count": count, "pool_bytes": pool_bytes, "depth": depth, "failures": failures,
+        "copied_bytes": copied_bytes, "small_bytes": small_bytes, "unreplayed": unreplayed,
+        "idle": idle, "patience": patience, "keep_free": keep_free,
     }  # fmt: skip
     for name, value in given.items():
         if name in AMOUNTS:
