@@ -1297,6 +1297,15 @@ def test_a_small_input_is_copied_though_a_warm_up_calls_with_the_same_tensor() -
     assert bench.unrecorded(piece) == {}
 
 
+def test_where_no_input_is_small_what_stays_is_read_in_place() -> None:
+    bench = Bench(Limits(small_bytes=0))
+    piece = bench.piece(double, 1, 1)
+    x = values()
+    for _ in range(4):
+        call_right(piece, double, x)
+    assert (bench.recorded(), bench.device.calls("copy")) == (1, [])
+
+
 def test_many_small_inputs_that_stay_are_read_in_place() -> None:
     """As where a model's parameters are arguments (torch.func.functional_call); the last one is made for each call."""
 
