@@ -163,8 +163,8 @@ def stats() -> dict[str, int]:
     `unpacked_retries`: compiles that failed with packs and were done again without;
     `body_calls`: in how many places graphs, when they are compiled, call a body for a block that comes again;
     `repeat_retries`: compiles that failed with them and were done again without;
-    `whole_graphs_taken`, `whole_graphs_refused`: how often the whole
-    graph's code, compiled in the background, took the place of code that calls bodies, and how often it did not;
+    `whole_graphs_taken`, `whole_graphs_refused`: how often the whole graph's code, compiled in the background, took the
+    place of code that calls bodies, and how often it did not;
     `retained_backwards`: backwards compiled once more, for calls after which the graph stays; `copied_backwards`: such
     calls that ran on copies, because there was no such code.
 
