@@ -141,9 +141,11 @@ def _launch(node: Node) -> Callable[[list[Any]], object]:
     recording = node.recording
     assert recording is not None
     launch: Callable[..., object] = names["launch"]
+    if launch != recording.graph.replay:  # it is given the inputs, and copies them
+        return launch
     if (stage := names.get("stage")) is not None:
         return lambda inputs: (stage(*[inputs[index] for index in recording.plan.copied]), launch())
-    return (lambda inputs: launch()) if launch == recording.graph.replay else launch
+    return lambda inputs: launch()
 
 
 def measured(program: Program, rounds: int) -> dict[str, float]:
