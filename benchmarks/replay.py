@@ -8,7 +8,7 @@ hand-made    Inductor's code under torch.cuda.graph, by hand: one multi-tensor c
 multigraph   torch.compile(backend="multigraph", options={"cudagraphs": "auto"})
 multigraph, sealed   the same while guards that all calls have met are checked no more
              (`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), as by hand none are checked
-multigraph, ahead    what torch's `aot_compile` makes of multigraph: no guards, and no frame of Dynamo's (not of training)
+multigraph, ahead    what torch's `aot_compile` makes of it: no guards, and no frame of Dynamo's (not of training)
 
 host us      of a call that does not wait, its outputs dropped at once
 waited       of a call that is waited for

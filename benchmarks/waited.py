@@ -137,7 +137,7 @@ class Comparison:
             self._warm(form)
             for node in launched_by(partial(form, *self.inputs[0])):
                 assert node.recording is not None
-                names = node.run.__globals__  # type: ignore[attr-defined]
+                names = node.run.__globals__
                 if names["launch"] == node.recording.graph.replay and "stage" in names:
                     raise RuntimeError("its inputs are copied apart from the launch: calls are not native")
                 names["launch"] = self.clock.around(names["launch"], LAUNCHES, LAUNCHED)

@@ -97,7 +97,8 @@ def _watched(code: RecordedCode) -> Iterator[list[tuple[list[Any], Any]]]:
     try:
         yield seen
     finally:
-        code.run = run
+        if code.run is watching:  # else calls have become native meanwhile
+            code.run = run
 
 
 def _same(ones: Any, others: Any) -> bool:
@@ -143,15 +144,15 @@ def _calling(
     open_up: Callable[[Sequence[Any]], list[Any]] = list,
 ) -> Callable[..., Any]:
     """`open_up`: makes the list that the code is given of a call's arguments."""
-    run, set_grad, increment_version = code.run, _compat.set_grad_enabled, torch.autograd.graph.increment_version
+    set_grad, increment_version = _compat.set_grad_enabled, torch.autograd.graph.increment_version
 
     def direct(*args: Any) -> Any:
-        return run(open_up(args))
+        return code.run(open_up(args))  # which becomes another when calls become native
 
     def changing(*args: Any) -> Any:
         inputs = open_up(args)
         increment_version([inputs[index] for index in changed])
-        return run(inputs)
+        return code.run(inputs)
 
     called = changing if changed else direct
 

@@ -32,7 +32,7 @@ from multigraph_backend.cudagraphs.partition import cuts, of_inductor
 from multigraph_backend.cudagraphs.partition.cuts import CPU_OP, CutRules
 from multigraph_backend.cudagraphs.partition.graph_spec import GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.recordings.piece import Piece
-from multigraph_backend.cudagraphs.recordings.piece_spec import MOST, PieceSpec
+from multigraph_backend.cudagraphs.recordings.piece_spec import MOST, Boxed, PieceSpec
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.cudagraphs.recordings.turns import Awaited, Call
@@ -111,6 +111,10 @@ def only_changes(metadata: Any) -> tuple[int, ...] | None:
     return None if changed is None else tuple(changed)
 
 
+#: makes of the way to call a piece what Inductor's code calls
+Caller = Callable[[Boxed], Callable[[list[Any]], Any]]
+
+
 class RecordedCode(_OutputCode):  # type: ignore[misc]
     """Inductor's code for one graph, run through recordings.
 
@@ -135,6 +139,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         self._boxed_call = True
         self._fx_graph_cache_key = getattr(inner, "_fx_graph_cache_key", None)
         self.pieces: tuple[Piece, ...] = ()
+        self._called: dict[int | None, tuple[Piece, Caller]] = {}
         self.refused: str | None = None
         self.run: Callable[[list[Any]], Any] = inner
         self._attach()
@@ -164,7 +169,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         # called on a copy of this object, which is then pickled
         self.inner = copy.copy(self.inner)
         self.inner.prepare_for_serialization()
-        self.pieces = ()
+        self.pieces, self._called = (), {}
         self.run = _unattached
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
@@ -183,10 +188,8 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         if self.spec.collectives:
             communicating.add_code(self)
             watchdog.watch()
-        self.run = self.inner
+        self.run = self._supplied(self.inner)
         self._put_between()
-        if self.lifted is not None:
-            self.run = self.lifted.supplied(self.run)
 
     def _put_between(self) -> None:
         if not self.spec.devices:  # nothing of it runs on a GPU
@@ -207,16 +210,21 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             return
         if not self.spec.pieces:
             return
-        spec = self.spec
-        pieces: list[Piece] = []
+        with tree.lock:  # calls become native before this, or after
+            self._cut_up(tree)
+        weakref.finalize(self, tree.drop, self.pieces).atexit = False
+
+    def _cut_up(self, tree: Tree) -> None:
+        """Have pieces called in place of the code, or of its parts."""
+        called: dict[int | None, tuple[Piece, Caller]] = {}
 
         def piece(function: Any, number: int | None) -> Callable[..., Any]:
-            made, called = self._piece(tree, function, number)
-            pieces.append(made)
-            return called
+            made, caller = called[number] = self._piece(tree, function, number)
+            return caller(made.entry())
 
+        spec = self.spec
         if spec.whole and spec.pieces[0].unrecorded is None:
-            self.run = piece(self.inner, None)
+            self.run = self._supplied(piece(self.inner, None))
         else:
             wrappers = [
                 functools.partial(piece, number=number) if part.unrecorded is None else _as_it_is
@@ -237,12 +245,28 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
                     if tree.forgets:
                         tree.forget()
 
-            self.run = run
-        self.pieces = tuple(pieces)
-        weakref.finalize(self, tree.drop, self.pieces).atexit = False
+            self.run = self._supplied(run)
+        self._called = called
+        self.pieces = tuple(made for made, _ in called.values())
+        if self.pieces:
+            self.pieces[0].on_native = functools.partial(_call_natively, weakref.ref(self))
 
-    def _piece(self, tree: Tree, function: Any, number: int | None) -> tuple[Piece, Callable[..., Any]]:
-        """Inductor's piece `number`, or all of its code (None), as it is recorded, and as it is called."""
+    def call_natively(self) -> None:
+        """Have its pieces called by their quickest way, which has become another."""
+        ways = {number: caller(made.entry()) for number, (made, caller) in self._called.items()}
+        if None in ways:
+            self.run = self._supplied(ways[None])
+        elif ways:
+            parts = range(len(self.spec.pieces))
+            self.inner.recursively_apply_fns([functools.partial(_in_place_of, ways.get(part)) for part in parts])
+
+    def _supplied(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """`run`, given what its callers do not give."""
+        return run if self.lifted is None else self.lifted.supplied(run)
+
+    def _piece(self, tree: Tree, function: Any, number: int | None) -> tuple[Piece, Caller]:
+        """Inductor's piece `number`, or all of its code (None), as it is recorded, and what makes of the way to call
+        that what Inductor's code calls."""
         spec = self.spec
         opened = None
         if number is None:
@@ -282,7 +306,7 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
             given=_given(spec, of_graph),
         )
         piece = Piece(tree, function, known, limits_of(tree, self.wanted.limits))
-        return piece, piece if opened is None else opened.caller(piece)
+        return piece, _as_it_is if opened is None else opened.caller
 
 
 def _given(spec: GraphSpec, of_graph: Sequence[int | None]) -> frozenset[int]:
@@ -307,6 +331,15 @@ def limits_of(tree: Tree, asked: Sequence[tuple[str, float | None]]) -> Callable
 
 def _as_it_is(function: Any) -> Any:
     return function
+
+
+def _in_place_of(way: Callable[..., Any] | None, function: Any) -> Any:
+    return function if way is None else way
+
+
+def _call_natively(code: weakref.ref[RecordedCode]) -> None:
+    if (found := code()) is not None:
+        found.call_natively()
 
 
 def _unattached(inputs: list[Any]) -> Any:

@@ -76,6 +76,19 @@ class Calls(Protocol):
         keeps: object,
         patches: tuple[tuple[object, ...], tuple[object, ...], tuple[tuple[int, int], ...], bool] | None = None,
     ) -> Callable[[list[Any]], object]: ...
+    def Entry(
+        self,
+        piece: object,
+        tree: object,
+        turns: object,
+        path: list[Any],
+        marks: object,
+        capturing: Callable[[], bool],
+        stream: Callable[[], int],
+        lock: object,
+        any_thread: bool,
+        otherwise: Callable[[list[Any]], Sequence[Any]],
+    ) -> Callable[[list[Any]], Sequence[Any]]: ...
 
 
 _lock = threading.Lock()

@@ -1,6 +1,6 @@
-// What a replayed call does most often, without Python between its steps: whether what it changes is its own, which
-// outputs are still alive, whether a recording may be replayed, the copies of its inputs with its launch, and the tensors
-// that it hands out.
+// What a replayed call does most often, without Python between its steps: whether what it changes is its own, the way to
+// its recording, which outputs are still alive, whether a recording may be replayed, the copies of its inputs with its
+// launch, and the tensors that it hands out.
 //
 // Each does what the Python beside it does, in the same order, and decides nothing (`recordings/replay.py`,
 // `recordings/nodes.py` and `capture/aliasing.py` say what). Where something is not as it was when the object was made,
@@ -34,7 +34,8 @@ namespace {
 struct Places {
   PyTypeObject* slot = nullptr;
   PyTypeObject* node = nullptr;
-  Py_ssize_t handle = 0, storage = 0, base = 0, refs = 0, kept = 0, kept_refs = 0, address = 0, watched = 0;
+  Py_ssize_t handle = 0, storage = 0, base = 0, refs = 0, kept = 0, kept_refs = 0, address = 0;  // of a slot
+  Py_ssize_t watched = 0, children = 0, ready = 0, holds = 0, run = 0;                             // of a node
   int64_t uses = 0;  // by how much torch's count of a storage's uses is above the one of its headers
   int64_t references = 0;  // and `sys.getrefcount` of an attribute above the object's own
 };
@@ -993,6 +994,219 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names) {
 
 PyTypeObject LaunchType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
+// ---------------------------------------------------------------- the way of a call to its recording
+
+// Names of what is read at each call, of objects that are Python's.
+struct Names {
+  PyObject *owner, *aside, *only, *keyed_for, *mark, *step_mark, *stream, *thread, *root;
+};
+Names read = {};
+
+bool named() {
+  const std::pair<const char*, PyObject**> wanted[] = {
+      {"owner", &read.owner},          {"aside", &read.aside},         {"_only", &read.only}, {"keyed_for", &read.keyed_for},
+      {"mark_step_counter", &read.mark}, {"step_mark", &read.step_mark}, {"stream", &read.stream},
+      {"thread", &read.thread},        {"root", &read.root}};
+  for (const auto& [name, at] : wanted) {
+    if (*at == nullptr && (*at = PyUnicode_InternFromString(name)) == nullptr) return false;
+  }
+  return true;
+}
+
+struct EntryState {
+  PyObject *piece = nullptr, *tree = nullptr, *turns = nullptr, *path = nullptr, *marks = nullptr;
+  PyObject *capturing = nullptr, *stream = nullptr, *acquire = nullptr, *release = nullptr, *otherwise = nullptr;
+  bool any_thread = false;
+  std::vector<PyObject*> held;  // all of these; none once a garbage collection has found it unreachable
+};
+
+struct Entry {
+  PyObject_HEAD
+  vectorcallfunc call;
+  EntryState* state;
+};
+
+// A reference that is let go of at the end of a block.
+struct Owned {
+  PyObject* object;
+  explicit Owned(PyObject* made) : object(made) {}
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  ~Owned() { Py_XDECREF(object); }
+};
+
+// 1 and 0, -1 with an exception; lets go of what is given, which may be none, with an exception.
+int truth(PyObject* value) {
+  const Owned owned(value);
+  return value == nullptr ? -1 : PyObject_IsTrue(value);
+}
+
+// Whether an attribute equals a value, of which this lets go.
+int equals(PyObject* object, PyObject* name, PyObject* value) {
+  const Owned other(value);
+  if (value == nullptr) return -1;
+  const Owned found(PyObject_GetAttr(object, name));
+  return found.object == nullptr ? -1 : PyObject_RichCompareBool(found.object, value, Py_EQ);
+}
+
+// Whether an attribute is the number of this thread.
+int is_own_thread(PyObject* object, PyObject* name) {
+  return equals(object, name, PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+}
+
+// Whether it is this thread's turn, as `turns` says.
+int own_turn(const EntryState& state) {
+  const Owned owner(PyObject_GetAttr(state.turns, read.owner));
+  if (owner.object == nullptr) return -1;
+  if (owner.object != Py_None) return is_own_thread(state.turns, read.owner);
+  const int aside = truth(PyObject_GetAttr(state.turns, read.aside));
+  return aside < 0 ? -1 : !aside;
+}
+
+// Whether step, stream and thread are those of the last call.
+int goes_on(const EntryState& state) {
+  if (const int same = equals(state.tree, read.step_mark, PyObject_GetAttr(state.marks, read.mark)); same != 1) return same;
+  if (const int same = equals(state.tree, read.stream, PyObject_CallNoArgs(state.stream)); same != 1) return same;
+  return state.any_thread ? 1 : is_own_thread(state.tree, read.thread);
+}
+
+// The recording that answered last behind the path's end, a new reference, if it may be replayed; null without an
+// exception where Python has to look.
+PyObject* found_for(const EntryState& state, PyObject* inputs) {
+  if (own_turn(state) != 1) return nullptr;
+  Owned keyed(PyObject_GetAttr(state.piece, read.only));
+  if (keyed.object == Py_None) {
+    Py_SETREF(keyed.object, PyObject_CallMethodOneArg(state.piece, read.keyed_for, inputs));
+  }
+  if (keyed.object == nullptr) return nullptr;
+  if (PyList_GET_SIZE(state.path) > 0) {
+    const Owned shortened(shorten(nullptr, state.path));
+    if (shortened.object == nullptr) return nullptr;
+  }
+  if (goes_on(state) != 1) return nullptr;
+  const Py_ssize_t size = PyList_GET_SIZE(state.path);
+  const Owned last(size > 0 ? Py_NewRef(PyList_GET_ITEM(state.path, size - 1)) : PyObject_GetAttr(state.tree, read.root));
+  if (last.object == nullptr || !PyObject_TypeCheck(last.object, places.node)) return nullptr;
+  PyObject* children = held(last.object, places.children);
+  if (children == nullptr || !PyDict_CheckExact(children)) return nullptr;
+  PyObject* nodes = PyDict_GetItemWithError(children, keyed.object);
+  if (nodes == nullptr || !PyList_CheckExact(nodes) || PyList_GET_SIZE(nodes) == 0) return nullptr;
+  Owned node(Py_NewRef(PyList_GET_ITEM(nodes, 0)));
+  if (!PyObject_TypeCheck(node.object, places.node) || held(node.object, places.ready) != Py_True) return nullptr;
+  const Owned holds(Py_XNewRef(held(node.object, places.holds)));
+  if (holds.object == nullptr || truth(PyObject_CallOneArg(holds.object, inputs)) != 1) return nullptr;
+  return std::exchange(node.object, nullptr);
+}
+
+// The answer of a recording, null without an exception where Python has to look. The tree's lock is held.
+PyObject* replayed(const EntryState& state, PyObject* inputs) {
+  const Owned node(found_for(state, inputs));
+  if (node.object == nullptr) return nullptr;
+  const Owned run(Py_XNewRef(held(node.object, places.run)));
+  if (run.object == nullptr) return nullptr;
+  PyObject* given[] = {node.object, inputs};
+  return PyObject_Vectorcall(run.object, given, 2, nullptr);
+}
+
+PyObject* entry_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  HANDLE_TH_ERRORS
+  const Owned itself(Py_NewRef(self));  // what runs may let go of it
+  const EntryState& state = *reinterpret_cast<Entry*>(self)->state;
+  if (PyVectorcall_NARGS(nargsf) != 1 || names != nullptr || !PyList_CheckExact(args[0]) || state.held.empty()) {
+    PyErr_SetString(PyExc_TypeError, "a piece that is there is called with the list of its inputs");
+    return nullptr;
+  }
+  PyObject* inputs = args[0];
+  const int captures = truth(PyObject_CallNoArgs(state.capturing));
+  if (captures < 0) return nullptr;
+  if (!captures) {
+    const Owned locked(PyObject_CallNoArgs(state.acquire));
+    if (locked.object == nullptr) return nullptr;
+    PyObject* outputs = replayed(state, inputs);
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    const Owned released(PyObject_CallNoArgs(state.release));
+    if (released.object == nullptr) {
+      Py_XDECREF(outputs);
+      Py_XDECREF(type);
+      Py_XDECREF(value);
+      Py_XDECREF(trace);
+      return nullptr;
+    }
+    PyErr_Restore(type, value, trace);
+    if (outputs != nullptr || type != nullptr) return outputs;
+  }
+  return PyObject_CallOneArg(state.otherwise, inputs);
+  END_HANDLE_TH_ERRORS
+}
+
+int entry_traverse(PyObject* self, visitproc visit, void* arg) {
+  if (const EntryState* state = reinterpret_cast<Entry*>(self)->state) {
+    for (PyObject* one : state->held) Py_VISIT(one);
+  }
+  return 0;
+}
+
+int entry_clear(PyObject* self) {
+  if (EntryState* state = reinterpret_cast<Entry*>(self)->state) {
+    std::vector<PyObject*> gone;
+    gone.swap(state->held);
+    for (PyObject* one : gone) Py_DECREF(one);
+  }
+  return 0;
+}
+
+void entry_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  entry_clear(self);
+  delete reinterpret_cast<Entry*>(self)->state;
+  Py_TYPE(self)->tp_free(self);
+}
+
+// piece, tree, turns: whose attributes are read; path: the tree's list; marks: what counts steps; capturing, stream: of
+// the device; lock: the tree's; any_thread: whether calls of all threads are alike; otherwise: the piece as Python calls it
+PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names) {
+  static const char* words[] = {"piece", "tree", "turns", "path", "marks", "capturing", "stream", "lock", "any_thread",
+                                "otherwise", nullptr};
+  PyObject *piece, *tree, *turns, *path, *marks, *capturing, *stream, *lock, *otherwise;
+  int any_thread;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "OOOO!OOOOpO", const_cast<char**>(words), &piece, &tree, &turns,
+                                   &PyList_Type, &path, &marks, &capturing, &stream, &lock, &any_thread, &otherwise)) {
+    return nullptr;
+  }
+  if (places.node == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "`measure` comes first");
+    return nullptr;
+  }
+  if (!named()) return nullptr;
+  auto* self = reinterpret_cast<Entry*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->call = entry_call;
+  auto* state = self->state = new EntryState;
+  const auto keep = [state](PyObject* object) {  // a reference that is given
+    if (object != nullptr) state->held.push_back(object);
+    return object;
+  };
+  state->acquire = keep(PyObject_GetAttrString(lock, "acquire"));
+  state->release = keep(PyObject_GetAttrString(lock, "release"));
+  state->piece = keep(Py_NewRef(piece));
+  state->tree = keep(Py_NewRef(tree));
+  state->turns = keep(Py_NewRef(turns));
+  state->path = keep(Py_NewRef(path));
+  state->marks = keep(Py_NewRef(marks));
+  state->capturing = keep(Py_NewRef(capturing));
+  state->stream = keep(Py_NewRef(stream));
+  state->otherwise = keep(Py_NewRef(otherwise));
+  state->any_thread = any_thread != 0;
+  if (state->acquire == nullptr || state->release == nullptr) {
+    Py_DECREF(self);
+    return nullptr;
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+PyTypeObject EntryType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
 // ---------------------------------------------------------------- the module
 
 // drive(library, exchange): looks up what launches, in a library that the process has or can load; `exchange`: torch's
@@ -1210,7 +1424,12 @@ PyObject* measure(PyObject*, PyObject* args) {
   for (const auto& [name, at] : wanted) {
     if ((*at = offset_of(slot, name)) < 0) return nullptr;
   }
-  if ((found.watched = offset_of(node, "watched")) < 0) return nullptr;
+  const std::pair<const char*, Py_ssize_t*> of_node[] = {{"watched", &found.watched}, {"children", &found.children},
+                                                         {"ready", &found.ready},     {"holds", &found.holds},
+                                                         {"run", &found.run}};
+  for (const auto& [name, at] : of_node) {
+    if ((*at = offset_of(node, name)) < 0) return nullptr;
+  }
   found.slot = reinterpret_cast<PyTypeObject*>(Py_NewRef(slot));
   found.node = reinterpret_cast<PyTypeObject*>(Py_NewRef(node));
   Py_XDECREF(places.slot);
@@ -1267,10 +1486,13 @@ PyMODINIT_FUNC PyInit__calls() {
   if (made == nullptr) return nullptr;
   AloneType.tp_traverse = alone_traverse;
   AloneType.tp_clear = alone_clear;
+  EntryType.tp_traverse = entry_traverse;
+  EntryType.tp_clear = entry_clear;
   if (!add(made, &HoldsType, "Holds", "calls.Holds", sizeof(Holds), holds_new, holds_dealloc) ||
       !add(made, &AloneType, "Alone", "calls.Alone", sizeof(Alone), alone_new, alone_dealloc) ||
       !add(made, &MakerType, "Maker", "calls.Maker", sizeof(Maker), maker_new, maker_dealloc) ||
-      !add(made, &LaunchType, "Launch", "calls.Launch", sizeof(Launch), launch_new, launch_dealloc)) {
+      !add(made, &LaunchType, "Launch", "calls.Launch", sizeof(Launch), launch_new, launch_dealloc) ||
+      !add(made, &EntryType, "Entry", "calls.Entry", sizeof(Entry), entry_new, entry_dealloc)) {
     Py_DECREF(made);
     return nullptr;
   }

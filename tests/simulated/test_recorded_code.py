@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,13 @@ import pytest
 import torch
 
 import multigraph_backend
-from multigraph_backend import _compat, events, report
+from multigraph_backend import _compat, events, native, report
 from multigraph_backend.cudagraphs import account, output_code, runtime
 from multigraph_backend.cudagraphs.numbers import Numbers
 from multigraph_backend.cudagraphs.output_code import RecordedCode, Wanted
 from multigraph_backend.cudagraphs.partition.graph_spec import Cut, GraphSpec, PartitionSpec
 from multigraph_backend.cudagraphs.recordings.recording import NotAllRecorded
-from tests.support.simulated.pieces import PIECE, SPEC, Bench, boxed
+from tests.support.simulated.pieces import PIECE, SPEC, Bench, boxed, values
 
 WANTED = Wanted(required=False, must_pay=True, most=5)
 
@@ -121,7 +122,42 @@ def test_a_piece_knows_where_its_inputs_come_from(monkeypatch: pytest.MonkeyPatc
     assert codes == [made]
     spec = piece.spec
     assert (spec.names, spec.traces, spec.must_pay, spec.most) == (("x",), ("the user's line",), True, 5)
-    assert made.run is piece
+    assert type(made.run) is type(piece.entry())
+
+
+def test_pieces_are_called_natively_as_soon_as_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the code, and its parts, of which one is given a tuple, and one is not recorded."""
+    calls = native.ready()
+    assert calls is not None
+    parts = [boxed(lambda x: (x * 2,)), boxed(lambda x: (x + 1,)), boxed(lambda both: (both[0] + both[1],))]
+    monkeypatch.setattr(Inner, "parts", parts, raising=False)
+
+    def apply(self: Inner, wrappers: list[Callable[[Any], Any]]) -> None:
+        self.parts = [wrap(part) for wrap, part in zip(wrappers, self.parts, strict=True)]
+
+    monkeypatch.setattr(Inner, "recursively_apply_fns", apply, raising=False)
+    monkeypatch.setattr(runtime, "unavailable", lambda: None)
+    pieces = (
+        PIECE,
+        dataclasses.replace(PIECE, number=1, unrecorded="no"),
+        dataclasses.replace(PIECE, number=2, results=(2,)),
+    )
+    bench = Bench(native_calls=False)
+    monkeypatch.setattr(runtime, "tree", lambda index: bench.tree)
+    whole, cut = code(SPEC, "whole"), code(dataclasses.replace(SPEC, pieces=pieces, whole=False), "cut")
+    gone = code(SPEC, "of a model that is gone")
+    assert whole.run is whole.pieces[0]
+    assert cut.inner.parts[0] is cut.pieces[0]
+    del gone
+    assert bench.tree.take(calls)
+    assert type(whole.run).__name__ == type(cut.inner.parts[0]).__name__ == "Entry"
+    assert cut.inner.parts[1] is parts[1]
+    for _ in range(4):
+        x, y = values(), values()
+        assert torch.equal(cut.inner.parts[0]([x])[0], x * 2)
+        assert torch.equal(cut.inner.parts[2]([(x, y)])[0], x + y)
+    assert bench.recorded() == 2
+    assert bench.replays() > 2
 
 
 def test_code_from_a_cache_is_called_what_it_is_loaded_for(monkeypatch: pytest.MonkeyPatch) -> None:

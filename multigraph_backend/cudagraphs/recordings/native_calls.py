@@ -8,8 +8,9 @@ Then each of its functions answers once as Python does, over tensors of the CPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import ModuleType
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ def checked(module: ModuleType) -> Calls:
     module.measure(Slot, Node, 0, 0)
     module.measure(Slot, Node, *_differences(module))
     calls = cast(Calls, module)
-    for problem in (_alive(module), _holds(calls), _made(calls)):
+    for problem in (_alive(module), _holds(calls), _entered(calls), _made(calls)):
         if problem is not None:
             raise NotBuilt(f"it was compiled, but {problem}")
     return calls
@@ -92,6 +93,34 @@ def _holds(calls: Calls) -> str | None:
     if holds([*tensors, None]) is not False:
         return "it does not see that an output lies elsewhere"
     return None
+
+
+def _entered(calls: Calls) -> str | None:
+    """A piece whose last recording answers, and what Python is left with."""
+    node, root, piece = Node.__new__(Node), Node.__new__(Node), cast(Any, object())
+    node.ready, node.holds, node.run = True, lambda inputs: inputs == [1], lambda node, inputs: ("replayed", inputs[0])
+    root.children, node.watched = {piece: [node]}, ()
+    turns: Any = SimpleNamespace(owner=None, aside={})
+    tree: Any = SimpleNamespace(root=root, step_mark=2, stream=3, thread=threading.get_ident(), captures=False)
+    marks: Any = SimpleNamespace(mark_step_counter=2)
+    entry = calls.Entry(
+        piece=SimpleNamespace(_only=piece), tree=tree, turns=turns, path=[node], marks=marks,
+        capturing=lambda: tree.captures, stream=lambda: 3, lock=threading.RLock(), any_thread=False,
+        otherwise=lambda inputs: ("python", inputs[0]),
+    )  # fmt: skip
+    others: Sequence[tuple[Any, str, object]] = (
+        (turns, "owner", -1), (turns, "aside", {1: {2}}), (tree, "step_mark", 0), (tree, "stream", 0),
+        (tree, "thread", None), (tree, "captures", True), (marks, "mark_step_counter", 0), (node, "ready", False),
+    )  # fmt: skip
+    for holder, name, value in others:
+        before = getattr(holder, name)
+        setattr(holder, name, value)
+        if entry([1]) != ("python", 1):
+            return f"it replays where {name!r} is {value!r}"
+        setattr(holder, name, before)
+        if entry([1]) != ("replayed", 1):
+            return "it does not find the recording that answers a call"
+    return "it replays what may not be" if entry([2]) != ("python", 2) else None
 
 
 def _made(calls: Calls) -> str | None:

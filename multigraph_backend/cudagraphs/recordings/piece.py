@@ -2,14 +2,17 @@
 
 In:  a list of inputs, which is cleared.  Out: a tuple of outputs, from a recording or from the code itself.
 
-`Piece.__call__` is the hot path.  In the order of its lines: a capture of the user's own is left alone; the lock is
-taken; the numbers among the inputs are the key; nodes with nothing alive leave the end of the path; if step, stream and
-thread are those of the last call, the recording behind the path's last node that fits is run.  Everything else is
-decided in `Tree.choose`, and a call that has to wait for its turn, or runs unrecorded, leaves the lock first.
+`Piece.__call__` is the hot path, and says what a call does; `Piece.entry` is what is called: natively where calls are
+native, and there `__call__` is left with what is not answered at once.  In the order of its lines: a capture of the
+user's own is left alone; the lock is taken; the numbers among the inputs are the key; nodes with nothing alive leave
+the end of the path; if step, stream and thread are those of the last call, the recording behind the path's last node
+that fits is run.  Everything else is decided in `Tree.choose`, and a call that has to wait for its turn, or runs
+unrecorded, leaves the lock first.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
@@ -38,6 +41,17 @@ class Piece(PieceState):
         self.tree, self.is_backward = tree, spec.is_backward
         self._passing = tuple(index for index in range(len(spec.names)) if index not in spec.static)
         tree.pieces.add(self)
+
+    def entry(self) -> Boxed:
+        """The quickest way to call it: of now, for calls become native while the program runs (see `on_native`)."""
+        tree = self.tree
+        if tree.calls is None:
+            return self
+        return tree.calls.Entry(
+            piece=self, tree=tree, turns=tree.turns, path=tree.path, marks=tree.step_marks, capturing=tree.capturing,
+            stream=tree.device_stream, lock=tree.lock, any_thread=self.is_backward,
+            otherwise=functools.partial(Piece.__call__, self),
+        )  # fmt: skip
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         tree = self.tree

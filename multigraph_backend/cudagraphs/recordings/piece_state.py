@@ -100,6 +100,8 @@ class PieceState:
         self._numbers: tuple[int, ...] | None = None
         self._floats = False  # among them are floats
         self._only: KeyedPiece | None = None  # where no numbers are among the inputs
+        #: called once calls are native, under the tree's lock
+        self.on_native: Callable[[], object] = _nobody
 
     @property
     def limits(self) -> Limits:
@@ -154,3 +156,7 @@ class PieceState:
         idle = [key for key, keyed in self.by_key.items() if not keyed.nodes]
         for key in idle[:-MOST_KEYS]:
             self.reasons.update(self.by_key.pop(key).reasons)
+
+
+def _nobody() -> None:
+    """Nobody asked to be told."""

@@ -822,6 +822,8 @@ class Tree(Nodes):
                     node.unbuild()
                     if not node.alive():
                         replay.build(node)
+            for piece in list(self.pieces):
+                piece.on_native()
             return True
 
     def give_way(self) -> bool:

@@ -237,6 +237,151 @@ def test_an_object_lets_go_of_what_it_held(calls: Any) -> None:
     assert counts() == before
 
 
+# ---------------------------------------------------------------- the way of a call to its recording
+
+
+class Way:
+    """An entry over one recording, whose answers and checks are functions that tests exchange."""
+
+    def __init__(self, calls: Any, any_thread: bool = False) -> None:
+        tree = Nodes(SimulatedDevice(), poisons=False)
+        self.node, self.keyed, self.lock = Node(tree, tree.device.empty_state()), object(), threading.RLock()
+        self.node.ready, self.node.holds = True, lambda inputs: True
+        self.node.run = lambda node, inputs: (node, *inputs)
+        tree.root.children = {self.keyed: [self.node]}  # type: ignore[dict-item]
+        self.piece = SimpleNamespace(_only=self.keyed)
+        self.turns = SimpleNamespace(owner=None, aside={})
+        self.tree = SimpleNamespace(root=tree.root, step_mark=0, stream=0, thread=threading.get_ident())
+        self.path: list[Node] = []
+        self.left: list[list[Any]] = []
+
+        def otherwise(inputs: list[Any]) -> str:
+            self.left.append(list(inputs))
+            return "python"
+
+        self.entry = calls.Entry(
+            piece=self.piece, tree=self.tree, turns=self.turns, path=self.path,
+            marks=SimpleNamespace(mark_step_counter=0), capturing=lambda: False, stream=lambda: 0, lock=self.lock,
+            any_thread=any_thread, otherwise=otherwise,
+        )  # fmt: skip
+
+    def lock_is_free(self) -> bool:
+        taken: list[bool] = []
+        thread = threading.Thread(target=lambda: taken.append(self.lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        return taken == [True]
+
+
+def test_a_recording_answers_at_once_with_what_it_is_given(calls: Any) -> None:
+    way = Way(calls)
+    inputs = [1, 2]
+    assert way.entry(inputs) == (way.node, 1, 2)
+    way.turns.owner = threading.get_ident()  # in the midst of a call of several pieces
+    assert way.entry(inputs) == (way.node, 1, 2)
+    assert way.left == []
+
+
+def test_a_key_is_asked_for_where_numbers_are_among_the_inputs(calls: Any) -> None:
+    way = Way(calls)
+    way.piece._only, way.piece.keyed_for = None, lambda inputs: {7: way.keyed}.get(inputs[0], object())
+    assert way.entry([7]) == (way.node, 7)
+    assert way.entry([8]) == "python"
+    way.piece.keyed_for = lambda inputs: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        way.entry([7])
+    assert way.lock_is_free()
+
+
+def test_only_the_recording_that_answered_last_is_asked(calls: Any) -> None:
+    way = Way(calls)
+    other = Node(way.node.tree, way.node.state)
+    asked: list[Any] = []
+    other.ready, other.holds = True, lambda inputs: bool(asked.append(inputs))
+    way.tree.root.children[way.keyed].insert(0, other)
+    assert way.entry([1]) == "python"
+    assert (asked, way.left) == ([[1]], [[1]])
+
+
+def test_it_goes_on_behind_what_is_alive(calls: Any) -> None:
+    way = Way(calls)
+    alive, dead = slot(), slot()
+    held = over(alive)
+    before, gone = (Node(way.node.tree, way.node.state) for _ in range(2))
+    before.watched, gone.watched = (alive,), (dead,)
+    before.children = {way.keyed: [way.node]}  # type: ignore[dict-item]
+    way.tree.root.children = {}
+    way.path[:] = [before, gone]
+    assert way.entry([1]) == (way.node, 1)
+    assert way.path == [before]
+    del held
+    assert way.entry([1]) == "python"  # behind the root there is none
+    assert way.path == []
+
+
+def test_calls_of_other_threads_are_left_to_python_but_of_a_backward(calls: Any) -> None:
+    for any_thread in (False, True):
+        way = Way(calls, any_thread)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda way=way, found=found: found.append(way.entry([1])))
+        thread.start()
+        thread.join()
+        assert found == [(way.node, 1) if any_thread else "python"]
+
+
+@pytest.mark.parametrize("what", ["holds", "run", "capturing"])
+def test_errors_pass_and_leave_the_lock_free(calls: Any, what: str) -> None:
+    way = Way(calls)
+
+    def fails(*args: Any) -> Any:
+        raise KeyboardInterrupt(what)
+
+    if what == "capturing":
+        way.entry = calls.Entry(
+            piece=way.piece, tree=way.tree, turns=way.turns, path=way.path, marks=None, capturing=fails,
+            stream=lambda: 0, lock=way.lock, any_thread=False, otherwise=lambda inputs: "python",
+        )  # fmt: skip
+    else:
+        setattr(way.node, what, fails)
+    with pytest.raises(KeyboardInterrupt, match=what):
+        way.entry([1])
+    assert way.lock_is_free()
+    assert way.left == []
+
+
+def test_it_waits_for_the_lock_and_holds_it_while_it_replays(calls: Any) -> None:
+    way = Way(calls)
+    free: list[bool] = []
+    way.node.run = lambda node, inputs: free.append(way.lock_is_free())  # type: ignore[assignment, return-value]
+    done: list[bool] = []
+    with way.lock:
+        way.tree.thread = None
+        thread = threading.Thread(target=lambda: (way.entry([1]), done.append(True)))
+        thread.start()
+        thread.join(0.05)
+        assert not done
+        way.tree.thread = thread.ident
+    thread.join()
+    assert (free, done) == ([False], [True])
+    assert way.lock_is_free()
+
+
+def test_what_calls_it_with_anything_but_a_list_is_told(calls: Any) -> None:
+    way = Way(calls)
+    for args in ((), ((1,),), ([1], [2])):
+        with pytest.raises(TypeError, match="list of its inputs"):
+            way.entry(*args)
+
+
+def test_an_entry_lets_go_of_its_piece(calls: Any) -> None:
+    way = Way(calls)
+    way.piece.entry = way.entry  # a cycle
+    gone = weakref.ref(way.node)
+    del way
+    gc.collect()
+    assert gone() is None
+
+
 # ---------------------------------------------------------------- whether what a call changes is its own
 
 

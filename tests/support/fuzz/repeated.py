@@ -439,7 +439,7 @@ def _chunk(seeds: range, once: bool, sizes: bool) -> tuple[Counter[str], list[st
         once_traced = functools.partial(traced_once, specialize=program.specialize, repeat=repeat)
         verdict = run_case(program, once_traced if once or sizes else None)
         if verdict.wrong is not None and (once or sizes) and any(it.different == "autocast" for it in program.blocks):
-            # Inductor of torch 2.11 makes sums of small products, which round otherwise than eager's: with bodies or not
+            # Inductor of torch 2.11 makes sums of small products, which round otherwise than eager's, bodies or not
             whole = functools.partial(traced_once, specialize=program.specialize, repeat=False)
             verdict = run_case(program, once_traced, beside=whole)
             counts["programs that differ from eager as the whole graph does"] += verdict.wrong is None
