@@ -108,6 +108,16 @@ HEADLINES = (
         peer_name="a capture made by hand",
     ),
     Headline(
+        "The same, compiled ahead of time",
+        "replay.json",
+        "end_us",
+        "us",
+        {"program": "decoder, 4 layers"},
+        ours={"form": "multigraph, ahead"},
+        peer={"form": "hand-made"},
+        peer_name="a capture made by hand",
+    ),
+    Headline(
         "To record one more batch size",
         "capture_sizes.json",
         "ms",

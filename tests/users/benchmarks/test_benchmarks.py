@@ -104,6 +104,14 @@ def test_call_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_waited(tmp_path: Path) -> None:
+    rows = run("waited", tmp_path)
+    forms = ("multigraph", "multigraph, sealed", "multigraph, ahead")
+    assert [(row["program"], row["form"]) for row in rows] == [("tiny function", form) for form in forms]
+    assert positive(rows, "waiting_us", "whole_us")
+
+
+@pytest.mark.slow
 def test_first_calls(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     rows = run("first_calls", tmp_path)
@@ -120,7 +128,8 @@ def test_replay(tmp_path: Path) -> None:
     rows = run("replay", tmp_path)
     forms, parts = ("eager", "inductor", "stock", "multigraph"), ("guards + wrappers", "input copy")
     named = [(row["program"], row["form"]) for row in rows]
-    order = (*forms[:3], *parts, "multigraph", "multigraph, sealed")  # what a GPU records by hand is not there
+    ours = ("multigraph", "multigraph, sealed", "multigraph, ahead")
+    order = (*forms[:3], *parts, *ours)  # what a GPU records by hand is not there
     assert named == [(program, form) for program in ("tiny function", "32 copied inputs") for form in order]
     assert positive(rows, "host_us")
     whole = [row for row in rows if row["form"] in forms]
