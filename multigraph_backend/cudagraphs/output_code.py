@@ -256,9 +256,8 @@ class RecordedCode(_OutputCode):  # type: ignore[misc]
         ways = {number: caller(made.entry()) for number, (made, caller) in self._called.items()}
         if None in ways:
             self.run = self._supplied(ways[None])
-        elif ways:
-            parts = range(len(self.spec.pieces))
-            self.inner.recursively_apply_fns([functools.partial(_in_place_of, ways.get(part)) for part in parts])
+        elif (apply := self.inner.recursively_apply_fns) is not None:
+            apply([functools.partial(_in_place_of, ways.get(part)) for part in range(len(self.spec.pieces))])
 
     def _supplied(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """`run`, given what its callers do not give."""

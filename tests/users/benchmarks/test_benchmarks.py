@@ -112,6 +112,20 @@ def test_waited(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_step_kernels(tmp_path: Path) -> None:
+    rows = run("step_kernels", tmp_path)
+    whole = {row["form"]: row for row in rows if row["kind"] == "all"}
+    assert list(whole) == ["multigraph", "multigraph, int8"]
+    assert positive(list(whole.values()), "kernels", "us")
+    of = {form: {(row["phase"], row["kind"]) for row in rows if row["form"] == form} for form in whole}
+    assert {("forward", "products"), ("backward", "products"), ("backward", "pointwise")} <= of["multigraph"]
+    packed = [row for row in rows if row["form"] == "multigraph, int8" and row["kind"] != "all"]
+    assert sum(row["kernels"] for row in packed) > sum(
+        row["kernels"] for row in rows if row["form"] == "multigraph" and row["kind"] != "all"
+    )
+
+
+@pytest.mark.slow
 def test_first_calls(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     rows = run("first_calls", tmp_path)
@@ -381,6 +395,27 @@ def test_the_parts_of_a_recorded_call_are_those_that_it_runs(load: Callable[[str
             parts[part]()
             assert (part, bench.replays() - before) == (part, launches)
         assert bench.unrecorded(piece) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("triton_poi_fused__to_copy_clamp_3", "pointwise"),
+        ("triton_red_fused_native_layer_norm_0", "reductions"),
+        ("triton_per_fused_native_layer_norm_native_layer_norm_backward_5", "reductions"),
+        ("triton_tem_fused_mm_t_1", "templates"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies"),
+        ("aten::addmm", "products"),
+        ("aten::add", "others"),
+        ("void at::native::vectorized_elementwise_kernel", "others"),
+    ],
+)
+def test_kernels_are_told_by_their_names(load: Callable[[str], Any], name: str, kind: str) -> None:
+    assert load("step_kernels").kind_of(name) == kind
 
 
 @pytest.fixture
