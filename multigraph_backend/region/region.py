@@ -23,7 +23,6 @@ import sympy
 import torch
 
 from multigraph_backend import _compat, events, sealing
-from multigraph_backend.allocator.sleeping import Asleep
 from multigraph_backend.cache.manifest import UsedForm
 from multigraph_backend.capture import declared
 from multigraph_backend.capture.aliasing import Sharing, sharing
@@ -40,9 +39,10 @@ from multigraph_backend.lower.only_cached import NotCached
 from multigraph_backend.lower.stand_ins import Likeness, stand_ins
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.region import dispatch, gains, registry, rules, tiers, warm_start
+from multigraph_backend.region import dispatch, first_run, gains, registry, rules, tiers, warm_start
 from multigraph_backend.region.compile_options import options_for
 from multigraph_backend.region.dispatch import Ready
+from multigraph_backend.region.first_run import WrongOutputs
 from multigraph_backend.region.tiers import Tier
 from multigraph_backend.region.variant import Floats, Form, Variant
 from multigraph_backend.saved_tensors import account as saved_account
@@ -76,10 +76,6 @@ class VariantFailed(RuntimeError):
 
 class OtherCollectives(RuntimeError):
     """A variant issues other collectives than the generic graph, or in another order."""
-
-
-class WrongOutputs(RuntimeError):
-    """Compiled code returned something else than what the graph returns."""
 
 
 class Region:
@@ -327,7 +323,7 @@ class Region:
 
     def _first_run(self, variant: Variant, form: Form, args: Sequence[Any]) -> Any:
         """The first call of new code: its outputs are checked for structure, and an error is held against eager."""
-        draw_again = self._draw_again(args)
+        draw_again = first_run.draw_again(self._graph, args)
         outputs, problem = self._run_checked(form, args)
         if problem is None:
             if self._may_be_better(form, args):
@@ -343,7 +339,7 @@ class Region:
         if draw_again is None:
             if is_wrong:
                 variant.drop(form, problem, *self._case(args))
-            raise self._not_again(variant, problem)
+            raise first_run.not_again(self._graph, variant.text, problem)
         draw_again()
         # eager raises the program's own error
         outputs = self._run_eagerly(args, str(problem) if is_wrong else "the first run of new code raised")
@@ -362,43 +358,10 @@ class Region:
         return outputs
 
     def _run_checked(self, form: Form, args: Sequence[Any]) -> tuple[Any, Exception | None]:
-        """The outputs of new code, or what speaks against it; what does not is raised."""
-        try:
-            outputs = form.lowered.run(*args)
-        except (torch.OutOfMemoryError, Asleep):
-            raise
-        except Exception as error:
-            if from_outside(error):  # it says nothing of the code, and does not come again where the call is run again
-                raise
-            return None, error
-        if (wrong := self._wrong_outputs(outputs)) is not None:
-            return None, WrongOutputs(wrong)
-        form.proven = True
-        return outputs, None
-
-    def _draw_again(self, args: Sequence[Any]) -> Callable[[], None] | None:
-        """What a call of new code is preceded by if it is to be run again; None: it cannot be, for the inputs may have
-        changed then, other ranks have gone on, or the user's code has run."""
-        return _draw_again(args) if self._graph.once_because is None else None
-
-    def _not_again(self, variant: Variant, problem: Exception) -> Exception:
-        """What is raised where code met with `problem`, and the call cannot be run again."""
-        if not isinstance(problem, WrongOutputs):
-            return problem
-        what = f"{self.user_code}: {variant.text}: {problem}"
-        return WrongOutputs(f"{what}; the graph {self._graph.once_because}, so it cannot be run again")
-
-    def _wrong_outputs(self, outputs: Any) -> str | None:
-        """What is wrong with the structure of `outputs`, None if nothing is."""
-        expected = self._graph.outputs
-        if not isinstance(outputs, tuple | list):
-            return f"it returned {type(outputs).__name__}, not a tuple of {len(expected)} outputs"
-        if len(outputs) != len(expected):
-            return f"it returned {len(outputs)} outputs where the graph has {len(expected)}"
-        for index, (kind, value) in enumerate(zip(expected, outputs, strict=True)):
-            if kind == "tensor" and not isinstance(value, torch.Tensor):
-                return f"output {index} is {type(value).__name__}, not a tensor"
-        return None
+        """See `first_run.checked`; code that nothing speaks against is proven."""
+        outputs, problem = first_run.checked(self._graph, form.lowered.run, args)
+        form.proven = form.proven or problem is None
+        return outputs, problem
 
     def _run_eagerly(self, args: Sequence[Any], why: str) -> Any:
         events.count("eager_calls")
@@ -577,14 +540,14 @@ class Region:
             variant.lock.release()
 
     def first_of_whole(self, tier: Tier, whole: Form, args: Sequence[Any]) -> Any:
-        draw_again = self._draw_again(args)
+        draw_again = first_run.draw_again(self._graph, args)
         outputs, problem = self._run_checked(whole, args)
         if problem is None:
             return outputs
         what = f"is wrong ({problem})" if isinstance(problem, WrongOutputs) else f"raised {describe(problem)}"
         tier.refuse(f"the whole graph's code {what}")
         if draw_again is None:
-            raise self._not_again(tier.variant, problem)
+            raise first_run.not_again(self._graph, tier.variant.text, problem)
         draw_again()
         return tier.first.run(*args)
 
@@ -830,21 +793,6 @@ def _as_first(graph: CapturedGraph, args: Sequence[Any]) -> tuple[Likeness, dict
 def stance() -> str:
     """torch's stance, "default" where this torch does not tell."""
     return "default" if _compat.missing("stances") else _compat.stance()
-
-
-def _draw_again(args: Sequence[Any]) -> Callable[[], None]:
-    """A function that sets the random number generators that a call with `args` may use back to their state of now."""
-    devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
-    if any(_compat.is_capturing() for _ in devices[:1]):  # a generator that is being recorded tells no state
-        devices = []
-    state, states = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-    def restore() -> None:
-        torch.set_rng_state(state)
-        for device, before in states:
-            torch.cuda.set_rng_state(before, device)
-
-    return restore
 
 
 def _not_all_recorded(error: BaseException) -> BaseException | None:
