@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
+from multigraph_backend import native
+from multigraph_backend.cudagraphs import runtime
 from tests.support.commit import commit
 from tests.support.simulated.random_programs import Wrong, run
 
@@ -45,6 +47,7 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.getLogger("multigraph_backend").setLevel(logging.CRITICAL)
     if args.only is not None:
+        _native_calls()
         print(json.dumps(dict(sorted(run(args.only, args.calls, print).items())), indent=2))
         return 0
     summary = _run(args)
@@ -82,10 +85,17 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _native_calls() -> None:
+    """Have calls native where a program asks for that, as in tests; without a compiler none are."""
+    runtime.begin_native_calls()
+    native.wait()
+
+
 def _begin() -> None:
     """In each process, once."""
     torch.set_num_threads(1)
     logging.getLogger("multigraph_backend").setLevel(logging.CRITICAL)
+    _native_calls()
     run(0)  # imports what it needs
     gc.collect()
     gc.freeze()  # programs collect garbage: not what was there before

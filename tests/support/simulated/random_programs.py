@@ -43,7 +43,7 @@ from multigraph_backend.cudagraphs.recordings.piece import Piece
 from multigraph_backend.cudagraphs.recordings.piece_spec import PieceSpec
 from multigraph_backend.cudagraphs.recordings.tree import Tree
 from multigraph_backend.process import frames
-from tests.support.simulated.pieces import StepMarks, boxed
+from tests.support.simulated.pieces import Entered, StepMarks, boxed
 
 MODULUS = 251
 #: driver calls whose failure a caller gets to see: the recording was made, and its launch fails
@@ -451,7 +451,7 @@ class Program:
         changes = shape.random or shape.positions(mutated=True) or shape.positions(reused=True)
         needs = self.lack.choice([0, 0, 256, 1024, 2048]) if self.narrow else 0
         function = self._with_calls_within(self._with_needs(body(shape, constant), needs))
-        piece = Piece(
+        piece = Entered(
             self.tree,
             boxed(function),
             PieceSpec(
