@@ -6,6 +6,7 @@ The checks are in `allocator_checks_*.py`; each group has a process, for an allo
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,6 +19,11 @@ import pytest
 from tests.support.gpu.allocator_process import all_checks
 
 ROOT = Path(__file__).resolve().parents[2]
+
+if importlib.util.find_spec("multigraph_allocator") is None:  # else each group would find that by itself
+    raise RuntimeError(
+        "the allocator extension is not there: `scripts/build_allocator .here`, or `scripts/gpu --allocator`"
+    )
 
 
 @functools.cache
