@@ -383,6 +383,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end earlier, after so long")
     parser.add_argument("--traced-once", action="store_true")
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--json", type=Path, default=None)
@@ -390,18 +391,16 @@ def main() -> int:
     of, began = commit("multigraph_backend"), time.monotonic()
     counts: Counter[str] = Counter()
     wrong: list[str] = []
-    done = 0
-    end = args.first + args.cases
+    end, until = args.first + args.cases, time.time() + args.seconds
+    said = 0
     chunks = [range(seed, min(seed + CHUNK, end)) for seed in range(args.first, end, CHUNK)]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), _begin) as pool:
-        for counted, found in pool.map(
-            _chunk, chunks, itertools.repeat(args.traced_once), itertools.repeat(args.sizes)
-        ):
+        how = map(itertools.repeat, (args.traced_once, args.sizes, until))
+        for counted, found in pool.map(_chunk, chunks, *how):
             counts += counted
             wrong += found
-            done += CHUNK
-            if done % TOLD == 0:
-                seconds = time.monotonic() - began
+            if (done := counts["programs"]) >= said + TOLD:
+                said, seconds = done, time.monotonic() - began
                 print(f"{done} of {args.cases}, {len(wrong)} wrong, {seconds:.0f} s", file=sys.stderr, flush=True)
             for said in found:
                 print(said, file=sys.stderr, flush=True)
@@ -428,11 +427,13 @@ def _begin() -> None:
     logging.getLogger("multigraph_backend").setLevel(logging.CRITICAL)
 
 
-def _chunk(seeds: range, once: bool, sizes: bool) -> tuple[Counter[str], list[str]]:
-    """What the programs exercised, and what is wrong."""
+def _chunk(seeds: range, once: bool, sizes: bool, until: float) -> tuple[Counter[str], list[str]]:
+    """What the programs exercised, and what is wrong; none begins once it is later than `until`."""
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     for program in map(generate_with_sizes if sizes else generate, seeds):
+        if time.time() > until:
+            break
         if once or sizes:
             program = with_checkpoints(program)
         repeat = "auto" if program.lossless else "always"
