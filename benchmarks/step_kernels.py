@@ -55,7 +55,7 @@ KINDS = {
     "copies": r"memcpy|memset|copy_",
 }
 PHASES = ("forward", "backward")
-STEPS = 3  # of one profile
+STEPS = 3  # that a pass profiles, one after the other
 Kernels = dict[tuple[str, str], tuple[float, float]]  # by phase and kind: how many of a step, and their microseconds
 
 

@@ -4,8 +4,8 @@ In:  the graph, the code and the arguments of a call.
 Out: outputs that have the structure of the graph's, or the problem with them; and what sets random numbers back, so
 that what runs the call once more draws what it would have drawn.
 
-Guarantees: what says nothing of the code (no memory, memory that sleeps, what came from outside) is raised, and no
-problem of it.  A call that cannot be run again is told from others before anything of it runs.
+Guarantees: what says nothing of the code (no memory, memory that sleeps, what came from outside) is raised, and is not
+taken for a problem with it.  A call that cannot be run again is told from others before anything of it runs.
 """
 
 from __future__ import annotations
