@@ -22,7 +22,7 @@ from multigraph_backend.lower import one_body
 def no_code() -> Iterator[None]:
     """For compiles inside; nothing comes from caches, and random numbers are eager's."""
     with (
-        mock.patch.object(_compat, "compile_fx_inner", _not_compiled, create=True),
+        mock.patch.object(_compat, "compile_fx_inner", not_compiled, create=True),
         mock.patch.object(one_body, "wrong", return_value=None),
         torch._functorch.config.patch(enable_autograd_cache=False),
         inductor_config.patch(fallback_random=True),  # else Inductor draws other numbers than eager
@@ -30,7 +30,9 @@ def no_code() -> Iterator[None]:
         yield
 
 
-def _not_compiled(gm: torch.fx.GraphModule, inputs: Any, **settings: Any) -> Any:
+def not_compiled(gm: torch.fx.GraphModule, inputs: Any, **settings: Any) -> Any:
+    """In place of Inductor's compile of one graph."""
+
     def run(args: list[Any]) -> Any:
         taken, args[:] = list(args), []
         return gm(*taken)
