@@ -19,7 +19,7 @@ from multigraph_backend.capture import declared
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.declare.facts import Facts
 from multigraph_backend.lower.first_compile import CompileState
-from multigraph_backend.region import region, registry
+from multigraph_backend.region import first_run, region, registry
 from multigraph_backend.region.region import Region
 from multigraph_backend.region.variant import Form, Variant
 from tests.support.fuzz.lives import Lock, Wrong, function, play
@@ -127,7 +127,7 @@ def nobody_rests() -> Iterator[None]:
 @contextlib.contextmanager
 def new_code_is_proven() -> Iterator[None]:
     """What new code returns at its first call is taken as it is."""
-    with mock.patch.object(Region, "_wrong_outputs", return_value=None):
+    with mock.patch.object(first_run, "_wrong", return_value=None):
         yield
 
 
