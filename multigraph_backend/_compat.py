@@ -101,6 +101,7 @@ def _marked(mark_dynamic: Callable[..., object]) -> torch.Tensor:
 BY_INDUCTOR = frozenset({
     "changed inputs", "saved tensors", "retained graphs", "modes", "messages", "cudagraphs", "cudagraphs on CUDA",
     "recordings in the extension on CUDA", "saved graphs", "warm start", "workers", "rests", "eager's numbers",
+    "kernels together",
 })  # fmt: skip
 _BY_INDUCTOR = frozenset({"compile_fx", "force_stride_order"})  # ... and symbols of features that others have, too
 
@@ -355,6 +356,14 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            shape=("read_and_emit",)),
         _S("extract_tensor_metadata", "torch._subclasses.fake_tensor", "extract_tensor_metadata",
            feature="stored code"),
+        # kernels together
+        _S("CustomGraphPass", "torch._inductor.custom_graph_pass", "CustomGraphPass", feature="kernels together",
+           shape=("uuid",)),
+        _S("debug_handler", "torch._inductor.virtualized", "V", feature="kernels together",
+           shape=("set_debug_handler",)),
+        _S("load_cpp_kernel", "torch._inductor.codecache", "CppPythonBindingsCodeCache.load_pybinding_async",
+           feature="kernels together", shape=("argtypes", "main_code", "submit_fn")),
+        _S("compile_threads", "torch._inductor.async_compile", "get_compile_threads", feature="kernels together"),
         # workers
         _S("GraphPickler", "torch.fx._graph_pickler", "GraphPickler", feature="workers", shape=("dumps", "loads")),
         _S("GraphPicklerOptions", "torch.fx._graph_pickler", "Options", feature="workers",
@@ -459,6 +468,7 @@ OFF = {
     "one compile": "every rank compiles for itself",
     "warm start": "nothing is loaded ahead of calls, and caches are not carried to other machines",
     "stored code": "saved functions ask Inductor for their code, which takes a process longer to begin with",
+    "kernels together": "each C++ kernel is compiled by itself",
     "workers": "variants are compiled in calls, and not in worker processes",
     "rests": "workers tune kernels of a GPU without rests, which slows calls down",
     "endings": "recorded collectives are not ended for you",

@@ -35,6 +35,7 @@ Event = Literal[
     "unrecorded_pieces", "moved_outputs", "resized_outputs", "shared_by_threads",
     "refused_collectives", "waited_for_ranks", "late_collectives",
     "packed_tensors", "kept_tensors", "unpacked_retries", "body_calls", "repeat_retries",
+    "kernels_together", "failed_kernels_together",
     "retained_backwards", "copied_backwards", "after_seal", "refused_padding",
 ]  # fmt: skip
 
@@ -163,6 +164,8 @@ def stats() -> dict[str, int]:
     `unpacked_retries`: compiles that failed with packs and were done again without;
     `body_calls`: in how many places graphs, when they are compiled, call a body for a block that comes again;
     `repeat_retries`: compiles that failed with them and were done again without;
+    `kernels_together`: C++ kernels that were compiled together with others of their graph;
+    `failed_kernels_together`: how often that failed, and each was compiled by itself;
     `whole_graphs_taken`, `whole_graphs_refused`: how often the whole graph's code, compiled in the background, took the
     place of code that calls bodies, and how often it did not;
     `retained_backwards`: backwards compiled once more, for calls after which the graph stays; `copied_backwards`: such

@@ -16,6 +16,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,7 +46,7 @@ def libraries_of(keys: Sequence[str]) -> dict[str, str]:
     for key in keys:
         for entry, *_ in _compat.StoredResults.iterate_over_candidates(True, None, key):
             for part in (getattr(entry, "compiled_fw", None), getattr(entry, "compiled_bw", None)):
-                for types, text in _kernels_in(_source_of(getattr(part, "result", None))):
+                for types, text in kernels_in(_source_of(getattr(part, "result", None))):
                     name = _name(types, text)
                     if name not in found and (path := _library_of(types, text)) is not None:
                         found[name] = path
@@ -72,6 +75,18 @@ def around(compiler: Any) -> Any:
     """In generated code: `compiler`, but for kernels whose libraries are known."""
     libraries = _known.get()
     return _Kernels(compiler, libraries) if libraries else compiler
+
+
+def put_under(name: Path, library: Path) -> None:
+    """The same file under a further name, whole from the first moment on; a copy where there are no links."""
+    name.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="multigraph-", dir=name.parent) as folder:
+        whole = Path(folder, name.name)
+        try:
+            os.link(library, whole)
+        except OSError:
+            shutil.copy2(library, whole)
+        whole.replace(name)
 
 
 def loaded() -> tuple[str, ...]:
@@ -120,7 +135,7 @@ def _source_of(code: Any) -> str:
     return getattr(code, "source_code", None) or ""
 
 
-def _kernels_in(source: str) -> list[tuple[list[str], str]]:
+def kernels_in(source: str) -> list[tuple[list[str], str]]:
     """Types of arguments and text of each C++ kernel in generated code."""
     if f".{_METHOD}(" not in source:
         return []

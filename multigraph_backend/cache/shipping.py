@@ -1,14 +1,16 @@
 """torch's caches and the manifests in one file, for the next machine, and back.
 
     multigraph cache
-    {"format": 1, "torch": "2.13.0", "multigraph": "0.1.1", "python": "3.11", "machine": "x86_64", "digest": "...",
-     "artifacts": 1293871, "manifests": [812, 5120], "processor": "...", "native": [["rj/crjw...main.so", 16384]]}
+    {"format": 2, "torch": "2.13.0", "multigraph": "0.1.1", "python": "3.11", "machine": "x86_64", "digest": "...",
+     "artifacts": 1293871, "manifests": [812, 5120], "processor": "...", "libraries": [16384],
+     "native": [["rj/crjw...main.so", 0], ["7x/c7xz...main.so", 0]]}
     <what torch.compiler.save_cache_artifacts() makes> <manifest> <manifest> <library>
 
 In a process that compiled, what torch has noted goes into it.  For processes that are over, what the manifests name is
 collected from torch's folders: `aotautograd/KEY/*` and `fxgraph/XX/KEY/*` are artifacts as they lie there, with
 Triton's binaries in them, and measured choices of kernels are small files of JSON.  Kernels for CPUs are libraries that
-the C++ compiler made for the very processor; they go along, and are taken where processor and C library are the same.
+the C++ compiler made for the very processor; they go along, each once under all of its names, and are taken where
+processor and C library are the same.
 
 A file is taken back as a whole or not at all: it is this user's (or root's) and nobody else can write to it, it has
 this format and is of this torch, package, Python and kind of machine, its digest is right, and each key in it names a
@@ -33,7 +35,7 @@ from typing import Any
 import torch
 
 from multigraph_backend import _compat, events
-from multigraph_backend.cache import manifest, manifests, trusted
+from multigraph_backend.cache import cpp_kernels, manifest, manifests, trusted
 from multigraph_backend.cache.manifest import Manifest
 from multigraph_backend.cache.trusted import Refused
 from multigraph_backend.spelling import did_you_mean
@@ -41,7 +43,7 @@ from multigraph_backend.spelling import did_you_mean
 log = logging.getLogger(__name__)
 
 MAGIC = b"multigraph cache\n"
-FORMAT = 1
+FORMAT = 2
 MOST_BYTES = 8 << 30  # of a file
 MOST_HEADER = 1 << 20
 MOST_ENTRY = 1 << 30  # of one entry of torch's caches
@@ -100,7 +102,10 @@ def save(path: str | Path, chosen: Iterable[Manifest]) -> Carried:
         libraries = [entry for entry in found if entry[0] == "native"]
         artifacts = _serialized([entry for entry in found if entry[0] != "native"])
     bodies = [manifest.to_bytes(entry, manifests.versions()) for entry in chosen]
-    payload = b"".join((artifacts, *bodies, *(content for _, _, content in libraries)))
+    different = {
+        content: number for number, content in enumerate(dict.fromkeys(content for _, _, content in libraries))
+    }
+    payload = b"".join((artifacts, *bodies, *different))
     header = {
         "format": FORMAT,
         **_machine(),
@@ -108,7 +113,8 @@ def save(path: str | Path, chosen: Iterable[Manifest]) -> Carried:
         "artifacts": len(artifacts),
         "manifests": [len(body) for body in bodies],
         "processor": _processor(),
-        "native": [[key, len(content)] for _, key, content in libraries],
+        "libraries": [len(content) for content in different],
+        "native": [[key, different[content]] for _, key, content in libraries],
     }
     content = b"".join((MAGIC, json.dumps(header).encode(), b"\n", payload))
     if len(content) > MOST_BYTES:
@@ -198,19 +204,24 @@ def load(path: str | Path) -> Carried:
     with _compat.compile_lock:
         if torch.compiler.load_cache_artifacts(artifacts) is None:
             raise CacheRefused(f"{path} is not taken: torch cannot read it")
-    taken = sum(_put(key, library) for key, library in libraries.items())
+    names: dict[bytes, Path] = {}
+    taken = sum(_put(key, library, names) for key, library in libraries.items())
     noted = sum(manifests.note(entry) for entry in read)
     return Carried(count, noted, len(content), taken, len(libraries) - taken)
 
 
-def _put(key: str, library: bytes | None) -> bool:
-    """Put a library where Inductor looks for it; whether it is there and can be used.  None: for another processor."""
+def _put(key: str, library: bytes | None, names: dict[bytes, Path]) -> bool:
+    """Put a library where Inductor looks for it; whether it is there and can be used.  None: for another processor.
+    `names`: under which name each has been put."""
     place = _compat.cache_entry("native", key)
     if place.exists():
         return True
     if library is None:
         return False
     place.parent.mkdir(parents=True, exist_ok=True)
+    if library in names:
+        cpp_kernels.put_under(place, names[library])
+        return True
     trusted.write(place, library, durable=False)
     try:
         ctypes.CDLL(str(place))
@@ -218,6 +229,7 @@ def _put(key: str, library: bytes | None) -> bool:
         log.info("%s is not taken: %s", place, problem)
         place.unlink(missing_ok=True)
         return False
+    names[library] = place
     return True
 
 
@@ -231,9 +243,13 @@ def _parts(content: bytes) -> tuple[bytes, list[bytes], dict[str, bytes | None]]
         said, own = {name: header[name] for name in _machine()}, _machine()
         form, digest = header["format"], header["digest"]
         names = [key for key, _ in header["native"]]
-        lengths = [header["artifacts"], *header["manifests"], *(length for _, length in header["native"])]
+        which = [number for _, number in header["native"]]
+        lengths = [header["artifacts"], *header["manifests"], *header["libraries"]]
+        count = len(header["libraries"])
         same_processor = header["processor"] == _processor()
         if not all(isinstance(length, int) and length >= 0 for length in lengths):
+            raise TypeError
+        if not all(isinstance(number, int) and 0 <= number < count for number in which):
             raise TypeError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise Refused("its header is not whole") from None
@@ -254,8 +270,10 @@ def _parts(content: bytes) -> tuple[bytes, list[bytes], dict[str, bytes | None]]
         at += length
     if not all(isinstance(name, str) and manifest.safe_key("native", name) for name in names):
         raise Refused("a library in it has no place in torch's caches")
-    first = len(parts) - len(names)
-    libraries = {name: part if same_processor else None for name, part in zip(names, parts[first:], strict=True)}
+    first = len(parts) - count
+    libraries = {
+        name: parts[first + number] if same_processor else None for name, number in zip(names, which, strict=True)
+    }
     return parts[0], parts[1:first], libraries
 
 

@@ -7,7 +7,8 @@ inputs that it compiles for, `stand_ins` arguments that no call has had yet, `co
 ends a compile that torch's caches cannot serve.  `decomposed` puts right what torch decomposes wrongly before any
 compiler sees it.  `inductor` is what Inductor is given, with what it gets wrong kept out: `gradients_of_changes` and
 `order_of_changes` (over `changes`), operators of which it has other numbers than eager (`as_eager`), sums that are left
-out (`sums_with_zero`), results of `nested_regions`, and a slow kernel (`quantized_products`).  `retained` is backward
+out (`sums_with_zero`), results of `nested_regions`, and a slow kernel (`quantized_products`).  `translation_units`
+compiles the C++ kernels of a graph together.  `retained` is backward
 code that may run again, by what `donation` tells AOTAutograd.
 
 Blocks that come again are compiled once: `steps_of_graph` is a graph of Inductor's as values to compare, `equal_steps`

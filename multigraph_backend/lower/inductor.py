@@ -6,7 +6,7 @@ In: a graph module and its inputs, options.  Out: Inductor's code, with what the
 (`cudagraphs`), packed tensors (`saved_tensors`), backward code that may run again (`retained`), bodies for blocks that
 come again (`one_body`), and always the two guards around changed inputs (`gradients_of_changes`, `order_of_changes`)
 eager's numbers where Inductor has others (`as_eager`), and products that it has a slow kernel for
-(`quantized_products`).
+(`quantized_products`).  The kernels of its C++ code are compiled together (`translation_units`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigraph_backend import _compat
-from multigraph_backend.lower import block_operator, one_body, quantized_products, retained, traced_once
+from multigraph_backend.lower import (
+    block_operator,
+    one_body,
+    quantized_products,
+    retained,
+    traced_once,
+    translation_units,
+)
 from multigraph_backend.lower import only_cached as from_caches
 from multigraph_backend.lower.gradients_of_changes import SafePartitioner
 from multigraph_backend.lower.order_of_changes import InnerCompile
@@ -84,11 +91,12 @@ def compile_graph(
         log.debug("donated buffers stay as they are; this torch differs: %s", lacking)  # said at the first graph
     elif how != "traced":
         inner = retained.inner_compile(inner, when_needed)
-    given = compile_fx_settings(knobs, from_caches.refuse if only_cached else inner, around)
+    together = translation_units.knob(knobs)
+    given = compile_fx_settings({**knobs, **together}, from_caches.refuse if only_cached else inner, around)
     if only_cached:
         given["decompositions"] = from_caches.RefusingTable()
     known = block_operator.known(traced) if traced is not None else contextlib.nullcontext()
-    with known, _zeros_apart(module):
+    with known, _zeros_apart(module), translation_units.kernels_together():
         run: Callable[..., Sequence[Any]]
         run = _compat.compile_fx(module, inputs, ignore_shape_env=ignore_shape_env, **given)
     return run

@@ -384,6 +384,32 @@ def test_libraries_are_for_one_processor(shipped: Path, tmp_path: Path, monkeypa
     assert len(taken) == 1
 
 
+def test_a_library_of_several_kernels_goes_along_once(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
+    names = [f"{letters}/c{letters}{'x' * 40}.main.so" for letters in ("ab", "cd", "ef")]
+    for name, content in zip(names, (b"two kernels" * 1000, b"two kernels" * 1000, b"another" * 1000), strict=True):
+        library = shipping._compat.cache_entry("native", name)
+        library.parent.mkdir(parents=True)
+        library.write_bytes(content)
+    path = tmp_path / "caches"
+    keys = tuple(("native", name) for name in names)
+    shipping._compat.cache_entry("aot_autograd", "a" * 52).mkdir(parents=True)
+    Path(shipping._compat.cache_entry("aot_autograd", "a" * 52), "entry").write_bytes(b"what torch wrote")
+    used = (Used("generic", 3, (UsedForm((("s0", 5),), (("aot_autograd", "a" * 52), *keys)),)),)
+    done = shipping.save(path, [dataclasses.replace(example(), used=used)])
+    assert done.native == 3
+    assert path.read_bytes().count(b"two kernels") == 1000
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
+    monkeypatch.setattr(shipping.ctypes, "CDLL", lambda path: None)
+    assert shipping.load(path).native == 3
+    first, second, third = (shipping._compat.cache_entry("native", name) for name in names)
+    assert first.samefile(second)
+    assert not first.samefile(third)
+    assert (first.read_bytes(), third.read_bytes()) == (b"two kernels" * 1000, b"another" * 1000)
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-30] ^= 1
@@ -394,7 +420,7 @@ def escape(path: Path) -> None:
     """A file that is right in all but one key, which leads out of torch's folder."""
     magic, header, _ = path.read_bytes().split(b"\n", 2)
     artifacts = shipping._serialized([("aot_autograd", "../../outside", b"x")])
-    said = {**json.loads(header), "artifacts": len(artifacts), "manifests": [], "native": []}
+    said = {**json.loads(header), "artifacts": len(artifacts), "manifests": [], "libraries": [], "native": []}
     said["digest"] = shipping.hashlib.sha256(artifacts).hexdigest()
     path.write_bytes(b"\n".join((magic, json.dumps(said).encode(), artifacts)))
 
@@ -416,8 +442,11 @@ def escape(path: Path) -> None:
         (header_says(artifacts=-1), "its header is not whole"),
         (header_says(manifests="many"), "its header is not whole"),
         (escape, "is no key of torch's caches"),
-        (header_says(native=[["../../outside.so", 20]]), "has no place in torch's caches"),
-        (header_says(native=[[3, 20]]), "has no place in torch's caches"),
+        (header_says(libraries=[-20]), "its header is not whole"),
+        (header_says(native=[[LIBRARY, 1]]), "its header is not whole"),
+        (header_says(native=[[LIBRARY, -1]]), "its header is not whole"),
+        (header_says(native=[["../../outside.so", 0]]), "has no place in torch's caches"),
+        (header_says(native=[[3, 0]]), "has no place in torch's caches"),
         (header_says(native=[["rj/crjwaf.main.so"]]), "its header is not whole"),
         (spoil_mode, "others may write to it"),
         (spoil_kind, "no regular file"),

@@ -81,7 +81,7 @@ class Compiler:
 def test_kernels_whose_libraries_are_not_known_are_asked_of_the_compiler() -> None:
     source = generated("one(a); two(b)", KERNEL)
     assert cpp_kernels.by_library(source) == source  # none is known
-    (types, text), other = cpp_kernels._kernels_in(source)
+    (types, text), other = cpp_kernels.kernels_in(source)
     assert (types, text, other[0]) == (["float*"], "void kernel(float* x) {}", ["long"])
     with cpp_kernels.known({cpp_kernels._name(types, text): "ab/gone.main.so"}):
         changed = cpp_kernels.by_library(source)

@@ -1,0 +1,320 @@
+"""The C++ kernels of a graph, compiled together: as few translation units as there are threads that compile.
+
+Inductor compiles each kernel by itself, and more than half of such a compile is the same for all: the compiler starts,
+reads its headers, compiles Python's way into the kernel, and links.  Here the kernels of a graph are put into one file,
+each in a namespace of its own, which is compiled by the command that Inductor has for each of them.
+
+    kernel a  ->  c7…a.main.cpp  ->  c7…a.main.so           c7…a.main.cpp  \
+                                                                             one unit  ->  c7…a.main.so = c9…b.main.so
+    kernel b  ->  c9…b.main.cpp  ->  c9…b.main.so           c9…b.main.cpp  /
+
+In:  a compile by Inductor (`kernels_together`), whose generated code has been written and not been loaded yet.
+Out: the libraries that Inductor is about to ask its compiler for, under the names that it looks for.
+
+Guarantees: a library is put under a name only when it is whole, and hands out the kernel of that name or none: Python
+tells it which one is asked for.  A kernel's text is as it was, and its flags are.  What cannot be put together, or is
+not compiled, is left to Inductor, which then does as ever; after `TRIES` failures nothing is tried any more.
+
+How Inductor is heard: a pass over its graph, the way that it offers for such, runs where torch's own debugging handler
+is in place, and puts one around it that is told the path of the generated code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multigraph_backend import _compat, events
+from multigraph_backend.cache.cpp_kernels import kernels_in, put_under
+from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.process.interruptions import from_outside
+
+log = logging.getLogger(__name__)
+
+TRIES = 2  # failures, until nothing is put together any more
+LARGEST = 1 << 18  # characters of a unit, for compilers take more than twice as long for twice as much
+_IDENTITY = "multigraph: kernels of a graph compiled together"
+_ENTRY = "kernel"
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"].+[>"])[ \t]*$', re.MULTILINE)
+_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)(?:[ \t]+(\w+))?", re.MULTILINE)
+_BRANCHES = {"if": 1, "ifdef": 1, "ifndef": 1, "endif": -1, "elif": 0, "else": 0}
+_PLAIN = frozenset({"include", "pragma", "define", *_BRANCHES})
+
+_wanted: ContextVar[bool] = ContextVar("multigraph_kernels_together", default=False)
+_failures: list[str] = []
+
+
+@contextlib.contextmanager
+def kernels_together() -> Iterator[None]:
+    """Kernels of graphs that Inductor compiles inside are put together; the pass of `knob` has to be among its
+    settings."""
+    token = _wanted.set(True)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def knob(chosen: Iterable[str]) -> dict[str, object]:
+    """The setting of Inductor's that this needs; none where somebody else has `chosen` that setting, where Inductor's
+    wrappers are in C++, and where this torch differs."""
+    name = "post_grad_custom_post_pass"
+    config = _compat.inductor_config
+    if _compat.missing("kernels together") or {name, "cpp_wrapper"} & set(chosen):
+        return {}
+    if getattr(config, name) or config.cpp_wrapper or config.is_fbcode() or os.name == "nt":
+        return {}
+    return {name: _listening()}
+
+
+@functools.cache
+def _listening() -> Any:
+    class Listening(_compat.CustomGraphPass):  # type: ignore[misc]  # private to torch, so of no type
+        """Changes nothing of the graph."""
+
+        def __call__(self, graph: Any) -> None:
+            around = _compat.debug_handler.debug
+            if _wanted.get() and not isinstance(around, _Handler):
+                # set by the call; never entered, for torch's own, when it is left, puts back what was before both
+                _compat.debug_handler.set_debug_handler(_Handler(around))
+
+        def uuid(self) -> object:
+            return _IDENTITY
+
+    return Listening()
+
+
+class _Handler:
+    """torch's handler for debugging, but for what it is told of generated code."""
+
+    def __init__(self, around: Any) -> None:
+        self._around = around
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._around, name)
+
+    def output_code(self, path: str) -> None:
+        """Generated code is at `path`, and nothing has been loaded of it."""
+        if (theirs := getattr(self._around, "output_code", None)) is not None:
+            theirs(path)
+        if len(_failures) >= TRIES:
+            return
+        try:
+            compile_kernels(Path(path).read_text())
+        except Exception as error:
+            if from_outside(error):
+                raise
+            _failed(error)
+
+
+def _failed(error: BaseException) -> None:
+    _failures.append(describe(error))
+    events.count("failed_kernels_together")
+    log.debug("kernels are compiled one by one: %s", _failures[-1])
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One that has not been compiled: its `source` with Python's way into it, the `library` that it becomes by
+    `command`, and Inductor's own function that does that."""
+
+    source: Path
+    library: Path
+    command: tuple[str, ...]
+    alone: Callable[[], object]
+
+    @property
+    def key(self) -> str:
+        return self.library.name.partition(".")[0]
+
+    @functools.cached_property
+    def text(self) -> str:
+        return self.source.read_text()
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The command without this kernel's own files."""
+        own = {str(self.source): "source", str(self.library): "library"}
+        return tuple(own.get(word, word) for word in self.command)
+
+    @property
+    def may_be_put_together(self) -> bool:
+        """Whether it can be said what its text leaves behind for what follows in one file: macros, and headers."""
+        depth = 0
+        for directive, _ in _DIRECTIVE.findall(self.text):
+            depth += _BRANCHES.get(directive, 0)
+            if directive not in _PLAIN or (directive == "include" and depth):
+                return False
+        return True
+
+    @property
+    def macros(self) -> tuple[str, ...]:
+        """Those that its text defines."""
+        return tuple(dict.fromkeys(name for word, name in _DIRECTIVE.findall(self.text) if word == "define"))
+
+
+def compile_kernels(source: str) -> None:
+    """Compile what generated code is about to ask of the compiler, where that is more than one kernel."""
+    kernels = missing_kernels(source)
+    if len(kernels) < 2:
+        for kernel in kernels:
+            kernel.alone()
+        return
+    units = list(parted(kernels, _compat.compile_threads()))
+    with ThreadPoolExecutor(len(units), thread_name_prefix="multigraph-kernels") as threads:
+        for done in [threads.submit(_compile, unit) for unit in units]:
+            done.result()
+
+
+def missing_kernels(source: str) -> list[Kernel]:
+    """The C++ kernels of generated code that there is no library for yet."""
+    found: list[Kernel] = []
+
+    def later(work: Any) -> _Later:
+        found.append(_kernel(work))
+        return _Later()
+
+    for types, text in dict.fromkeys((tuple(types), text) for types, text in kernels_in(source)):
+        _compat.load_cpp_kernel(list(types), text, submit_fn=later)
+    return found
+
+
+class _Later:
+    """What Inductor waits for before it looks whether a library is there: nothing, for it is asked afterwards."""
+
+    def result(self) -> None:
+        return None
+
+
+def _kernel(work: Any) -> Kernel:
+    _, (builder,) = work.args
+    library = Path(builder.get_target_file_path())
+    return Kernel(library.with_suffix(".cpp"), library, tuple(shlex.split(builder.get_command_line())), work)
+
+
+def parted(kernels: Sequence[Kernel], threads: int) -> Iterator[list[Kernel]]:
+    """Kernels as units, of about equal lengths: for each set of flags as many as there are threads, and more where
+    units would grow too long.  A kernel that cannot be put together is a unit by itself."""
+    alike: dict[tuple[str, ...], list[Kernel]] = {}
+    for kernel in kernels:
+        if kernel.may_be_put_together:
+            alike.setdefault(kernel.flags, []).append(kernel)
+        else:
+            yield [kernel]
+    for group in alike.values():
+        length = sum(len(kernel.text) for kernel in group)
+        count = min(len(group), max(threads, -(-length // LARGEST)))
+        units: list[list[Kernel]] = [[] for _ in range(count)]
+        lengths = [0] * count
+        for kernel in sorted(group, key=lambda kernel: -len(kernel.text)):
+            shortest = lengths.index(min(lengths))
+            units[shortest].append(kernel)
+            lengths[shortest] += len(kernel.text)
+        yield from units
+
+
+def _compile(unit: Sequence[Kernel]) -> None:
+    if len(unit) > 1 and len(_failures) < TRIES:
+        try:
+            compile_unit(unit)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            _failed(error)
+    for kernel in unit:
+        kernel.alone()  # looks whether the library is there
+
+
+def compile_unit(unit: Sequence[Kernel]) -> None:
+    """One library for all kernels of `unit`, under the name of each.  Raises what opening files and starting the
+    compiler raise, and `ValueError` with what the compiler says."""
+    first = unit[0]
+    with tempfile.TemporaryDirectory(prefix="multigraph-", dir=first.library.parent) as folder:
+        source, library = Path(folder, "unit.cpp"), Path(folder, "unit.so")
+        source.write_text(text_of(unit))
+        own = {"source": str(source), "library": str(library)}
+        command = [own.get(word, word) for word in first.flags]
+        if os.path.basename(command[0]).startswith(("g++", "gcc")):
+            command += ["--param", "large-unit-insns=10000000"]  # a kernel is inlined as if it were alone
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode or not library.exists():
+            raise ValueError(f"the compiler ends with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        for kernel in unit:
+            put_under(kernel.library, library)
+    for _ in unit:
+        events.count("kernels_together")
+
+
+# ---------------------------------------------------------------- their text
+
+
+def text_of(unit: Sequence[Kernel]) -> str:
+    """The kernels as they are, each with names of its own, and one way into all of them."""
+    headers = dict.fromkeys(header for kernel in unit for header in _INCLUDE.findall(kernel.text))
+    parts = ["#define PY_SSIZE_T_CLEAN", *(f"#include {header}" for header in headers), "#undef PY_SSIZE_T_CLEAN"]
+    for number, kernel in enumerate(unit):
+        parts += [
+            f"#define {_ENTRY} {_ENTRY}_{number}",
+            f"#define PyInit_{_ENTRY} PyInit_{_ENTRY}_{number}",
+            f"namespace multigraph_{number} {{",
+            f'#line 1 "{kernel.source}"',
+            kernel.text,
+            "}",
+            *(f"#undef {macro}" for macro in (_ENTRY, f"PyInit_{_ENTRY}", *kernel.macros)),
+        ]
+    rows = ",\n    ".join(
+        f'{{"{kernel.key}.{_ENTRY}", multigraph_{number}::PyInit_{_ENTRY}_{number}}}'
+        for number, kernel in enumerate(unit)
+    )
+    parts += ['#line 1 "unit.cpp"', _ENTRANCE.replace("ROWS", rows)]
+    return "\n".join(parts)
+
+
+_ENTRANCE = """
+#include <cstring>
+
+// Of several kernels in one library, the one whose name Python imports it by.
+static const struct { const char* name; PyObject* (*make)(); } kernels[] = {
+    ROWS};
+
+static PyObject* make_kernel(PyObject* spec, PyModuleDef*) {
+    PyObject* name = PyObject_GetAttrString(spec, "name");
+    if (name == nullptr) return nullptr;
+    const char* text = PyUnicode_AsUTF8(name);
+    PyObject* made = nullptr;
+    if (text != nullptr) {
+        for (const auto& kernel : kernels) {
+            if (std::strcmp(kernel.name, text) == 0) made = kernel.make();
+        }
+        if (made == nullptr && !PyErr_Occurred()) {
+            PyErr_Format(PyExc_ImportError, "this library has no kernel of the name %s", text);
+        }
+    }
+    Py_DECREF(name);
+    return made;
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_create, reinterpret_cast<void*>(make_kernel)},
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, nullptr}};
+
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", nullptr, 0, nullptr, slots};
+
+PyMODINIT_FUNC PyInit_kernel(void) { return PyModuleDef_Init(&definition); }
+"""

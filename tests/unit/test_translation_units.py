@@ -1,0 +1,144 @@
+"""Kernels are put into units so that each is there once, beside none with other flags, and as its text is."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import expecttest
+import pytest
+
+from multigraph_backend.lower import translation_units
+from multigraph_backend.lower.translation_units import Kernel, parted, text_of
+
+TEXT = """\
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(float* out_ptr0) { out_ptr0[0] = NUMBER; }
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#ifndef _MSC_VER
+# define likely(x) (x)
+#else
+# define SIZE 3
+#endif
+PyMODINIT_FUNC PyInit_kernel(void) { return nullptr; }
+"""
+
+
+def kernel(folder: Path, name: str, text: str = TEXT, flag: str = "-O3") -> Kernel:
+    source, library = folder / f"{name}.main.cpp", folder / f"{name}.main.so"
+    source.write_text(text)
+    return Kernel(source, library, ("g++", str(source), flag, "-o", str(library)), lambda: None)
+
+
+def test_each_kernel_keeps_its_text_and_gets_names_of_its_own(tmp_path: Path) -> None:
+    unit = [kernel(tmp_path, name, TEXT.replace("NUMBER", name[1])) for name in ("c1", "c2")]
+    text = text_of(unit).replace(str(tmp_path), "FOLDER")
+    expecttest.TestCase().assertExpectedInline(
+        text[: text.index("static PyObject* make_kernel")],
+        """\
+#define PY_SSIZE_T_CLEAN
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include <Python.h>
+#undef PY_SSIZE_T_CLEAN
+#define kernel kernel_0
+#define PyInit_kernel PyInit_kernel_0
+namespace multigraph_0 {
+#line 1 "FOLDER/c1.main.cpp"
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(float* out_ptr0) { out_ptr0[0] = 1; }
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#ifndef _MSC_VER
+# define likely(x) (x)
+#else
+# define SIZE 3
+#endif
+PyMODINIT_FUNC PyInit_kernel(void) { return nullptr; }
+
+}
+#undef kernel
+#undef PyInit_kernel
+#undef PY_SSIZE_T_CLEAN
+#undef likely
+#undef SIZE
+#define kernel kernel_1
+#define PyInit_kernel PyInit_kernel_1
+namespace multigraph_1 {
+#line 1 "FOLDER/c2.main.cpp"
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(float* out_ptr0) { out_ptr0[0] = 2; }
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#ifndef _MSC_VER
+# define likely(x) (x)
+#else
+# define SIZE 3
+#endif
+PyMODINIT_FUNC PyInit_kernel(void) { return nullptr; }
+
+}
+#undef kernel
+#undef PyInit_kernel
+#undef PY_SSIZE_T_CLEAN
+#undef likely
+#undef SIZE
+#line 1 "unit.cpp"
+
+#include <cstring>
+
+// Of several kernels in one library, the one whose name Python imports it by.
+static const struct { const char* name; PyObject* (*make)(); } kernels[] = {
+    {"c1.kernel", multigraph_0::PyInit_kernel_0},
+    {"c2.kernel", multigraph_1::PyInit_kernel_1}};
+
+""",
+    )
+
+
+def test_kernels_of_other_flags_are_in_other_units(tmp_path: Path) -> None:
+    kernels = [kernel(tmp_path, f"c{n}", flag="-mavx2" if n % 3 else "-mavx512f") for n in range(9)]
+    units = list(parted(kernels, 2))
+    assert sorted(len(unit) for unit in units) == [1, 2, 3, 3]
+    assert all(len({one.flags for one in unit}) == 1 for unit in units)
+
+
+@pytest.mark.parametrize(
+    "directive",
+    [
+        "#undef SIZE",
+        "  # undef SIZE",
+        "#error",
+        "#import <a>",
+        "#ifdef A\n#include <a>\n#endif",
+        "#line 3",
+        "#warning x",
+    ],
+)
+def test_a_kernel_that_leaves_something_behind_is_by_itself(tmp_path: Path, directive: str) -> None:
+    plain = [kernel(tmp_path, f"c{n}") for n in range(2)]
+    other = kernel(tmp_path, "other", f"{TEXT}\n{directive}\n")
+    assert sorted(map(len, parted([*plain, other], 1))) == [1, 2]
+
+
+def test_random_kernels_are_each_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translation_units, "LARGEST", 4000)
+    for seed in range(300):
+        draw = random.Random(seed)
+        kernels = [
+            kernel(tmp_path, f"c{n}", TEXT + "x" * draw.choice((0, 1, 500, 9000)), draw.choice(("-O3", "-mavx2")))
+            for n in range(draw.choice((0, 1, 2, 3, 20)))
+        ]
+        threads = draw.choice((1, 2, 3, 64))
+        units = list(parted(kernels, threads))
+        assert Counter(one.key for unit in units for one in unit) == Counter(one.key for one in kernels)
+        for flags in {one.flags for one in kernels}:
+            alike = [unit for unit in units if unit[0].flags == flags]
+            group = [one for one in kernels if one.flags == flags]
+            assert all(one.flags == flags for unit in alike for one in unit)
+            assert all(alike)  # no unit is empty
+            assert len(alike) >= min(len(group), threads)
+            longest = max(len(one.text) for one in group)
+            lengths = [sum(len(one.text) for one in unit) for unit in alike]
+            assert max(lengths) - min(lengths) <= longest or min(map(len, alike)) == 1
