@@ -1000,13 +1000,19 @@ PyTypeObject LaunchType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 struct Names {
   PyObject *owner, *aside, *only, *keyed_for, *mark, *step_mark, *stream, *thread, *root;
 };
-Names read = {};
+Names attribute = {};
 
 bool named() {
   const std::pair<const char*, PyObject**> wanted[] = {
-      {"owner", &read.owner},          {"aside", &read.aside},         {"_only", &read.only}, {"keyed_for", &read.keyed_for},
-      {"mark_step_counter", &read.mark}, {"step_mark", &read.step_mark}, {"stream", &read.stream},
-      {"thread", &read.thread},        {"root", &read.root}};
+      {"owner", &attribute.owner},
+      {"aside", &attribute.aside},
+      {"_only", &attribute.only},
+      {"keyed_for", &attribute.keyed_for},
+      {"mark_step_counter", &attribute.mark},
+      {"step_mark", &attribute.step_mark},
+      {"stream", &attribute.stream},
+      {"thread", &attribute.thread},
+      {"root", &attribute.root}};
   for (const auto& [name, at] : wanted) {
     if (*at == nullptr && (*at = PyUnicode_InternFromString(name)) == nullptr) return false;
   }
@@ -1056,27 +1062,27 @@ int is_own_thread(PyObject* object, PyObject* name) {
 
 // Whether it is this thread's turn, as `turns` says.
 int own_turn(const EntryState& state) {
-  const Owned owner(PyObject_GetAttr(state.turns, read.owner));
+  const Owned owner(PyObject_GetAttr(state.turns, attribute.owner));
   if (owner.object == nullptr) return -1;
-  if (owner.object != Py_None) return is_own_thread(state.turns, read.owner);
-  const int aside = truth(PyObject_GetAttr(state.turns, read.aside));
+  if (owner.object != Py_None) return is_own_thread(state.turns, attribute.owner);
+  const int aside = truth(PyObject_GetAttr(state.turns, attribute.aside));
   return aside < 0 ? -1 : !aside;
 }
 
 // Whether step, stream and thread are those of the last call.
 int goes_on(const EntryState& state) {
-  if (const int same = equals(state.tree, read.step_mark, PyObject_GetAttr(state.marks, read.mark)); same != 1) return same;
-  if (const int same = equals(state.tree, read.stream, PyObject_CallNoArgs(state.stream)); same != 1) return same;
-  return state.any_thread ? 1 : is_own_thread(state.tree, read.thread);
+  if (const int same = equals(state.tree, attribute.step_mark, PyObject_GetAttr(state.marks, attribute.mark)); same != 1) return same;
+  if (const int same = equals(state.tree, attribute.stream, PyObject_CallNoArgs(state.stream)); same != 1) return same;
+  return state.any_thread ? 1 : is_own_thread(state.tree, attribute.thread);
 }
 
 // The recording that answered last behind the path's end, a new reference, if it may be replayed; null without an
 // exception where Python has to look.
 PyObject* found_for(const EntryState& state, PyObject* inputs) {
   if (own_turn(state) != 1) return nullptr;
-  Owned keyed(PyObject_GetAttr(state.piece, read.only));
+  Owned keyed(PyObject_GetAttr(state.piece, attribute.only));
   if (keyed.object == Py_None) {
-    Py_SETREF(keyed.object, PyObject_CallMethodOneArg(state.piece, read.keyed_for, inputs));
+    Py_SETREF(keyed.object, PyObject_CallMethodOneArg(state.piece, attribute.keyed_for, inputs));
   }
   if (keyed.object == nullptr) return nullptr;
   if (PyList_GET_SIZE(state.path) > 0) {
@@ -1085,7 +1091,7 @@ PyObject* found_for(const EntryState& state, PyObject* inputs) {
   }
   if (goes_on(state) != 1) return nullptr;
   const Py_ssize_t size = PyList_GET_SIZE(state.path);
-  const Owned last(size > 0 ? Py_NewRef(PyList_GET_ITEM(state.path, size - 1)) : PyObject_GetAttr(state.tree, read.root));
+  const Owned last(size > 0 ? Py_NewRef(PyList_GET_ITEM(state.path, size - 1)) : PyObject_GetAttr(state.tree, attribute.root));
   if (last.object == nullptr || !PyObject_TypeCheck(last.object, places.node)) return nullptr;
   PyObject* children = held(last.object, places.children);
   if (children == nullptr || !PyDict_CheckExact(children)) return nullptr;
