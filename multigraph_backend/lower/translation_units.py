@@ -28,6 +28,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +156,8 @@ class Kernel:
     @property
     def may_be_put_together(self) -> bool:
         """Whether it can be said what its text leaves behind for what follows in one file: macros, and headers."""
+        if not self.key.isidentifier():
+            return False
         depth = 0
         for directive, _ in _DIRECTIVE.findall(self.text):
             depth += _BRANCHES.get(directive, 0)
@@ -169,11 +172,9 @@ class Kernel:
 
 
 def compile_kernels(source: str) -> None:
-    """Compile what generated code is about to ask of the compiler, where that is more than one kernel."""
+    """Compile what generated code is about to ask of the compiler."""
     kernels = missing_kernels(source)
-    if len(kernels) < 2:
-        for kernel in kernels:
-            kernel.alone()
+    if not kernels:
         return
     units = list(parted(kernels, _compat.compile_threads()))
     with ThreadPoolExecutor(len(units), thread_name_prefix="multigraph-kernels") as threads:
@@ -229,7 +230,9 @@ def parted(kernels: Sequence[Kernel], threads: int) -> Iterator[list[Kernel]]:
 
 
 def _compile(unit: Sequence[Kernel]) -> None:
-    if len(unit) > 1 and len(_failures) < TRIES:
+    # Inductor's libraries have one and the same name inside, and would take each other's place
+    for_all = sys.getdlopenflags() & os.RTLD_GLOBAL and unit[0].may_be_put_together
+    if (for_all or len(unit) > 1) and len(_failures) < TRIES:
         try:
             compile_unit(unit)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -265,20 +268,17 @@ def text_of(unit: Sequence[Kernel]) -> str:
     """The kernels as they are, each with names of its own, and one way into all of them."""
     headers = dict.fromkeys(header for kernel in unit for header in _INCLUDE.findall(kernel.text))
     parts = ["#define PY_SSIZE_T_CLEAN", *(f"#include {header}" for header in headers), "#undef PY_SSIZE_T_CLEAN"]
-    for number, kernel in enumerate(unit):
+    for kernel in unit:  # nothing outside has such names, even where a process loads all libraries with RTLD_GLOBAL
+        names = {name: f"{name}_{kernel.key}" for name in (_ENTRY, f"PyInit_{_ENTRY}")}
         parts += [
-            f"#define {_ENTRY} {_ENTRY}_{number}",
-            f"#define PyInit_{_ENTRY} PyInit_{_ENTRY}_{number}",
-            f"namespace multigraph_{number} {{",
+            *(f"#define {name} {own}" for name, own in names.items()),
+            f"namespace {kernel.key} {{",
             f'#line 1 "{kernel.source}"',
             kernel.text,
             "}",
-            *(f"#undef {macro}" for macro in (_ENTRY, f"PyInit_{_ENTRY}", *kernel.macros)),
+            *(f"#undef {macro}" for macro in (*names, *kernel.macros)),
         ]
-    rows = ",\n    ".join(
-        f'{{"{kernel.key}.{_ENTRY}", multigraph_{number}::PyInit_{_ENTRY}_{number}}}'
-        for number, kernel in enumerate(unit)
-    )
+    rows = ",\n    ".join(f'{{"{kernel.key}.{_ENTRY}", {kernel.key}::PyInit_{_ENTRY}_{kernel.key}}}' for kernel in unit)
     parts += ['#line 1 "unit.cpp"', _ENTRANCE.replace("ROWS", rows)]
     return "\n".join(parts)
 

@@ -42,9 +42,9 @@ def test_each_kernel_keeps_its_text_and_gets_names_of_its_own(tmp_path: Path) ->
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <Python.h>
 #undef PY_SSIZE_T_CLEAN
-#define kernel kernel_0
-#define PyInit_kernel PyInit_kernel_0
-namespace multigraph_0 {
+#define kernel kernel_c1
+#define PyInit_kernel PyInit_kernel_c1
+namespace c1 {
 #line 1 "FOLDER/c1.main.cpp"
 #include <torch/csrc/inductor/cpp_prefix.h>
 extern "C"  void  kernel(float* out_ptr0) { out_ptr0[0] = 1; }
@@ -63,9 +63,9 @@ PyMODINIT_FUNC PyInit_kernel(void) { return nullptr; }
 #undef PY_SSIZE_T_CLEAN
 #undef likely
 #undef SIZE
-#define kernel kernel_1
-#define PyInit_kernel PyInit_kernel_1
-namespace multigraph_1 {
+#define kernel kernel_c2
+#define PyInit_kernel PyInit_kernel_c2
+namespace c2 {
 #line 1 "FOLDER/c2.main.cpp"
 #include <torch/csrc/inductor/cpp_prefix.h>
 extern "C"  void  kernel(float* out_ptr0) { out_ptr0[0] = 2; }
@@ -90,8 +90,8 @@ PyMODINIT_FUNC PyInit_kernel(void) { return nullptr; }
 
 // Of several kernels in one library, the one whose name Python imports it by.
 static const struct { const char* name; PyObject* (*make)(); } kernels[] = {
-    {"c1.kernel", multigraph_0::PyInit_kernel_0},
-    {"c2.kernel", multigraph_1::PyInit_kernel_1}};
+    {"c1.kernel", c1::PyInit_kernel_c1},
+    {"c2.kernel", c2::PyInit_kernel_c2}};
 
 """,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,21 @@ def test_a_library_hands_out_no_kernel_of_another_name(folder: Path) -> None:
     assert spec is not None
     with pytest.raises(ImportError, match=r"no kernel of the name another\.kernel"):
         importlib.util.module_from_spec(spec)
+
+
+def test_libraries_that_are_loaded_for_all_do_not_take_each_others_place(folder: Path) -> None:
+    """Libraries of MPI ask for that; Inductor's own kernels all have one name then."""
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(flags | os.RTLD_GLOBAL)
+    try:
+        check(five_kernels)
+        check(lambda x, w: five_kernels(w, w))
+        check(lambda x, w: x.sin())
+        check(lambda x, w: x.cos())
+    finally:
+        sys.setdlopenflags(flags)
+    assert files(folder) == 4
+    assert together() == (len(libraries(folder)), 0)
 
 
 def test_what_the_compiler_refuses_is_compiled_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
