@@ -50,7 +50,10 @@ __all__ = ["DISABLE_VARIABLE", "PIECES", "VARIABLE", "Options", "OptionsError", 
 
 DISABLE_VARIABLE = "MULTIGRAPH_DISABLE"
 _OR_ERROR = "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR"
-PIECES = ("variants", "padding", "cudagraphs", "native_calls", "patched_inputs", "saved_tensors", "stored_code", "all")
+PIECES = (
+    "variants", "padding", "cudagraphs", "native_calls", "patched_inputs", "saved_tensors", "stored_code",
+    "kernels_together", "all",
+)  # fmt: skip
 
 
 def disabled_pieces(environ: Mapping[str, str]) -> frozenset[str]:
@@ -58,8 +61,9 @@ def disabled_pieces(environ: Mapping[str, str]) -> frozenset[str]:
 
     "variants": every call runs the generic graph; "padding": no call is padded; "cudagraphs": nothing is recorded;
     "native_calls": what is recorded is called by way of Python; "patched_inputs": inputs that move are copied into
-    recordings; "saved_tensors": nothing is packed; "stored_code": saved functions ask Inductor for their code; "all":
-    each graph is compiled at once, as any backend would, and nothing is recorded, packed or padded.
+    recordings; "saved_tensors": nothing is packed; "stored_code": saved functions ask Inductor for their code;
+    "kernels_together": each C++ kernel is compiled by itself; "all": each graph is compiled at once, as any backend
+    would, and nothing is recorded, packed or padded.
     Raises OptionsError for a name that is none of these.
     """
     return _listed(environ, DISABLE_VARIABLE, "piece", PIECES)

@@ -189,6 +189,7 @@ def switches_in_force(environ: Mapping[str, str]) -> list[Finding]:
 _LOST_WITHOUT = {
     "all": "multigraph compiles each graph at once, as any backend would",
     "cudagraphs": "nothing is recorded",
+    "kernels_together": "each C++ kernel is compiled by itself",
     "native_calls": "what is recorded is called by way of Python",
     "padding": "no call is padded",
     "patched_inputs": "inputs that come at another address at each call are copied into recordings",

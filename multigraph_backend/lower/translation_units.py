@@ -40,6 +40,7 @@ from typing import Any
 from multigraph_backend import _compat, events
 from multigraph_backend.cache.cpp_kernels import kernels_in, put_under
 from multigraph_backend.lower.compile_thread import describe
+from multigraph_backend.options import disabled_pieces
 from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
@@ -59,9 +60,9 @@ _failures: list[str] = []
 
 @contextlib.contextmanager
 def kernels_together() -> Iterator[None]:
-    """Kernels of graphs that Inductor compiles inside are put together; the pass of `knob` has to be among its
-    settings."""
-    token = _wanted.set(True)
+    """Kernels of graphs that Inductor compiles inside are put together, unless the environment says otherwise; the pass
+    of `knob` has to be among its settings."""
+    token = _wanted.set(disabled_pieces(os.environ).isdisjoint({"kernels_together", "all"}))
     try:
         yield
     finally:

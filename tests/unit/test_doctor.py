@@ -427,7 +427,9 @@ def test_doctor_exits_with_0_or_1(capsys: pytest.CaptureFixture[str], monkeypatc
     assert main(["doctor", "--json", "--no-self-test"]) == 1
     loaded = json.loads(capsys.readouterr().out)
     (entry,) = (entry for entry in loaded["findings"] if entry["level"] == "error")
-    pieces = "variants, padding, cudagraphs, native_calls, patched_inputs, saved_tensors, stored_code, all"
+    pieces = (
+        "variants, padding, cudagraphs, native_calls, patched_inputs, saved_tensors, stored_code, kernels_together, all"
+    )
     assert entry["text"] == f"MULTIGRAPH_DISABLE: unknown piece 'everything'; pieces: {pieces}"
 
 

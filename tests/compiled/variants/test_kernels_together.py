@@ -109,6 +109,24 @@ def test_a_library_hands_out_no_kernel_of_another_name(folder: Path) -> None:
         importlib.util.module_from_spec(spec)
 
 
+ONE_AFTER_ANOTHER = """
+import os, sys, torch
+sys.setdlopenflags(sys.getdlopenflags() | os.RTLD_GLOBAL)
+x = torch.randn(9, 33)
+for function in torch.sin, torch.cos:
+    compiled = torch.compile(lambda x: function(x), backend=sys.argv[1])
+    print(next((name for name in ("sin", "cos") if torch.allclose(compiled(x), getattr(x, name)())), "neither"))
+"""
+
+
+@pytest.mark.parametrize(("backend", "second"), [("inductor", "sin"), ("multigraph", "cos")])
+def test_stocks_libraries_take_each_others_place_where_they_are_loaded_for_all(backend: str, second: str) -> None:
+    """docs/sharp-edges.md has a row of it."""
+    program = [sys.executable, "-c", ONE_AFTER_ANOTHER, backend]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240)
+    assert done.stdout.split() == ["sin", second], done.stderr
+
+
 def test_libraries_that_are_loaded_for_all_do_not_take_each_others_place(folder: Path) -> None:
     """Libraries of MPI ask for that; Inductor's own kernels all have one name then."""
     flags = sys.getdlopenflags()
@@ -183,6 +201,14 @@ def test_torchs_own_traces_of_a_compile_are_written(folder: Path) -> None:
         check(five_kernels)
     assert list((folder / "traces").rglob("output_code.py"))
     assert together() == (len(libraries(folder)), 0)
+
+
+@pytest.mark.parametrize("piece", ["kernels_together", "all"])
+def test_it_can_be_turned_off(folder: Path, monkeypatch: pytest.MonkeyPatch, piece: str) -> None:
+    monkeypatch.setenv("MULTIGRAPH_DISABLE", piece)
+    check(five_kernels)
+    assert files(folder) == len(libraries(folder)) > 1
+    assert together() == (0, 0)
 
 
 def test_code_beside_ours_is_inductors_alone(folder: Path) -> None:
