@@ -7,12 +7,13 @@
 
 Compiles in tiers are what machines for Java and JavaScript do; here the measure is time, not how often code runs.
 
-In:  a form that calls bodies, in an inference graph: of a graph that is trained, a call is only half of what it costs.
+In:  a form that calls bodies.  Of a graph that is trained, a call and its backward are timed together.
 Out: which code runs each call, and in the end which form stays.
 
 Guarantees: no call runs twice, and none waits for a compile.  Times are compared among calls that are given the same
-numbers, so that sizes which come by turns are no bias; where too few calls are alike, the first form stays.  Nothing is
-measured once the process is sealed.  Of code on a GPU nothing is: there the time of a call is not that of its work.
+numbers, so that sizes which come by turns are no bias; where too few calls are alike, or are followed by their
+backward, the first form stays.  Nothing is measured once the process is sealed.  Of code on a GPU nothing is: there the
+time of a call is not that of its work.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
 
 from multigraph_backend import events, sealing
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.process.interruptions import from_outside
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
     from multigraph_backend.lower.lowering import Lowered
     from multigraph_backend.region.variant import Form, Variant
 
@@ -48,8 +53,23 @@ FASTER = 0.99  # of the first form's time: what takes less takes its place
 
 
 def calls_bodies(repeated: str | None) -> bool:
-    """Whether code is of an inference graph and calls bodies, by what is said of its blocks that come again."""
-    return repeated is not None and re.search(r"\binference: \d+ calls of one body", repeated) is not None
+    """Whether code calls bodies, by what is said of its blocks that come again."""
+    return (
+        repeated is not None
+        and re.search(r"\b(inference|forward|backward): \d+ calls of one body", repeated) is not None
+    )
+
+
+def _backward_of(outputs: Any) -> Node | None:
+    """The node of autograd's graph that runs the backward of compiled code that returned `outputs`, or what they are
+    views of; None where nothing is differentiated."""
+    for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
+        node = getattr(output, "grad_fn", None)
+        while node is not None:
+            if node.name() == "CompiledFunctionBackward":
+                return cast("Node", node)
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return None
 
 
 class Region(Protocol):
@@ -102,6 +122,7 @@ class Tier:
         self._region = weakref.ref(region)
         self._calls = 0
         self._times: dict[tuple[int, ...], _Times] = {}
+        self._without_backward = 0  # calls since the last one whose backward has run
         self._lot = random.Random(0)
         self._outcome = ""
         self._told = False
@@ -180,12 +201,35 @@ class Tier:
         run = (whole.lowered if which else self.first).shortest
         started = time.perf_counter()
         outputs = run(*args)
-        self._add(tuple([arg for arg in args if type(arg) is int]), which, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        numbers = tuple([arg for arg in args if type(arg) is int])
+        if (backward := _backward_of(outputs)) is None:
+            self._add(numbers, which, seconds)
+        else:
+            self._add_with_backward(numbers, which, seconds, backward)
         return outputs
+
+    def _add_with_backward(self, numbers: tuple[int, ...], which: int, forward: float, backward: Node) -> None:
+        """Add a call when its backward has run, with the seconds of both."""
+        begun: list[float] = []
+
+        def begins(gradients: object) -> None:
+            begun.append(time.perf_counter())
+
+        def ends(to_inputs: object, to_outputs: object) -> None:
+            self._add(numbers, which, forward + time.perf_counter() - begun.pop())
+
+        backward.register_prehook(torch.compiler.disable(begins))  # compiled autograd would trace what reads a clock
+        backward.register_hook(torch.compiler.disable(ends))
+        with self._lock:
+            self._without_backward += 1
+        if self._without_backward >= MOST:
+            self.refuse("too few calls were followed by their backward to measure the whole graph")
 
     def _add(self, numbers: tuple[int, ...], which: int, seconds: float) -> None:
         with self._lock:
             self._calls += 1
+            self._without_backward = 0
             self._times.setdefault(numbers, _Times()).add(which, seconds)
             if self._calls % LOOKS or self.taken is not None or not self._decide():
                 return

@@ -106,12 +106,33 @@ def test_where_the_worker_fails_bodies_stay(monkeypatch: pytest.MonkeyPatch) -> 
     assert "bodies stay" in said
 
 
-def test_a_graph_that_is_trained_has_no_second_tier() -> None:
-    model = Model(False)
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_graph_that_is_trained(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are eager's before, during and after the trial; some calls have no backward, or two."""
+    monkeypatch.setattr(tiers, "FASTER", 1000.0 if taken else 0.0)
+    model = Model(False).double()
     run = torch.compile(model, backend="multigraph", dynamic=True, options={"compile": "background"})
-    for size in [5, 7] * 5:
-        x = torch.randn(size, 8)
-        torch.testing.assert_close(run(x), model(x))
+
+    def train(*sizes: int) -> None:
+        for number, size in enumerate(sizes):
+            x = torch.randn(size, 8, dtype=torch.float64, requires_grad=True)
+            parameters = [x, *model.parameters()]
+            got, expected = run(x), model(x)
+            torch.testing.assert_close(got, expected)
+            if number % 5 == 4:
+                continue
+            loss = got.square().sum()
+            theirs = torch.autograd.grad(expected.square().sum(), parameters)
+            for _ in range(1 + number % 2):
+                mine = torch.autograd.grad(loss, parameters, retain_graph=bool(number % 2))
+                torch.testing.assert_close(mine, theirs)
+
+    train(*[5, 7] * 4)
     assert background.wait(120)
+    train(*[5, 7] * 40)
     stats = multigraph_backend.stats()
-    assert (stats["whole_graphs_taken"], stats["whole_graphs_refused"], stats["body_calls"] > 0) == (0, 0, True)
+    assert (stats["whole_graphs_taken"], stats["whole_graphs_refused"]) == ((1, 0) if taken else (0, 1))
+    assert (stats["failures"], stats["eager_calls"], stats["body_calls"] > 0) == (0, 0, True)
+    (said,) = told()
+    assert ("taken their place" if taken else "bodies stay") in said
+    train(5, 7, 1, 2, 33)

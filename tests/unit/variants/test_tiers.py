@@ -207,6 +207,81 @@ def test_threads_decide_once(clock: Clock) -> None:
     assert region.ends.count(region.tier.taken) >= 1
 
 
+class Trained:
+    """Outputs whose backward takes as long as it is said to, and which are views of what compiled code returned."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.before: list[Callable[[object], None]] = []
+        self.behind: list[Callable[[object, object], None]] = []
+        self.register_prehook, self.register_hook = self.before.append, self.behind.append
+        self.grad_fn = SimpleNamespace(name=lambda: "ViewBackward0", next_functions=((self, 0),))
+        self.next_functions = ((None, 0), (None, 0))
+
+    def name(self) -> str:
+        return "CompiledFunctionBackward"
+
+    def backward(self) -> None:
+        for begins in self.before:
+            begins(())
+        self.clock.now += self.seconds
+        for ends in self.behind:
+            ends((), ())
+
+
+def trained(clock: Clock, seconds: tuple[float, float], whole: tuple[float, float]) -> tuple[Region, list[Trained]]:
+    """A region of a graph that is trained, whose calls and backwards take so long; and outputs of its calls."""
+    made: list[Trained] = []
+
+    def code(seconds: tuple[float, float]) -> Any:
+        def ran(*args: Any) -> list[Any]:
+            clock.now += seconds[0]
+            made.append(Trained(clock, seconds[1]))
+            return [None, made[-1]]
+
+        return SimpleNamespace(shortest=ran)
+
+    region = Region(clock, lambda size: 1.0, lambda size: 1.0)
+    region.tier = Tier(code(seconds), region.variant, region)  # type: ignore[arg-type]
+    form: Any = SimpleNamespace(lowered=code(whole), proven=True, holds=lambda args: True)
+    region.tier.begin_trial(form)
+    return region, made
+
+
+@pytest.mark.parametrize(
+    ("whole", "taken"), [((1.5, 1.0), True), ((0.5, 2.6), False), ((1.0, 1.9), True), ((1.0, 2.0), False)]
+)
+def test_of_what_is_trained_a_call_counts_with_its_backward(
+    clock: Clock, whole: tuple[float, float], taken: bool
+) -> None:
+    region, made = trained(clock, (1.0, 2.0), whole)
+    for _ in range(400):
+        if region.tier.run is None:
+            break
+        region.tier.run(4)
+        region.tier.run(4)
+        made[-1].backward()  # two calls, and then their backwards
+        made[-2].backward()
+    assert region.tier.taken is taken
+    assert f"{sum(whole) / 3:.2f} x the time of bodies" in region.tier.said
+
+
+def test_calls_without_a_backward_decide_nothing(clock: Clock) -> None:
+    region, made = trained(clock, (1.0, 2.0), (0.1, 0.1))
+    for _ in range(MOST // 2):
+        assert region.tier.run is not None
+        region.tier.run(4)
+    made[-1].backward()
+    for _ in range(MOST - 1):
+        assert region.tier.run is not None
+        region.tier.run(4)
+    assert region.tier.taken is None
+    assert region.tier.run is not None
+    region.tier.run(4)
+    assert region.tier.taken is False
+    assert "too few calls were followed by their backward" in region.tier.said
+
+
 def test_a_tier_keeps_neither_its_region_nor_its_variant(clock: Clock) -> None:
     region = Region(clock, lambda size: 1.0, lambda size: 0.5)
     code: Any = SimpleNamespace(shortest=lambda *args: "outputs")
@@ -222,7 +297,12 @@ def test_a_tier_keeps_neither_its_region_nor_its_variant(clock: Clock) -> None:
     ("said", "calls"),
     [
         ("repeated blocks: inference: 12 calls of one body of 30 steps; 50 of 400 steps compiled", True),
-        ("repeated blocks: forward: 12 calls of one body of 30 steps; backward: 12 calls of one body", False),
+        (
+            "repeated blocks: forward: 12 calls of one body of 30 steps; 50 of 400 steps compiled | backward: nothing",
+            True,
+        ),
+        ("repeated blocks: forward: nothing is called | backward: 12 calls of one body of 30 steps", True),
+        ("repeated blocks: forward: nothing is called; 12 blocks of 30 steps traced once", False),
         ("repeated blocks: inference: nothing is called; 12 blocks of 30 steps traced once", False),
         (None, False),
     ],
