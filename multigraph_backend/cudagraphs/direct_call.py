@@ -29,7 +29,8 @@ _TRIES = 3  # calls that are watched; the first may be unlike others
 
 class DirectCall:
     """`first` runs a call through the wrappers and watches; `function` is the way past them once that is proven, and
-    the way through them where several calls have not proven it."""
+    the way through them where several calls have not proven it.  `boxed`: the code, where `function` does nothing but
+    hand it a list of the arguments."""
 
     def __init__(
         self, wrapped: Callable[..., Any], code: RecordedCode, grad: bool, changed: tuple[int, ...] = ()
@@ -39,6 +40,7 @@ class DirectCall:
         self._lock = Lock()  # one call at a time is watched; others need not wait
         self._tries = _TRIES
         self.function: Callable[..., Any] | None = None
+        self.boxed: RecordedCode | None = None
 
     def first(self, *args: Any) -> Any:
         """Raises what the code raises."""
@@ -58,6 +60,7 @@ class DirectCall:
         same = len(seen) == 1 and _same(seen[0][0], inputs) and _same(seen[0][1], outputs)
         if same and (before is None or self._changes_only_these(before, _versions([*inputs, *wrappers]))):
             self.function = _calling(self._code, self._grad, self._changed, open_up)
+            self.boxed = self._code if open_up is list and not self._grad and not self._changed else None
         elif (left := self._tries - 1) > 0:
             self._tries = left
         else:

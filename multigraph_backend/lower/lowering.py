@@ -106,6 +106,11 @@ class Lowered:
     past_inductor: bool = False
 
     @property
+    def boxed(self) -> RecordedCode | None:
+        """Code that `shortest` does nothing but hand a list of its arguments."""
+        return None if self.direct is None else self.direct.boxed
+
+    @property
     def shortest(self) -> CompiledFunction:
         """`run`, or less of it where that is the same."""
         return self.run if self.direct is None else self.direct.function or self.run

@@ -28,16 +28,19 @@ For the rules `a[0] == 1`, `2 <= a[0] <= 64` and `a[0] % 128 == 0`, in that orde
             last[0] = (key, t)
         if profiler._is_profiler_enabled:
             return profiled(t, a)
-        check, tick, run = ready[t]
+        check, tick, run, code = ready[t]
         if check is None or check(a):
             tick()
+            if code is not None:
+                return code.run([*a])
             return run(*a)
         return missed(t, a)
 
 How it stays flat: the sizes of the last call are tried first (`last`), then a table of sizes seen before (`known0`); a
 new combination is looked up by `find0`: a table for equalities (`table0_0`, of one column, or of several together),
 bisection for ranges, a table of all numbers below 65536 where there are many multiples, then what remains in order.
-`check` stands for the guards of the code that is ready.  Opaque rules are asked at every call, in their place in the
+`check` stands for the guards of the code that is ready, and `code` for recorded code that `run` would only hand a list
+of the arguments: one call of Python's less.  Opaque rules are asked at every call, in their place in the
 order.
 
 In: columns (Python text of each declared size over the argument tuple `a`) and rules in declared order, each a
@@ -56,7 +59,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 from multigraph_backend.declare.facts import Facts
 
@@ -74,8 +77,18 @@ class NoProfiler:
     _is_profiler_enabled = False
 
 
-# guards as a check of the argument tuple (None: there are none), call counter, code (None only where the check fails)
-Ready = tuple[Callable[[Sequence[Any]], bool] | None, Callable[[], object], Callable[..., Any] | None]
+class Boxed(Protocol):
+    """Code that is called with a list of its arguments, by what is there at that moment."""
+
+    @property
+    def run(self) -> Callable[[list[Any]], Any]: ...
+
+
+# guards as a check of the argument tuple (None: there are none), call counter, code (None only where the check fails),
+# and what may be called in its place with a list of the arguments
+Ready = tuple[
+    Callable[[Sequence[Any]], bool] | None, Callable[[], object], Callable[..., Any] | None, Boxed | None
+]
 
 
 @dataclass(frozen=True)
@@ -259,9 +272,11 @@ def source(planned: Plan) -> str:
     lines += [
         "    if profiler._is_profiler_enabled:",
         "        return profiled(t, a)",
-        "    check, tick, run = ready[t]",
+        "    check, tick, run, code = ready[t]",
         "    if check is None or check(a):",
         "        tick()",
+        "        if code is not None:",
+        "            return code.run([*a])",
         "        return run(*a)",
         "    return missed(t, a)",
     ]

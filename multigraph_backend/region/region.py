@@ -61,7 +61,7 @@ _NO_COMPILE_STANCES = ("eager_on_recompile", "fail_on_recompile", "force_eager")
 
 _ASK_AGAIN = 60.0  # seconds until torch's caches are asked again for what they lacked
 
-_NOT_READY: Ready = (lambda args: False, lambda: None, None)
+_NOT_READY: Ready = (lambda args: False, lambda: None, None, None)
 
 
 _TRACED_ANEW = (
@@ -154,7 +154,7 @@ class Region:
     def _profiled(self, target: int, args: tuple[Any, ...]) -> Any:
         """A call while torch's profiler runs: the same, under the variant's name."""
         with torch.profiler.record_function(f"multigraph: {self.user_code.title}: {self._variant(target).text}"):
-            check, tick, run = self._ready[target]
+            check, tick, run, _ = self._ready[target]
             if run is not None and (check is None or check(args)):
                 tick()
                 return run(*args)
@@ -398,12 +398,12 @@ class Region:
         past = self._ready[self.generic.number] if rests else _NOT_READY
         if past[2] is not None:
             past = _while_resting(variant, past, self._graph)
-            return (None, lambda: None, self._chooser(variant, forms, past)) if forms else past
+            return (None, lambda: None, self._chooser(variant, forms, past), None) if forms else past
         if not forms:
             return _NOT_READY
         if len(forms) == 1:
-            return forms[0].lowered.guards.check, variant.tick, forms[0].run
-        return None, lambda: None, self._chooser(variant, forms)
+            return forms[0].lowered.guards.check, variant.tick, forms[0].run, forms[0].boxed
+        return None, lambda: None, self._chooser(variant, forms), None
 
     def _chooser(self, variant: Variant, forms: Sequence[Form], past: Ready | None = None) -> Callable[..., Any]:
         """Tries one form after the other, then `past`."""
@@ -762,15 +762,15 @@ def compiled_at_once(
 
 def _while_resting(variant: Variant, generic: Ready, graph: CapturedGraph) -> Ready:
     """Generic's code in place of a variant that nobody compiles for a while, or not for some values of floats."""
-    check, tick, run = generic
+    check, tick, run, code = generic
     clock, until = variant.clock, variant.rests_until
     if until == math.inf or variant.in_background:  # when a worker is done, other entries are put in place
         return generic
     if variant.failed_floats:
-        return (lambda args: variant.rests_for(_floats(graph, args)) and (check is None or check(args))), tick, run
+        return (lambda args: variant.rests_for(_floats(graph, args)) and (check is None or check(args))), tick, run, code
     if check is None:
-        return (lambda args: clock() < until), tick, run
-    return (lambda args: clock() < until and check(args)), tick, run
+        return (lambda args: clock() < until), tick, run, code
+    return (lambda args: clock() < until and check(args)), tick, run, code
 
 
 def _floats(graph: CapturedGraph, args: Sequence[Any]) -> Floats:

@@ -29,6 +29,7 @@ from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.lower.compilers import CompiledFunction
 from multigraph_backend.lower.lowering import Lowered
 from multigraph_backend.options import Options
+from multigraph_backend.region.dispatch import Boxed
 from multigraph_backend.region.gains import Gain
 
 State = Literal["declared", "compiling", "ready", "failed", "inactive"]
@@ -67,6 +68,11 @@ class Form:
     def run(self) -> CompiledFunction:
         """What runs its calls."""
         return (None if self.tier is None else self.tier.run) or self.lowered.shortest
+
+    @property
+    def boxed(self) -> Boxed | None:
+        """What may be called in place of `run`, with a list of its arguments."""
+        return self.lowered.boxed if self.tier is None or self.tier.run is None else None
 
     def holds(self, args: Sequence[Any]) -> bool:
         return self.lowered.guards.hold(args)

@@ -109,6 +109,8 @@ def test_wrappers_that_do_nothing_are_left_out(function: Callable[..., Any], gra
     with torch.set_grad_enabled(grad):
         compiled = Compiled(function, torch.randn(4, 4))
         assert compiled.function is not None
+        assert compiled.direct is not None
+        assert compiled.direct.boxed is (None if grad else compiled.codes[0])
         x = torch.randn(4, 4)
         outputs = compiled.function(x)
         expected = function(x)
@@ -135,6 +137,8 @@ def test_inputs_that_the_code_changes_count_as_changed(grad: bool) -> None:
         rows = torch.tensor([2, 0])
         compiled = Compiled(store, torch.zeros(4, 3), rows, torch.randn(2, 3), keep_changes=True)
         assert compiled.function is not None
+        assert compiled.direct is not None
+        assert compiled.direct.boxed is None
         cache, expected, x = torch.zeros(4, 3), torch.zeros(4, 3), torch.randn(2, 3)
         versions = cache._version, rows._version, x._version
         # in the order of the graph's inputs

@@ -7,6 +7,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def installed(
 ) -> Callable[..., Any]:
     """A dispatcher whose targets return their own number."""
     generic = len(rules)
-    ready = [(None, lambda: None, lambda *args, number=number: number) for number in range(generic + 1)]
+    ready = [(None, lambda: None, lambda *args, number=number: number, None) for number in range(generic + 1)]
 
     def missed(target: int, args: tuple[Any, ...]) -> int:
         raise AssertionError(f"target {target} was ready")
@@ -124,9 +125,11 @@ def dispatch(*a):
         last[0] = (key, t)
     if profiler._is_profiler_enabled:
         return profiled(t, a)
-    check, tick, run = ready[t]
+    check, tick, run, code = ready[t]
     if check is None or check(a):
         tick()
+        if code is not None:
+            return code.run([*a])
         return run(*a)
     return missed(t, a)
 """,
@@ -219,9 +222,11 @@ def dispatch(*a):
         t = 3
     if profiler._is_profiler_enabled:
         return profiled(t, a)
-    check, tick, run = ready[t]
+    check, tick, run, code = ready[t]
     if check is None or check(a):
         tick()
+        if code is not None:
+            return code.run([*a])
         return run(*a)
     return missed(t, a)
 """,
@@ -236,9 +241,11 @@ def dispatch(*a):
     t = 0
     if profiler._is_profiler_enabled:
         return profiled(t, a)
-    check, tick, run = ready[t]
+    check, tick, run, code = ready[t]
     if check is None or check(a):
         tick()
+        if code is not None:
+            return code.run([*a])
         return run(*a)
     return missed(t, a)
 """,
@@ -261,7 +268,10 @@ def test_the_text_does_not_grow_with_the_number_of_rules(kind: str) -> None:
 
 def test_a_call_whose_condition_fails_or_whose_code_is_missing_is_reported_with_its_target() -> None:
     rules = [Rule(0, ((0, Facts(values=(5,))),))]
-    ready: list[Any] = [(lambda args: args[0] < 0, lambda: None, None), (None, lambda: None, lambda *args: "generic")]
+    ready: list[Any] = [
+        (lambda args: args[0] < 0, lambda: None, None, None),
+        (None, lambda: None, lambda *args: "generic", None),
+    ]
     seen = []
     call = dispatch.install(
         dispatch.plan(["a[0]"], rules, 1), ready, lambda target, args: seen.append((target, args)), {}
@@ -269,8 +279,13 @@ def test_a_call_whose_condition_fails_or_whose_code_is_missing_is_reported_with_
     assert call(6) == "generic"
     assert call(5) is None
     assert seen == [(0, (5,))]
-    ready[0] = (None, lambda: None, lambda *args: "variant")  # published later
+    ready[0] = (None, lambda: None, lambda *args: "variant", None)  # published later
     assert call(5) == "variant"
+    boxed = SimpleNamespace(run=lambda args: args)
+    ready[0] = (None, lambda: None, lambda *args: "variant", boxed)
+    assert call(5) == [5]
+    boxed.run = lambda args: "native"
+    assert call(5) == "native"
 
 
 def test_a_dispatcher_that_is_dropped_takes_what_it_holds_with_it_at_once() -> None:
@@ -279,7 +294,7 @@ def test_a_dispatcher_that_is_dropped_takes_what_it_holds_with_it_at_once() -> N
 
     held = Held()
     rules = [Rule(0, ((0, Facts(multiple_of=3)),)), Rule(1, ((0, Facts(min=2)),), "check1")]
-    never: dispatch.Ready = (lambda args: False, lambda: None, None)
+    never: dispatch.Ready = (lambda args: False, lambda: None, None, None)
     call = dispatch.install(dispatch.plan(["a[0]"], rules, 2), [never] * 3, held.missed, {"check1": bool})
     call(6)
     gone = weakref.ref(held)
