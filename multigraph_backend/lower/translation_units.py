@@ -37,6 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from multigraph_backend import _compat, events
 from multigraph_backend.cache.cpp_kernels import kernels_in, put_under
 from multigraph_backend.lower.compile_thread import describe
@@ -45,6 +47,7 @@ from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
 
+SECONDS = 600.0  # that another process is waited for, which compiles the same: as long as torch waits
 TRIES = 2  # failures, until nothing is put together any more
 LARGEST = 1 << 18  # characters of a unit, for compilers take more than twice as long for twice as much
 _IDENTITY = "multigraph: kernels of a graph compiled together"
@@ -133,11 +136,12 @@ def _failed(error: BaseException) -> None:
 @dataclass(frozen=True)
 class Kernel:
     """One that has not been compiled: its `source` with Python's way into it, the `library` that it becomes by
-    `command`, and Inductor's own function that does that."""
+    `command`, and Inductor's own function that does that, once a host, under `lock`."""
 
     source: Path
     library: Path
     command: tuple[str, ...]
+    lock: Path
     alone: Callable[[], object]
 
     @property
@@ -177,9 +181,9 @@ def compile_kernels(source: str) -> None:
     kernels = missing_kernels(source)
     if not kernels:
         return
-    units = list(parted(kernels, _compat.compile_threads()))
-    with ThreadPoolExecutor(len(units), thread_name_prefix="multigraph-kernels") as threads:
-        for done in [threads.submit(_compile, unit) for unit in units]:
+    most = _compat.compile_threads()
+    with ThreadPoolExecutor(most, thread_name_prefix="multigraph-kernels") as threads:
+        for done in [threads.submit(_compile, unit) for unit in parted(kernels, most)]:
             done.result()
 
 
@@ -204,9 +208,10 @@ class _Later:
 
 
 def _kernel(work: Any) -> Kernel:
-    _, (builder,) = work.args
+    lock, (builder,) = work.args
     library = Path(builder.get_target_file_path())
-    return Kernel(library.with_suffix(".cpp"), library, tuple(shlex.split(builder.get_command_line())), work)
+    command = tuple(shlex.split(builder.get_command_line()))
+    return Kernel(library.with_suffix(".cpp"), library, command, Path(lock), work)
 
 
 def parted(kernels: Sequence[Kernel], threads: int) -> Iterator[list[Kernel]]:
@@ -235,11 +240,14 @@ def _compile(unit: Sequence[Kernel]) -> None:
     for_all = sys.getdlopenflags() & os.RTLD_GLOBAL and unit[0].may_be_put_together
     if (for_all or len(unit) > 1) and len(_failures) < TRIES:
         try:
-            compile_unit(unit)
+            with FileLock(unit[0].lock, timeout=SECONDS):  # of processes that compile the same graph, one does it
+                if missing := [kernel for kernel in unit if not kernel.library.exists()]:
+                    compile_unit(missing)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             _failed(error)
-    for kernel in unit:
-        kernel.alone()  # looks whether the library is there
+    for kernel in unit:  # this looks whether the library is there; what it raises, Inductor will meet again
+        with contextlib.suppress(Exception):
+            kernel.alone()
 
 
 def compile_unit(unit: Sequence[Kernel]) -> None:

@@ -86,9 +86,7 @@ class Boxed(Protocol):
 
 # guards as a check of the argument tuple (None: there are none), call counter, code (None only where the check fails),
 # and what may be called in its place with a list of the arguments
-Ready = tuple[
-    Callable[[Sequence[Any]], bool] | None, Callable[[], object], Callable[..., Any] | None, Boxed | None
-]
+Ready = tuple[Callable[[Sequence[Any]], bool] | None, Callable[[], object], Callable[..., Any] | None, Boxed | None]
 
 
 @dataclass(frozen=True)

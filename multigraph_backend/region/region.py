@@ -767,7 +767,12 @@ def _while_resting(variant: Variant, generic: Ready, graph: CapturedGraph) -> Re
     if until == math.inf or variant.in_background:  # when a worker is done, other entries are put in place
         return generic
     if variant.failed_floats:
-        return (lambda args: variant.rests_for(_floats(graph, args)) and (check is None or check(args))), tick, run, code
+        return (
+            (lambda args: variant.rests_for(_floats(graph, args)) and (check is None or check(args))),
+            tick,
+            run,
+            code,
+        )
     if check is None:
         return (lambda args: clock() < until), tick, run, code
     return (lambda args: clock() < until and check(args)), tick, run, code

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import expecttest
 import pytest
@@ -29,7 +35,8 @@ PyMODINIT_FUNC PyInit_kernel(void) { return nullptr; }
 def kernel(folder: Path, name: str, text: str = TEXT, flag: str = "-O3") -> Kernel:
     source, library = folder / f"{name}.main.cpp", folder / f"{name}.main.so"
     source.write_text(text)
-    return Kernel(source, library, ("g++", str(source), flag, "-o", str(library)), lambda: None)
+    command = ("g++", str(source), flag, "-o", str(library))
+    return Kernel(source, library, command, folder / f"{name}.lock", lambda: None)
 
 
 def test_each_kernel_keeps_its_text_and_gets_names_of_its_own(tmp_path: Path) -> None:
@@ -142,3 +149,42 @@ def test_random_kernels_are_each_compiled_once(tmp_path: Path, monkeypatch: pyte
             longest = max(len(one.text) for one in group)
             lengths = [sum(len(one.text) for one in unit) for unit in alike]
             assert max(lengths) - min(lengths) <= longest or min(map(len, alike)) == 1
+
+
+def test_of_those_who_compile_the_same_unit_at_once_one_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit, compiled = [kernel(tmp_path, f"c{n}") for n in range(3)], list[list[str]]()
+
+    def compile_unit(unit: Sequence[Kernel]) -> None:
+        compiled.append([one.key for one in unit])
+        time.sleep(0.2)
+        for one in unit:
+            one.library.touch()
+
+    monkeypatch.setattr(translation_units, "compile_unit", compile_unit)
+    unit[1].library.touch()  # somebody has compiled it by itself
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(translation_units._compile, [unit] * 4)) == [None] * 4
+    assert compiled == [["c0", "c2"]]
+
+
+def test_what_cannot_be_put_together_does_not_start_all_compilers_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    def alone() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+
+    kernels = [replace(kernel(tmp_path, f"c{n}", f"{TEXT}\n#error\n"), alone=alone) for n in range(12)]
+    monkeypatch.setattr(translation_units, "missing_kernels", lambda source: kernels)
+    monkeypatch.setattr(translation_units, "_compat", SimpleNamespace(compile_threads=lambda: 3))
+    translation_units.compile_kernels("")
+    assert most == 3
