@@ -18,7 +18,7 @@ import hashlib
 import logging
 import os
 import shutil
-import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from multigraph_backend import _compat
+from multigraph_backend.process import libraries
 from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
@@ -80,13 +81,15 @@ def around(compiler: Any) -> Any:
 def put_under(name: Path, library: Path) -> None:
     """The same file under a further name, whole from the first moment on; a copy where there are no links."""
     name.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="multigraph-", dir=name.parent) as folder:
-        whole = Path(folder, name.name)
+    whole = name.with_name(f".{name.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
         try:
             os.link(library, whole)
         except OSError:
             shutil.copy2(library, whole)
         whole.replace(name)
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 def loaded() -> tuple[str, ...]:
@@ -110,7 +113,8 @@ class _Kernels:
 
 def _load(path: str) -> Any:
     try:
-        library = _compat.CppKernels._load_library(str(_compat.cache_entry("native", path)), _key(path))
+        with libraries.for_nobody_else():
+            library = _compat.CppKernels._load_library(str(_compat.cache_entry("native", path)), _key(path))
     except Exception as error:  # it is gone, or of a machine that has other libraries: Inductor compiles the kernel
         if from_outside(error):
             raise

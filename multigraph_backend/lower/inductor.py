@@ -34,6 +34,7 @@ from multigraph_backend.lower.gradients_of_changes import SafePartitioner
 from multigraph_backend.lower.order_of_changes import InnerCompile
 from multigraph_backend.lower.sums_with_zero import keep_sums
 from multigraph_backend.options import Options
+from multigraph_backend.process import libraries
 from multigraph_backend.saved_tensors.rules import Offload
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def compile_graph(
     if only_cached:
         given["decompositions"] = from_caches.RefusingTable()
     known = block_operator.known(traced) if traced is not None else contextlib.nullcontext()
-    with known, _zeros_apart(module), translation_units.kernels_together():
+    with known, _zeros_apart(module), translation_units.kernels_together(), libraries.for_nobody_else():
         run: Callable[..., Sequence[Any]]
         run = _compat.compile_fx(module, inputs, ignore_shape_env=ignore_shape_env, **given)
     return run

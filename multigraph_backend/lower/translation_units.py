@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import os
 import re
 import shlex
+import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -43,6 +43,7 @@ from multigraph_backend import _compat, events
 from multigraph_backend.cache.cpp_kernels import kernels_in, put_under
 from multigraph_backend.lower.compile_thread import describe
 from multigraph_backend.options import disabled_pieces
+from multigraph_backend.process import libraries
 from multigraph_backend.process.interruptions import from_outside
 
 log = logging.getLogger(__name__)
@@ -57,19 +58,22 @@ _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)(?:[ \t]+(\w+))?", re.MULTILINE)
 _BRANCHES = {"if": 1, "ifdef": 1, "ifndef": 1, "endif": -1, "elif": 0, "else": 0}
 _PLAIN = frozenset({"include", "pragma", "define", *_BRANCHES})
 
-_wanted: ContextVar[bool] = ContextVar("multigraph_kernels_together", default=False)
+#: kernels that a unit has at least, else Inductor compiles it; None: all of them
+_least: ContextVar[int | None] = ContextVar("multigraph_kernels_together", default=None)
 _failures: list[str] = []
 
 
 @contextlib.contextmanager
 def kernels_together() -> Iterator[None]:
     """Kernels of graphs that Inductor compiles inside are put together, unless the environment says otherwise; the pass
-    of `knob` has to be among its settings."""
-    token = _wanted.set(disabled_pieces(os.environ).isdisjoint({"kernels_together", "all"}))
+    of `knob` has to be among its settings.  Where libraries are loaded for everybody, one alone is a unit, too: those
+    that Inductor makes have one name inside, and the first that is there takes the place of others."""
+    wanted = disabled_pieces(os.environ).isdisjoint({"kernels_together", "all"})
+    token = _least.set((1 if libraries.for_everybody() else 2) if wanted else None)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _least.reset(token)
 
 
 def knob(chosen: Iterable[str]) -> dict[str, object]:
@@ -91,7 +95,7 @@ def _listening() -> Any:
 
         def __call__(self, graph: Any) -> None:
             around = _compat.debug_handler.debug
-            if _wanted.get() and not isinstance(around, _Handler):
+            if _least.get() is not None and not isinstance(around, _Handler):
                 # set by the call; never entered, for torch's own, when it is left, puts back what was before both
                 _compat.debug_handler.set_debug_handler(_Handler(around))
 
@@ -114,10 +118,10 @@ class _Handler:
         """Generated code is at `path`, and nothing has been loaded of it."""
         if (theirs := getattr(self._around, "output_code", None)) is not None:
             theirs(path)
-        if len(_failures) >= TRIES:
+        if (least := _least.get()) is None or len(_failures) >= TRIES:
             return
         try:
-            compile_kernels(Path(path).read_text())
+            compile_kernels(Path(path).read_text(), least)
         except Exception as error:
             if from_outside(error):
                 raise
@@ -176,14 +180,14 @@ class Kernel:
         return tuple(dict.fromkeys(name for word, name in _DIRECTIVE.findall(self.text) if word == "define"))
 
 
-def compile_kernels(source: str) -> None:
-    """Compile what generated code is about to ask of the compiler."""
+def compile_kernels(source: str, least: int = 2) -> None:
+    """Compile what generated code is about to ask of the compiler; units of fewer than `least` kernels as Inductor."""
     kernels = missing_kernels(source)
     if not kernels:
         return
     most = _compat.compile_threads()
     with ThreadPoolExecutor(most, thread_name_prefix="multigraph-kernels") as threads:
-        for done in [threads.submit(_compile, unit) for unit in parted(kernels, most)]:
+        for done in [threads.submit(_compile, unit, least) for unit in parted(kernels, most)]:
             done.result()
 
 
@@ -235,14 +239,14 @@ def parted(kernels: Sequence[Kernel], threads: int) -> Iterator[list[Kernel]]:
         yield from units
 
 
-def _compile(unit: Sequence[Kernel]) -> None:
-    # Inductor's libraries have one and the same name inside, and would take each other's place
-    for_all = sys.getdlopenflags() & os.RTLD_GLOBAL and unit[0].may_be_put_together
-    if (for_all or len(unit) > 1) and len(_failures) < TRIES:
+def _compile(unit: Sequence[Kernel], least: int = 2) -> None:
+    if len(unit) >= least and unit[0].may_be_put_together and len(_failures) < TRIES:
+        name = "multigraph-" + hashlib.sha256(" ".join(kernel.key for kernel in unit).encode()).hexdigest()[:32]
         try:
-            with FileLock(unit[0].lock, timeout=SECONDS):  # of processes that compile the same graph, one does it
+            # of processes that compile the same graph, one does it, and where it was killed, the next one tidies up
+            with FileLock(unit[0].lock.with_name(f"{name}.lock"), timeout=SECONDS):
                 if missing := [kernel for kernel in unit if not kernel.library.exists()]:
-                    compile_unit(missing)
+                    compile_unit(missing, unit[0].library.with_name(name))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             _failed(error)
     for kernel in unit:  # this looks whether the library is there; what it raises, Inductor will meet again
@@ -250,12 +254,14 @@ def _compile(unit: Sequence[Kernel]) -> None:
             kernel.alone()
 
 
-def compile_unit(unit: Sequence[Kernel]) -> None:
-    """One library for all kernels of `unit`, under the name of each.  Raises what opening files and starting the
-    compiler raise, and `ValueError` with what the compiler says."""
+def compile_unit(unit: Sequence[Kernel], folder: Path) -> None:
+    """One library for all kernels of `unit`, under the name of each, made in `folder`, which is nobody else's and gone
+    afterwards.  Raises what opening files and starting the compiler raise, and `ValueError` with what that says."""
     first = unit[0]
-    with tempfile.TemporaryDirectory(prefix="multigraph-", dir=first.library.parent) as folder:
-        source, library = Path(folder, "unit.cpp"), Path(folder, "unit.so")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        source, library = folder / "unit.cpp", folder / "unit.so"
         source.write_text(text_of(unit))
         own = {"source": str(source), "library": str(library)}
         command = [own.get(word, word) for word in first.flags]
@@ -266,6 +272,8 @@ def compile_unit(unit: Sequence[Kernel]) -> None:
             raise ValueError(f"the compiler ends with {done.returncode}: {done.stderr.strip()[-2000:]}")
         for kernel in unit:
             put_under(kernel.library, library)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     for _ in unit:
         events.count("kernels_together")
 

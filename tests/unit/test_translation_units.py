@@ -156,7 +156,7 @@ def test_of_those_who_compile_the_same_unit_at_once_one_does_it(
 ) -> None:
     unit, compiled = [kernel(tmp_path, f"c{n}") for n in range(3)], list[list[str]]()
 
-    def compile_unit(unit: Sequence[Kernel]) -> None:
+    def compile_unit(unit: Sequence[Kernel], folder: Path) -> None:
         compiled.append([one.key for one in unit])
         time.sleep(0.2)
         for one in unit:
@@ -188,3 +188,24 @@ def test_what_cannot_be_put_together_does_not_start_all_compilers_at_once(
     monkeypatch.setattr(translation_units, "_compat", SimpleNamespace(compile_threads=lambda: 3))
     translation_units.compile_kernels("")
     assert most == 3
+
+
+def test_a_killed_compile_leaves_a_folder_that_the_next_one_tidies_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit, ends = [kernel(tmp_path, f"c{n}") for n in range(2)], [1, 0]
+
+    def run(command: Sequence[str], **others: object) -> SimpleNamespace:
+        Path(command[4]).touch()
+        return SimpleNamespace(returncode=ends.pop(0), stderr="")
+
+    monkeypatch.setattr(translation_units, "_failures", [])
+    monkeypatch.setattr(translation_units.subprocess, "run", run)
+    with monkeypatch.context() as killed:
+        killed.setattr(translation_units.shutil, "rmtree", lambda *args, **others: None)
+        translation_units._compile(unit)
+    assert len(list(tmp_path.glob("multigraph-*/unit.so"))) == 1
+    assert not unit[0].library.exists()
+    translation_units._compile(unit)
+    assert [path.name for path in tmp_path.glob("multigraph-*")] == [next(tmp_path.glob("*.lock")).name]
+    assert unit[0].library.samefile(unit[1].library)

@@ -130,19 +130,25 @@ def test_stocks_libraries_take_each_others_place_where_they_are_loaded_for_all()
     assert done.stdout.split() == ["sin", "sin"], done.stderr
 
 
-def test_libraries_that_are_loaded_for_all_do_not_take_each_others_place(folder: Path) -> None:
-    """Libraries of MPI ask for that; Inductor's own kernels all have one name then."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_libraries_that_are_loaded_for_all_do_not_take_each_others_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """Libraries of MPI ask for that; Inductor's own kernels all have one name then, and are loaded for nobody else."""
+    if alone:
+        monkeypatch.setenv("MULTIGRAPH_DISABLE", "kernels_together")
     flags = sys.getdlopenflags()
     sys.setdlopenflags(flags | os.RTLD_GLOBAL)
     try:
-        check(five_kernels)
-        check(lambda x, w: five_kernels(w, w))
-        check(lambda x, w: x.sin())
+        check(two_kernels)
+        check(lambda x, w: two_kernels(w, w))
+        check(lambda x, w: x.exp())
         check(lambda x, w: x.cos())
+        assert sys.getdlopenflags() == flags | os.RTLD_GLOBAL
     finally:
         sys.setdlopenflags(flags)
-    assert files(folder) == 4
-    assert together() == (len(libraries(folder)), 0)
+    assert len(libraries(folder)) == 6
+    assert (files(folder), together()) == ((6, (0, 0)) if alone else (4, (6, 0)))
 
 
 def test_what_the_compiler_refuses_is_compiled_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
