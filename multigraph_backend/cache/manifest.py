@@ -1,14 +1,13 @@
 """One graph's manifest: which of its variants were used, how often, in which order, and where torch keeps their code.
 
-    {"format": 3, "torch": "2.13.0", "multigraph": "0.1.1 (6c1d...)", "digest": "...", "manifest": {
+    {"format": 4, "torch": "2.13.0", "multigraph": "0.1.1 (6c1d...)", "digest": "...", "manifest": {
         "graph": "9f...", "model": "Decoder.forward (model.py:12)", "names": ["Decoder", "forward"], "tuned": [],
         "used": [{"condition": "x[0] == 8", "calls": 940, "forms": [
-            {"values": {"s0": 8}, "keys": [["aot_autograd", "a5p5..."]], "repeated": "", "floats": ""}]}]}}
+            {"values": {"s0": 8}, "keys": [["aot_autograd", "a5p5..."]], "repeated": ["", false], "floats": ""}]}]}}
 
 `condition` is the text of a declared condition, or "generic"; a form is compiled code and the values of the graph's
-symbols that it was compiled for, with the keys that torch's caches have it under, what the report says of blocks that
-come again in it, which the code itself does not tell, and the name under which code that computes with Python floats is
-asked for.
+symbols that it was compiled for, with the keys that torch's caches have it under, what became of blocks that come again
+in it, which the code itself does not tell, and the name under which code that computes with Python floats is asked for.
 
 Everything here is pure.  What is read is checked in full: a manifest is a hint, and whatever it says, code comes from
 torch's caches under keys that the compile itself computes.
@@ -25,7 +24,7 @@ from typing import Any
 
 from multigraph_backend.cache.trusted import Refused
 
-FORMAT = 3
+FORMAT = 4
 MOST_BYTES = 4 << 20  # of one manifest, as a file
 MOST_USED = 256  # conditions of one graph that are noted
 MOST_FORMS = 64  # of one condition
@@ -42,13 +41,25 @@ Key = tuple[str, str]  # kind of artifact, key
 
 
 @dataclass(frozen=True)
+class RepeatedBlocks:
+    """What became of blocks that come again in compiled code: what is `said` of them, "" where nothing is, and whether
+    the code has a body for them, which it `calls`."""
+
+    said: str = ""
+    calls: bool = False
+
+
+NOTHING_SAID = RepeatedBlocks()
+
+
+@dataclass(frozen=True)
 class UsedForm:
     """Compiled code: the values of symbols that it was compiled for, its keys in torch's caches, what became of blocks
     that come again, and the name of code that computes with Python floats (`Lowered.floats`)."""
 
     values: tuple[tuple[str, int], ...]
     keys: tuple[Key, ...] = ()
-    repeated: str = ""
+    repeated: RepeatedBlocks = NOTHING_SAID
     floats: str = ""
 
     @property
@@ -152,7 +163,7 @@ def to_bytes(manifest: Manifest, versions: tuple[str, str]) -> bytes:
                     {
                         "values": dict(form.values),
                         "keys": form.keys,
-                        "repeated": form.repeated,
+                        "repeated": [form.repeated.said, form.repeated.calls],
                         "floats": form.floats,
                     }
                     for form in entry.forms
@@ -201,12 +212,19 @@ def _used(entry: Any) -> Used:
             UsedForm(
                 tuple((_text(name), _number(value)) for name, value in form["values"].items()),
                 tuple((kind, _checked_key(kind, key)) for kind, key in _pairs(form["keys"])),
-                _text(form["repeated"]),
+                _blocks(form["repeated"]),
                 _name(form["floats"]),
             )
             for form in _listed(entry["forms"], MOST_FORMS)
         ),
     )
+
+
+def _blocks(value: Any) -> RepeatedBlocks:
+    said, calls = _listed(value, 2)
+    if not isinstance(calls, bool):
+        raise TypeError
+    return RepeatedBlocks(_text(said), calls)
 
 
 def _pairs(values: Any) -> Iterable[tuple[str, str]]:

@@ -36,6 +36,7 @@ import torch
 
 from multigraph_backend import _compat, events
 from multigraph_backend.cache import cpp_kernels, stored_code
+from multigraph_backend.cache.manifest import NOTHING_SAID, RepeatedBlocks
 from multigraph_backend.cache.stored_code import Stored
 from multigraph_backend.capture.aliasing import sharing
 from multigraph_backend.capture.graph import CapturedGraph
@@ -85,7 +86,7 @@ class Lowered:
     `codes`: what of it can be recorded, while that is there; a backward that is compiled late comes later.
     `cached`: kind and key of what torch's caches took or gave, as far as it was new to this process; "native" is what
     the C++ compiler made of kernels.
-    `repeated`: what became of blocks that come again, where that was asked for.
+    `repeated`: what became of blocks that come again; nothing is said of them where that was not asked for.
     `floats`: where it computes with Python floats, the name under which torch's caches have it; see `_FloatsInCaches`.
     `stored`: by what it is loaded past Inductor, where it may be saved, and torch's caches keep it as one;
     `past_inductor`: so it was.
@@ -100,7 +101,7 @@ class Lowered:
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
     codes: Sequence[weakref.ref[RecordedCode]] = ()
     cached: tuple[tuple[str, str], ...] = ()
-    repeated: str | None = None
+    repeated: RepeatedBlocks = NOTHING_SAID
     floats: str = ""
     stored: Stored | None = None
     past_inductor: bool = False
@@ -291,7 +292,8 @@ class CompileJob:
         with blocks that AOTAutograd traces one by one, where it did not, then with none."""
         if not self.options.repeat:
             lowered = self._floats_or_constants(process_wide)
-            return dataclasses.replace(lowered, repeated=self.unrepeated and f"{_AS_THEY_STAND}: {self.unrepeated}")
+            said = f"{_AS_THEY_STAND}: {self.unrepeated}" if self.unrepeated else ""
+            return dataclasses.replace(lowered, repeated=RepeatedBlocks(said))
         asked = self.options.repeat == "always"
         from multigraph_backend.lower import one_body  # a process that loads its code has no use for it
 
@@ -310,7 +312,8 @@ class CompileJob:
             said = " | ".join(str(graph) for graph in found if asked or graph.comes_again)
             if asked and not said:
                 said = "not known, for the code was compiled before, and came from torch's caches"
-            return dataclasses.replace(lowered, repeated=f"repeated blocks: {said}" if said else None)
+            said = f"repeated blocks: {said}" if said else ""
+            return dataclasses.replace(lowered, repeated=RepeatedBlocks(said, any(graph.bodies for graph in found)))
         events.count("repeat_retries")
         tag = self.cache_tag.replace(_repeat_tag(self.options), "")
         whole = dataclasses.replace(self.options, repeat=False)

@@ -1,7 +1,7 @@
-"""The C++ kernels of a graph, compiled together: as few translation units as there are threads that compile.
+"""The C++ kernels of a graph, compiled together: at most as many translation units as there are threads that compile.
 
-Inductor compiles each kernel by itself, and more than half of such a compile is the same for all: the compiler starts,
-reads its headers, compiles Python's way into the kernel, and links.  Here the kernels of a graph are put into one file,
+Inductor compiles each kernel by itself, and most of such a compile is the same for all: the compiler starts, reads its
+headers, compiles Python's way into the kernel, and links.  Here the kernels of a graph are put into one file,
 each in a namespace of its own, which is compiled by the command that Inductor has for each of them.
 
     kernel a  ->  c7…a.main.cpp  ->  c7…a.main.so           c7…a.main.cpp  \
@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 SECONDS = 600.0  # that another process is waited for, which compiles the same: as long as torch waits
 TRIES = 2  # failures, until nothing is put together any more
+SHORTEST = 1 << 14  # characters of a unit, of which there are more only for a further thread: some four small kernels
 LARGEST = 1 << 18  # characters of a unit, for compilers take more than twice as long for twice as much
 _IDENTITY = "multigraph: kernels of a graph compiled together"
 _ENTRY = "kernel"
@@ -219,8 +220,9 @@ def _kernel(work: Any) -> Kernel:
 
 
 def parted(kernels: Sequence[Kernel], threads: int) -> Iterator[list[Kernel]]:
-    """Kernels as units, of about equal lengths: for each set of flags as many as there are threads, and more where
-    units would grow too long.  A kernel that cannot be put together is a unit by itself."""
+    """Kernels as units, of about equal lengths: for each set of flags as many as there are threads, fewer where units
+    would be too short for what each takes, and more where they would grow too long.  A kernel that cannot be put
+    together is a unit by itself."""
     alike: dict[tuple[str, ...], list[Kernel]] = {}
     for kernel in kernels:
         if kernel.may_be_put_together:
@@ -229,7 +231,7 @@ def parted(kernels: Sequence[Kernel], threads: int) -> Iterator[list[Kernel]]:
             yield [kernel]
     for group in alike.values():
         length = sum(len(kernel.text) for kernel in group)
-        count = min(len(group), max(threads, -(-length // LARGEST)))
+        count = min(len(group), max(1, min(threads, length // SHORTEST), -(-length // LARGEST)))
         units: list[list[Kernel]] = [[] for _ in range(count)]
         lengths = [0] * count
         for kernel in sorted(group, key=lambda kernel: -len(kernel.text)):

@@ -27,7 +27,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+if TYPE_CHECKING:
+    from multigraph_backend.cache.manifest import RepeatedBlocks
 
 LENGTH = struct.Struct("<Q")
 _LOOK = 1.0  # seconds between two looks at who the parent is
@@ -70,7 +73,7 @@ class Outcome:
     reason: str = ""
     details: str = ""
     floats: str = ""
-    repeated: str | None = None
+    repeated: RepeatedBlocks | None = None
 
 
 def send(stream: int, message: object) -> None:

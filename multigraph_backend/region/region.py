@@ -39,7 +39,7 @@ from multigraph_backend.lower.only_cached import NotCached
 from multigraph_backend.lower.stand_ins import Likeness, stand_ins
 from multigraph_backend.options import Options
 from multigraph_backend.process.interruptions import from_outside
-from multigraph_backend.region import dispatch, first_run, gains, registry, rules, tiers, warm_start
+from multigraph_backend.region import dispatch, first_run, gains, registry, rules, warm_start
 from multigraph_backend.region.compile_options import options_for
 from multigraph_backend.region.dispatch import Ready
 from multigraph_backend.region.first_run import WrongOutputs
@@ -463,7 +463,7 @@ class Region:
             form = Form(lowered, loaded=True)
             if made is not None and made.kind == "made":
                 seconds = lowered.seconds + made.seconds
-                repeated = made.repeated or lowered.repeated
+                repeated = made.repeated if made.repeated and made.repeated.said else lowered.repeated
                 form = Form(dataclasses.replace(lowered, seconds=seconds, repeated=repeated), by_worker=True)
             if tier is not None:
                 tier.begin_trial(form)
@@ -522,7 +522,7 @@ class Region:
             self._background is not None
             and self._background.cannot is None
             and self.options.repeat == "auto"
-            and tiers.calls_bodies(form.lowered.repeated)
+            and form.lowered.repeated.calls
             and not any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
         )
 
@@ -632,7 +632,7 @@ class Region:
             return lowered
         # of blocks that come again, which code does not tell
         repeated = warm_start.repeated_in(self._noted(variant, args))
-        return dataclasses.replace(lowered, repeated=repeated or lowered.repeated)
+        return lowered if repeated is None else dataclasses.replace(lowered, repeated=repeated)
 
     def _take(
         self, variant: Variant, args: Sequence[Any], options: Options, pinned: Mapping[sympy.Symbol, int], floats: str

@@ -113,7 +113,7 @@ def _digest(header: Mapping[str, Any], payload: bytes) -> str:
 def _forms(variant: Variant) -> tuple[UsedForm, ...]:
     """Where torch's caches have its code."""
     return tuple(
-        UsedForm((), form.lowered.cached, form.lowered.repeated or "", form.lowered.floats) for form in variant.forms
+        UsedForm((), form.lowered.cached, form.lowered.repeated, form.lowered.floats) for form in variant.forms
     )
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import random
-import re
 import statistics
 import threading
 import time
@@ -50,14 +49,6 @@ TIMED = 48  # such calls of each form, before the trial is decided
 LOOKS = 16  # calls between two looks at what was timed
 MOST = 4096  # calls of a trial
 FASTER = 0.99  # of the first form's time: what takes less takes its place
-
-
-def calls_bodies(repeated: str | None) -> bool:
-    """Whether code calls bodies, by what is said of its blocks that come again."""
-    return (
-        repeated is not None
-        and re.search(r"\b(inference|forward|backward): \d+ calls of one body", repeated) is not None
-    )
 
 
 def _backward_of(outputs: Any) -> Node | None:

@@ -143,7 +143,7 @@ class Variant:
     @property
     def repeated(self) -> str | None:
         """What became of blocks that come again, in the newest form, and of forms that call bodies."""
-        newest = [form.lowered.repeated for form in self.forms[-1:]]
+        newest = [form.lowered.repeated.said for form in self.forms[-1:]]
         return "; ".join(filter(None, (*newest, *(form.tier.said for form in self.forms if form.tier)))) or None
 
     def fitting(self, args: Sequence[Any]) -> Form | None:

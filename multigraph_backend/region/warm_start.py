@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -36,7 +37,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.cache import manifest, manifests, shipping, trusted
-from multigraph_backend.cache.manifest import Manifest, Used, UsedForm
+from multigraph_backend.cache.manifest import Manifest, RepeatedBlocks, Used, UsedForm
 from multigraph_backend.cache.shipping import CacheRefused, Carried
 from multigraph_backend.capture.graph import CapturedGraph
 from multigraph_backend.events import CallCounter
@@ -117,8 +118,9 @@ class WarmStart:
             if isinstance(value, int) and not isinstance(value, bool)
         }
         keys = tuple((kind, key) for kind, key in form.lowered.cached if manifest.safe_key(kind, key))
-        said = (form.lowered.repeated or "")[: manifest.MOST_TEXT]
-        form_used = UsedForm(tuple(values.items()), keys, said, form.lowered.floats)
+        said = form.lowered.repeated.said[: manifest.MOST_TEXT]
+        repeated = dataclasses.replace(form.lowered.repeated, said=said)
+        form_used = UsedForm(tuple(values.items()), keys, repeated, form.lowered.floats)
         noted.add(variant.text, variant.counter, form_used)
         if not first:
             _worker.now(noted.write_soon)
@@ -323,9 +325,9 @@ def _load(region: weakref.ref[Loads], condition: str, likeness: Likeness, values
         held.load_ahead(condition, likeness, values)
 
 
-def repeated_in(forms: Sequence[UsedForm]) -> str | None:
+def repeated_in(forms: Sequence[UsedForm]) -> RepeatedBlocks | None:
     """What the newest of `forms` that says anything of blocks that come again says of them."""
-    return next((form.repeated for form in reversed(forms) if form.repeated), None)
+    return next((form.repeated for form in reversed(forms) if form.repeated.said), None)
 
 
 def names_of_floats(forms: Sequence[UsedForm]) -> list[str]:

@@ -95,7 +95,7 @@ WHOLE = manifest.to_bytes(example(), VERSIONS)
         (b'{"format": 1}', "no whole manifest"),
         (b"\xff\xfe", "no whole manifest"),
         (WHOLE.replace(b'"calls": 9', b'"calls": 8'), "its digest is another one"),
-        (WHOLE.replace(b'"format": 3', b'"format": 4'), "it has format 4"),
+        (WHOLE.replace(b'"format": 4', b'"format": 5'), "it has format 5"),
         (WHOLE.replace(b"2.13.0", b"2.15.0"), "it was written with torch '2.15.0'"),
         (WHOLE.replace(b'"multigraph": "0.1.1"', b'"multigraph": "9"'), "it was written with multigraph '9'"),
         (changed(lambda read: read.update(manifest=[])), "its parts are not what they should be"),

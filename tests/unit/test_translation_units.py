@@ -104,7 +104,8 @@ static const struct { const char* name; PyObject* (*make)(); } kernels[] = {
     )
 
 
-def test_kernels_of_other_flags_are_in_other_units(tmp_path: Path) -> None:
+def test_kernels_of_other_flags_are_in_other_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translation_units, "SHORTEST", 1)
     kernels = [kernel(tmp_path, f"c{n}", flag="-mavx2" if n % 3 else "-mavx512f") for n in range(9)]
     units = list(parted(kernels, 2))
     assert sorted(len(unit) for unit in units) == [1, 2, 3, 3]
@@ -131,6 +132,7 @@ def test_a_kernel_that_leaves_something_behind_is_by_itself(tmp_path: Path, dire
 
 def test_random_kernels_are_each_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(translation_units, "LARGEST", 4000)
+    monkeypatch.setattr(translation_units, "SHORTEST", 1000)
     for seed in range(300):
         draw = random.Random(seed)
         kernels = [
@@ -145,9 +147,10 @@ def test_random_kernels_are_each_compiled_once(tmp_path: Path, monkeypatch: pyte
             group = [one for one in kernels if one.flags == flags]
             assert all(one.flags == flags for unit in alike for one in unit)
             assert all(alike)  # no unit is empty
-            assert len(alike) >= min(len(group), threads)
             longest = max(len(one.text) for one in group)
             lengths = [sum(len(one.text) for one in unit) for unit in alike]
+            assert len(alike) <= max(threads, -(-sum(lengths) // 4000))
+            assert len(alike) >= min(len(group), threads, max(1, sum(lengths) // 1000))
             assert max(lengths) - min(lengths) <= longest or min(map(len, alike)) == 1
 
 

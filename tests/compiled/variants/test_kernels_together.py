@@ -73,7 +73,8 @@ def test_kernels_of_a_graph_are_one_library_by_each_name(folder: Path) -> None:
     assert not list(folder.rglob("multigraph-*/*"))  # nothing else is left behind
 
 
-def test_there_are_as_many_units_as_threads_that_compile(folder: Path) -> None:
+def test_there_are_as_many_units_as_threads_that_compile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translation_units, "SHORTEST", 1000)
     with inductor_config.patch(compile_threads=2):
         check(five_kernels)
     assert files(folder) == 2

@@ -13,7 +13,7 @@ import pytest
 
 from multigraph_backend import sealing
 from multigraph_backend.region import tiers
-from multigraph_backend.region.tiers import ALIKE, CALLS, MOST, TIMED, Tier, calls_bodies
+from multigraph_backend.region.tiers import ALIKE, CALLS, MOST, TIMED, Tier
 
 
 class Clock:
@@ -291,21 +291,3 @@ def test_a_tier_keeps_neither_its_region_nor_its_variant(clock: Clock) -> None:
     gc.collect()
     assert variant() is None
     assert tier.taken is None
-
-
-@pytest.mark.parametrize(
-    ("said", "calls"),
-    [
-        ("repeated blocks: inference: 12 calls of one body of 30 steps; 50 of 400 steps compiled", True),
-        (
-            "repeated blocks: forward: 12 calls of one body of 30 steps; 50 of 400 steps compiled | backward: nothing",
-            True,
-        ),
-        ("repeated blocks: forward: nothing is called | backward: 12 calls of one body of 30 steps", True),
-        ("repeated blocks: forward: nothing is called; 12 blocks of 30 steps traced once", False),
-        ("repeated blocks: inference: nothing is called; 12 blocks of 30 steps traced once", False),
-        (None, False),
-    ],
-)
-def test_what_calls_bodies(said: str | None, calls: bool) -> None:
-    assert calls_bodies(said) is calls
