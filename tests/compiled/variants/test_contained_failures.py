@@ -224,7 +224,7 @@ def test_where_generic_comes_after_the_failure_calls_past_it_go_its_way_too() ->
     with ran(generic=1, failures=1):
         assert_right(compiled, f, torch.randn(8, 3), exact=True)
     (region,) = registry.living()
-    check, _, run = region._ready[0]
+    check, _, run, _ = region._ready[0]
     assert run is region._ready[region.generic.number][2]
     assert check is not None
 
