@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from multigraph_backend import _compat
-from multigraph_backend.process import libraries
 from multigraph_backend.process.interruptions import from_outside
+from multigraph_backend.process.libraries import for_nobody_else
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class _Kernels:
 
 def _load(path: str) -> Any:
     try:
-        with libraries.for_nobody_else():
+        with for_nobody_else():
             library = _compat.CppKernels._load_library(str(_compat.cache_entry("native", path)), _key(path))
     except Exception as error:  # it is gone, or of a machine that has other libraries: Inductor compiles the kernel
         if from_outside(error):

@@ -51,12 +51,14 @@ MOST = 4096  # calls of a trial
 FASTER = 0.99  # of the first form's time: what takes less takes its place
 
 
-def _backward_of(outputs: Any) -> Node | None:
+def _backward_of(outputs: Any, args: Sequence[Any]) -> Node | None:
     """The node of autograd's graph that runs the backward of compiled code that returned `outputs`, or what they are
-    views of; None where nothing is differentiated."""
+    views of; None where nothing is differentiated.  An output may be one of `args`, or a view of one, and that may come
+    from other compiled code."""
+    before = {getattr(arg, "grad_fn", None) for arg in args}
     for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
         node = getattr(output, "grad_fn", None)
-        while node is not None:
+        while node is not None and node not in before:
             if node.name() == "CompiledFunctionBackward":
                 return cast("Node", node)
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
@@ -194,7 +196,7 @@ class Tier:
         outputs = run(*args)
         seconds = time.perf_counter() - started
         numbers = tuple([arg for arg in args if type(arg) is int])
-        if (backward := _backward_of(outputs)) is None:
+        if (backward := _backward_of(outputs, args)) is None:
             self._add(numbers, which, seconds)
         else:
             self._add_with_backward(numbers, which, seconds, backward)

@@ -207,6 +207,14 @@ def test_threads_decide_once(clock: Clock) -> None:
     assert region.ends.count(region.tier.taken) >= 1
 
 
+class Node:
+    """One of autograd's graph."""
+
+    def __init__(self, name: str, *behind: Any) -> None:
+        self.name = lambda: name
+        self.next_functions = tuple((node, 0) for node in behind)
+
+
 class Trained:
     """Outputs whose backward takes as long as it is said to, and which are views of what compiled code returned."""
 
@@ -215,7 +223,7 @@ class Trained:
         self.before: list[Callable[[object], None]] = []
         self.behind: list[Callable[[object, object], None]] = []
         self.register_prehook, self.register_hook = self.before.append, self.behind.append
-        self.grad_fn = SimpleNamespace(name=lambda: "ViewBackward0", next_functions=((self, 0),))
+        self.grad_fn = Node("ViewBackward0", self)
         self.next_functions = ((None, 0), (None, 0))
 
     def name(self) -> str:
@@ -280,6 +288,15 @@ def test_calls_without_a_backward_decide_nothing(clock: Clock) -> None:
     region.tier.run(4)
     assert region.tier.taken is False
     assert "too few calls were followed by their backward" in region.tier.said
+
+
+def test_the_backward_of_code_that_ran_before_is_not_the_calls() -> None:
+    """An input that is handed out, or a view of one, which other compiled code has made."""
+    first, own = (Node("CompiledFunctionBackward", None, None) for _ in range(2))
+    given, view, result = (SimpleNamespace(grad_fn=node) for node in (first, Node("ViewBackward0", first), own))
+    assert tiers._backward_of([given, view], (given, 4)) is None
+    assert tiers._backward_of([given, view, 3, result], (given, 4)) is own
+    assert tiers._backward_of(given, ()) is first
 
 
 def test_a_tier_keeps_neither_its_region_nor_its_variant(clock: Clock) -> None:
