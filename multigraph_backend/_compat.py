@@ -101,7 +101,7 @@ def _marked(mark_dynamic: Callable[..., object]) -> torch.Tensor:
 BY_INDUCTOR = frozenset({
     "changed inputs", "saved tensors", "retained graphs", "modes", "messages", "cudagraphs", "cudagraphs on CUDA",
     "recordings in the extension on CUDA", "saved graphs", "warm start", "workers", "rests", "eager's numbers",
-    "kernels together",
+    "kernels together", "rows of packs",
 })  # fmt: skip
 _BY_INDUCTOR = frozenset({"compile_fx", "force_stride_order"})  # ... and symbols of features that others have, too
 
@@ -356,6 +356,15 @@ SYMBOLS: dict[str, PrivateSymbol] = {
            shape=("read_and_emit",)),
         _S("extract_tensor_metadata", "torch._subclasses.fake_tensor", "extract_tensor_metadata",
            feature="stored code"),
+        # rows of packs
+        _S("inductor_choices", "torch._inductor.virtualized", "_choices", feature="rows of packs",
+           shape=("_set_handler", "_get_handler")),
+        _S("InductorChoices", "torch._inductor.choices", "InductorChoices", feature="rows of packs",
+           shape=("should_use_persistent_reduction",)),
+        _S("ReductionHint", "torch._inductor.runtime.hints", "ReductionHint", feature="rows of packs",
+           shape=("INNER",)),
+        _S("KernelFeatures", "torch._inductor.codegen.simd_kernel_features", "SIMDKernelFeatures",
+           feature="rows of packs", shape=("get_reduction_hint", "scheduler_nodes")),
         # kernels together
         _S("CustomGraphPass", "torch._inductor.custom_graph_pass", "CustomGraphPass", feature="kernels together",
            shape=("uuid",)),
@@ -469,6 +478,7 @@ OFF = {
     "warm start": "nothing is loaded ahead of calls, and caches are not carried to other machines",
     "stored code": "saved functions ask Inductor for their code, which takes a process longer to begin with",
     "kernels together": "each C++ kernel is compiled by itself",
+    "rows of packs": "packs with a scale for a long row read it twice",
     "workers": "variants are compiled in calls, and not in worker processes",
     "rests": "workers tune kernels of a GPU without rests, which slows calls down",
     "endings": "recorded collectives are not ended for you",

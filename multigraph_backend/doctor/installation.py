@@ -114,6 +114,7 @@ LOST: dict[str, tuple[Level, str]] = {
     "one compile": ("warning", "each rank of a host compiles on its own"),
     "warm start": ("warning", "nothing is loaded ahead of calls, and `cache save` and `load` do not work"),
     "workers": ("warning", '`"compile": "background"` compiles in calls'),
+    "rows of packs": ("warning", "packs with a scale for each row take longer where rows are long"),
     "kernels together": ("warning", "each C++ kernel is compiled by itself, which takes longer"),
     "rests": ("warning", "workers tune a GPU's kernels without rests, which slows calls down"),
     "stored code": ("warning", "saved functions load all of Inductor before they take their code from torch's caches"),

@@ -19,6 +19,7 @@ The modules, in the order in which a partition of a joint graph passes them:
     placement          where packs and unpacks go
     surgery            the plan carried out on both graphs; `links`: who waits for which copy to the host, and where
     offload/           tensors that wait for their backward on the host
+    kernels            packs of long rows as Inductor compiles them
     account            what became of each saved tensor
     output_code        the compiled forward with its account, as torch caches it
 

@@ -29,7 +29,7 @@ import torch
 
 from multigraph_backend import _compat
 from multigraph_backend.cache.revived import compile_by_inductor, revived
-from multigraph_backend.saved_tensors import account
+from multigraph_backend.saved_tensors import account, kernels
 from multigraph_backend.saved_tensors.account import SavedTensors
 from multigraph_backend.saved_tensors.offload.operators import OFFLOAD, SETTLE
 
@@ -50,7 +50,8 @@ def _compile(
     inner: InnerCompile | None, runs: bool, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Any:
     offloads = bool(gm.graph.find_nodes(op="call_function", target=OFFLOAD))  # Inductor changes the graph
-    code = (inner or compile_by_inductor)(gm, example_inputs, **settings)
+    with kernels.rows_read_once(gm):
+        code = (inner or compile_by_inductor)(gm, example_inputs, **settings)
     if offloads and runs:
         check_offloads(getattr(getattr(code, "inner", code), "source_code", ""))
     found = account.latest()

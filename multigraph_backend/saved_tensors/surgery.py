@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from multigraph_backend.saved_tensors import graphs, links, products, tracing
+from multigraph_backend.saved_tensors import graphs, kernels, links, products, tracing
 from multigraph_backend.saved_tensors.graphs import Partition
 from multigraph_backend.saved_tensors.placement import Placement, Unpacking
 from multigraph_backend.saved_tensors.units import Traced
@@ -85,7 +86,7 @@ def _step(graph: Graph, name: str) -> Node:
 def _pack(forward: GraphModule, traced: Traced, before: Node) -> list[Node]:
     """The pack before `before`; what is saved, each tensor once."""
     source = traced.unit.source
-    values = _put_in(forward, traced.pack, [source], before, f"{source.name}_pack", source.meta)
+    values = _put_in(forward, traced.pack, [source], before, f"{source.name}_pack", source.meta, {kernels.MARK: True})
     saved = list(dict.fromkeys(values))
     if any(member.meta.get(_NO_VERSION_CHECK) for member in traced.unit.members):
         for node in saved:
@@ -189,8 +190,9 @@ def _put_in(
     before: Node,
     prefix: str,
     origin: Mapping[str, Any],
+    marks: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Node]:
-    """The nodes of `traced` before `before`, over `inputs`; returns what it returns."""
+    """The nodes of `traced` before `before`, over `inputs`, with `marks` in their `meta`; returns what it returns."""
     placeholders = traced.graph.find_nodes(op="placeholder")
     copies: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
     values = [value for node in inputs if (value := graphs.tensor(node)) is not None]
@@ -213,6 +215,7 @@ def _put_in(
         for entry in ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag", "autograd_backward"):
             if entry in origin:
                 made.meta[entry] = origin[entry]
+        made.meta.update(marks)
         copies[node] = made
     return [copies[value] for value in graphs.results(traced.graph)]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch._inductor.utils import run_and_get_code
 
 import multigraph_backend
 from multigraph_backend import Bits, Cast, Match, Offload, Rule, Scaled
@@ -441,3 +442,26 @@ def test_a_step_within_a_memory_goal_takes_no_more_of_the_device() -> None:
         assert all(plan.missed == 0 for plan in plans), said
         assert measured <= goal, f"{measured} bytes\n{said}"
         assert error(gradients(model, run, x), wanted) < 0.1
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def test_a_long_row_is_read_once_for_its_pack() -> None:
+    rows, columns = 512, 3000
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x @ w).float().square().mean()
+
+    x = torch.randn(rows, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(64, columns, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    wanted = torch.autograd.grad(program(x, w), [x, w])
+    rule = Rule(Match(min_bytes=rows * columns * 2), Scaled("int8", per="row"))
+    step = compiled(program, saved_tensors=[rule], cudagraphs=False)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: torch.autograd.grad(step(x, w), [x, w]))
+    of_rows = [part for code in codes for part in code.split("@triton_heuristics.")[1:] if "*i8" in part]
+    finding = [part for part in of_rows if "max2(" in part]
+    assert [part.split("(")[0] for part in finding] == ["persistent_reduction"]
+    for got, want in zip(torch.autograd.grad(step(x, w), [x, w]), wanted, strict=True):
+        assert float((got.float() - want.float()).norm() / want.float().norm()) < 0.02
