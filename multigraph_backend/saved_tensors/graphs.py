@@ -147,7 +147,12 @@ def storage_bytes(value: torch.Tensor) -> int:
 
 def tensor_bytes(value: torch.Tensor) -> int:
     """Bytes of the elements, whatever lies between them."""
-    return _compat.hint(value.numel(), _UNKNOWN_SIZE) * value.element_size()
+    return elements(value) * value.element_size()
+
+
+def elements(value: torch.Tensor) -> int:
+    """How many there are, as far as it is known."""
+    return _compat.hint(value.numel(), _UNKNOWN_SIZE)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ same kinds, numbers and tensors; nothing else of either graph changes its meanin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,6 +28,10 @@ from multigraph_backend.saved_tensors.placement import Placement, Unpacking
 from multigraph_backend.saved_tensors.units import Traced
 
 _NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
+_FEW = 16  # times fewer elements than there were
+#: inputs of such names are, for Inductor's estimates, the caller's to keep, and count for nothing; they are freed all
+#: the same
+_UNCOUNTED = "args_"
 
 
 def carry_out(partition: Partition, units: Sequence[Traced], placement: Placement) -> None:
@@ -50,16 +55,17 @@ def carry_out(partition: Partition, units: Sequence[Traced], placement: Placemen
         first = traced.unit.members[0]
         replaced.update({member: saved if member is first else [] for member in traced.unit.members})
         members = [placeholders[member.name] for member in traced.unit.members]
-        inputs = _inputs(backward.graph, members[0], saved)
+        inputs = _inputs(backward.graph, members[0], saved, traced.unit.source)
         unpacked.append(_Unpacked(traced, members, inputs, placement.unpackings[name]))
     _exchange_results(forward.graph, partition.outputs, replaced)
     reloads = {name: index for index, name in enumerate(placement.reloads)}
     for unit in sorted(unpacked, key=lambda unit: reloads.get(unit.traced.unit.name, -1)):
         _unpack(backward, unit)
     if last_wait is not None:
-        given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        copies = {name: [given[node.name] for node in nodes] for name, nodes in offloads.items()}
-        links.link_backward(backward.graph, copies, placement.prefetches, given[last_wait.name])
+        pairs = (zip(packed[unit.traced.unit.name], unit.inputs, strict=True) for unit in unpacked)
+        given = dict(itertools.chain.from_iterable(pairs))
+        copies = {name: [given[node] for node in nodes] for name, nodes in offloads.items()}
+        links.link_backward(backward.graph, copies, placement.prefetches, given[last_wait])
     for unit in unpacked:
         for member in unit.members:
             _erase(backward.graph, member)
@@ -94,18 +100,30 @@ def _pack(forward: GraphModule, traced: Traced, before: Node) -> list[Node]:
     return saved
 
 
-def _inputs(graph: Graph, first: Node, saved: Sequence[Node]) -> list[Node]:
-    """Placeholders for what is saved, where the first member's is."""
+def _inputs(graph: Graph, first: Node, saved: Sequence[Node], source: Node) -> list[Node]:
+    """Placeholders for what is saved of `source`, where the first member's is."""
     made = []
     for node in saved:
         with graph.inserting_before(first):
-            placeholder = graph.placeholder(node.name)
+            placeholder = graph.placeholder(f"{_UNCOUNTED}{node.name}" if _miscounted(node, source) else node.name)
         placeholder.meta["val"] = node.meta["val"]
         for entry in ("tensor_meta", "desc", "partitioner_tag", _NO_VERSION_CHECK):
             if entry in first.meta and entry != "tensor_meta":
                 placeholder.meta[entry] = first.meta[entry]
         made.append(placeholder)
     return made
+
+
+def _miscounted(saved: Node, source: Node) -> bool:
+    """Whether Inductor would take `saved` for many times the memory that it is: the scales of blocks.
+
+    Where a kernel reads an input at an index that is divided, as a scale of a block is read for each element of it,
+    Inductor (torch 2.11 to 2.15) counts each read as memory that the input gives back when it is freed.  That would be
+    worth more than all else: everything is unpacked at the start of the backward, and buffers are kept to be used
+    again later.
+    """
+    value, of = saved.meta["val"], source.meta["val"]
+    return value.dim() > of.dim() and graphs.elements(value) * _FEW <= graphs.elements(of)
 
 
 def _exchange_results(graph: Graph, outputs: int, replaced: Mapping[Node, Sequence[Node]]) -> None:

@@ -465,3 +465,23 @@ def test_a_long_row_is_read_once_for_its_pack() -> None:
     assert [part.split("(")[0] for part in finding] == ["persistent_reduction"]
     for got, want in zip(torch.autograd.grad(step(x, w), [x, w]), wanted, strict=True):
         assert float((got.float() - want.float()).norm() / want.float().norm()) < 0.02
+
+
+def test_scales_of_blocks_keep_the_peak_of_the_backward() -> None:
+    def peak(pack: Pack) -> int:
+        """Of a backward, above what is there before it."""
+        model, x = block(blocks=6), batch()
+        step = compiled(model, saved_tensors=[Rule(Match(min_bytes=x.numel() * 2), pack)], cudagraphs=False)
+        for _ in range(2):
+            model.zero_grad()
+            loss = step(x).float().square().mean()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss.backward()
+            torch.cuda.synchronize()
+            found = torch.cuda.max_memory_allocated() - before
+        fresh()
+        return found
+
+    assert peak(Scaled("int8", per=64)) < 1.1 * peak(Scaled("int8", per="row"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from torch._inductor.utils import is_nonfreeable_buffers
 
 from multigraph_backend import Cast, Match, Rule, Scaled, _compat
 from multigraph_backend.backend import multigraph
@@ -114,3 +115,24 @@ def test_inductor_is_given_marked_packs(pack: Any) -> None:
         torch.compile(program, backend=multigraph, options=options)(x, w).sum().backward()
     assert all(those for _, those in seen)
     assert [bool(marked) for marked, _ in seen] == [True, False]  # forward and backward
+
+
+@pytest.mark.parametrize(("pack", "apart"), [(Scaled("int8", per=64), True), (Scaled("int8"), False)], ids=str)
+def test_scales_of_blocks_count_for_nothing_where_inductor_plans_memory(pack: Any, apart: bool) -> None:
+    given: list[str] = []
+
+    def look(within: torch.fx.Graph) -> None:
+        if not any(kernels.MARK in node.meta for node in within.nodes):  # the backward
+            given.extend(node.name for node in within.find_nodes(op="placeholder"))
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x @ w) @ w
+
+    x, w = torch.randn(16, 256, requires_grad=True), torch.randn(256, 256, requires_grad=True)
+    options = {"on_failure": "raise", "saved_tensors": [Rule(Match(min_bytes=1), pack)]}
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=look):
+        torch.compile(program, backend=multigraph, options=options)(x, w).sum().backward()
+    with _compat.virtualized.set_graph_handler(SimpleNamespace(name=None)):
+        kept = [name for name in given if is_nonfreeable_buffers(SimpleNamespace(name=name))]
+    packed = [name for name in given if "_pack_" in name]
+    assert [name in kept for name in packed] == [False, apart] * (len(packed) // 2) != []  # bytes, and their scales
