@@ -17,6 +17,7 @@ multigraph                torch.compile(backend="multigraph"), no rules
 multigraph, fp8           options={"saved_tensors": [Rule(Match(...), Cast("float8_e4m3fn"))]}
 multigraph, fp8 products  the same with Cast("float8_e4m3fn", multiply=True): weight gradients multiply what is saved
 multigraph, int8          the same with Scaled("int8", per="row")
+multigraph, int8 blocks   the same with Scaled("int8", per=64)
 multigraph, fp8, pointwise     what is made pointwise of what is packed is computed again from that: before the others
                           a Rule(Match(..., pointwise=True), Recompute(from_packed=True))
 multigraph, int8, pointwise    the same with int8
@@ -144,6 +145,7 @@ STOCK = {
     "multigraph, fp8": "inductor, fp8",
     "multigraph, fp8 products": "inductor, fp8",
     "multigraph, int8": "inductor, int8",
+    "multigraph, int8 blocks": "inductor, int8",
     "multigraph, fp8, pointwise": "inductor, fp8",
     "multigraph, int8, pointwise": "inductor, int8",
     "multigraph, offload": "inductor, offload",
@@ -337,6 +339,7 @@ def forms_of(stack: Stack, options: Mapping[str, Any]) -> list[Form]:
         Form("multigraph, fp8", partial(ours, fp8), "fp8"),
         Form("multigraph, fp8 products", partial(ours, products), "fp8 products"),
         Form("multigraph, int8", partial(ours, int8), "int8"),
+        Form("multigraph, int8 blocks", partial(ours, Rule(match, Scaled("int8", per=64))), "int8"),
         Form("multigraph, fp8, pointwise", partial(ours, pointwise, fp8), "fp8"),
         Form("multigraph, int8, pointwise", partial(ours, pointwise, int8), "int8"),
         *([Form("multigraph, offload", partial(ours, *offload), "offload")] if stack.device == "cuda" else []),

@@ -43,7 +43,10 @@ COLUMNS = (
     Column("more_us", "more us", 0),
     Column("over_unpacked", "more/unpacked", 3),
 )
-FORMS = ("inductor, fp8", "multigraph, fp8", "multigraph, fp8 products", "multigraph, int8", "multigraph, offload")
+FORMS = (
+    "inductor, fp8", "multigraph, fp8", "multigraph, fp8 products", "multigraph, int8", "multigraph, int8 blocks",
+    "multigraph, offload",
+)  # fmt: skip
 QUICK = ("multigraph, int8",)
 ALL = "all"
 KINDS = {
