@@ -97,7 +97,7 @@ def _scaled(asked: Scaled, value: torch.Tensor) -> tuple[PackFunction, UnpackFun
     def scale_of(largest: torch.Tensor) -> torch.Tensor:
         # so that its reciprocal is a normal number too, and what comes back of the largest is finite
         scale = largest.clamp(2 * numbers.tiny * most, numbers.max * (1 - 2 * numbers.eps)) / most
-        return torch.where(torch.isfinite(largest), scale, math.nan)
+        return scale + largest * 0.0  # NaN where that is not finite; see `_within`
 
     def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (x * scale.reciprocal()).to(torch.float32)
@@ -262,13 +262,14 @@ def _offload(pack: Offload, value: torch.Tensor) -> tuple[PackFunction, UnpackFu
 def _within(x: torch.Tensor, most: float) -> torch.Tensor:
     """`x` where it is at most `most`, else that; NaN for what is not finite.
 
-    Times 0 a value is NaN where it is not finite, and else 0.  On a GPU, a clamp and a test of each element would take
-    longer than reading and writing it.
+    Times 0 a value is NaN where it is not finite, and else 0.  On a GPU a test of each element would take longer than
+    reading and writing it; and what `where` chooses from would be a constant in the graph, next to which packs would
+    have to stand: those of equal layers would be far from their layers, which would be no blocks then.
     """
     nothing = x * 0.0  # with an integer 0 Inductor would replace the product by 0
     if x.device.type == "cuda" and torch.version.hip is None:  # there Triton's conversion to fp8 stops at `most`
         return x + nothing
-    return torch.where(x.abs() < most, x, torch.where(x < 0, -most, most) + nothing)
+    return x.clamp(-most, most) + nothing
 
 
 def _round_at_random(x: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -323,7 +323,7 @@ def packed_backward(
         given -= set(packing.members)
         if not held:
             given |= set(saved)
-        known = {**packing.pack.sizes, **backward.sizes}
+        known = {**backward.sizes, **packing.pack.sizes}
         sizes.update({name: known.get(output, 0) for name, output in zip(saved, packing.pack.outputs, strict=True)})
         for copy, (at, uses) in enumerate(unpacks[packing.name]):
             own = saved[: len(packing.unpack.inputs) - len(packing.computed_from)]

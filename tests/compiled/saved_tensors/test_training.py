@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -399,3 +400,13 @@ def test_another_process_finds_the_code_and_the_account_but_not_for_other_rules(
     assert first[1] > 0
     assert other[2] != first[2]
     assert other[3] != first[3]
+
+
+@pytest.mark.parametrize("pack", [Scaled("int8", per=64), Scaled("int8"), Cast("float8_e4m3fn")], ids=str)
+def test_equal_blocks_are_bodies_with_their_packs(pack: Any) -> None:
+    model = torch.nn.Sequential(*[Block(64, 2) for _ in range(6)])
+    rule = Rule(Match(min_bytes=16 * 64 * 64 * 4), pack)
+    step = torch.compile(model, backend="multigraph", options={"on_failure": "raise", "saved_tensors": [rule]})
+    step(torch.randn(16, 64, 64)).square().mean().backward()
+    (region,) = multigraph_backend.explain().regions
+    assert re.search(r"forward: \d calls of one body of \d+ steps", region.generic.repeated or "nothing")

@@ -93,16 +93,12 @@ mm_pack_amax = amax(mm_pack_abs_1, [-1], True)
 mm_pack_clamp_min = clamp_min(mm_pack_amax, 2.9857556510886103e-36)
 mm_pack_clamp_max = clamp_max(mm_pack_clamp_min, 3.4028226550889528e+38)
 mm_pack_div = div(mm_pack_clamp_max, 127.0)
-mm_pack_abs_2 = abs(mm_pack_amax)
-mm_pack_ne = ne(mm_pack_abs_2, inf)
-mm_pack_eq = eq(mm_pack_amax, mm_pack_amax)
-mm_pack_mul = mul(mm_pack_eq, mm_pack_ne)
-mm_pack_scalar_tensor = scalar_tensor(nan)
-mm_pack_where = where(mm_pack_mul, mm_pack_div, mm_pack_scalar_tensor)
-mm_pack_reciprocal = reciprocal(mm_pack_where)
+mm_pack_mul = mul(mm_pack_amax, 0.0)
+mm_pack_add = add(mm_pack_div, mm_pack_mul)
+mm_pack_reciprocal = reciprocal(mm_pack_add)
 mm_pack_mul_1 = mul(mm, mm_pack_reciprocal)
-mm_pack_add = add(mm_pack_mul_1, 12582912.0)
-mm_pack_view = view(mm_pack_add, torch.int32)
+mm_pack_add_1 = add(mm_pack_mul_1, 12582912.0)
+mm_pack_view = view(mm_pack_add_1, torch.int32)
 mm_pack_alias = alias(mm_pack_view)
 mm_pack_convert_element_type = convert_element_type(mm_pack_alias, torch.int8)
 exp = exp(mm_1)
@@ -110,7 +106,7 @@ detach = detach(exp)
 detach_1 = detach(detach)
 t_2 = t(primals_1)
 t_3 = t(primals_2)
-return exp, detach_1, mm_pack_convert_element_type, mm_pack_where, t_2, t_3
+return exp, detach_1, mm_pack_convert_element_type, mm_pack_add, t_2, t_3
 """,
     )
     assert_expected_inline(
@@ -118,13 +114,13 @@ return exp, detach_1, mm_pack_convert_element_type, mm_pack_where, t_2, t_3
         """\
 detach_1: input
 mm_pack_convert_element_type: input
-mm_pack_where: input
+mm_pack_add: input
 t_2: input
 t_3: input
 tangents_1: input
 mul = mul(tangents_1, detach_1)
 mm_unpack_convert_element_type = convert_element_type(mm_pack_convert_element_type, torch.float32)
-mm_unpack_mul = mul(mm_unpack_convert_element_type, mm_pack_where)
+mm_unpack_mul = mul(mm_unpack_convert_element_type, mm_pack_add)
 mm_unpack_split = split(mm_unpack_mul, 6, -1)
 mm_unpack_getitem = getitem(mm_unpack_split, 0)
 mm_unpack_permute = permute(mm_unpack_getitem, [1, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +58,15 @@ def test_the_peak_no_longer_grows_with_the_layers() -> None:
     assert placed.forward_peak <= 3 * BIG + 10 * SMALL
     assert placed.stock_backward_peak >= 10 * BIG
     assert placed.backward_peak <= 4 * BIG + 10 * SMALL
+
+
+def test_what_a_pack_calls_its_results_is_no_buffer_of_the_backward() -> None:
+    forward, backward = layers(3)
+    packings = [narrowing(f"h{index}") for index in range(3)]
+    unpacks = {packing.name: [(0, [0])] for packing in packings}
+    once = packed_backward(backward, packings, unpacks)
+    theirs = replace(backward, sizes={**backward.sizes, "q": 5 * BIG})
+    assert peak(packed_backward(theirs, packings, unpacks)) == peak(once)
 
 
 def two_uses(apart: int) -> Program:
