@@ -402,7 +402,7 @@ def test_another_process_finds_the_code_and_the_account_but_not_for_other_rules(
     assert other[3] != first[3]
 
 
-@pytest.mark.parametrize("pack", [Scaled("int8", per=64), Scaled("int8"), Cast("float8_e4m3fn")], ids=str)
+@pytest.mark.parametrize("pack", [Scaled("int8", per=64), Cast("float8_e4m3fn")], ids=str)
 def test_equal_blocks_are_bodies_with_their_packs(pack: Any) -> None:
     model = torch.nn.Sequential(*[Block(64, 2) for _ in range(6)])
     rule = Rule(Match(min_bytes=16 * 64 * 64 * 4), pack)

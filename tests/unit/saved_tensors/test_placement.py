@@ -61,7 +61,7 @@ def test_the_peak_no_longer_grows_with_the_layers() -> None:
 
 
 def test_what_a_pack_calls_its_results_is_no_buffer_of_the_backward() -> None:
-    forward, backward = layers(3)
+    _, backward = layers(3)
     packings = [narrowing(f"h{index}") for index in range(3)]
     unpacks = {packing.name: [(0, [0])] for packing in packings}
     once = packed_backward(backward, packings, unpacks)
